@@ -4,6 +4,7 @@
     operators/    the operators that autograd and compilers see, and their derivatives
     planning/     2. where the plan is made: `planner.py`, and where memory is predicted:
                      `memory_model.py`
+    program/      the same and the next as one program, which does not run calls yet
     strategies/   3. the order of the steps: vocabulary windows, gradients in the forward, or
                      sampled ones
     primitives/   4. the steps, on the CuTe DSL kernels or in plain torch

@@ -28,6 +28,7 @@ LAYERS = (
 OPS_LAYERS = (
     "cutefce.ops.torch_compat",
     "cutefce.ops.schema",
+    "cutefce.ops.program",
     "cutefce.ops.planning",
     "cutefce.ops.interface.checks",
     "cutefce.ops.interface.option_checks",

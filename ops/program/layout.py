@@ -1,0 +1,112 @@
+"""How a call is laid out in memory, and the windows of classes that follow from it.
+
+dW is written window after window, from the first row on, and not before the backward.  Until then
+the end of its memory can hold exponentials.  With N tokens, D hidden and V classes, a row of dW has
+D elements and a column of exponentials has N.  Columns [c, c') of L that lie there can be one
+window if they, and all behind them, begin behind the c' rows that are written while they are read:
+
+    V·D - N·(L - c) >= D·c'
+
+So the first windows are narrow, and each next one is wider by N / D.  Exponentials that are
+computed again may lie there too, w columns at column c if w·N <= (V - c - w)·D.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from cutefce.cute_kernels.integers import ceil_div, round_up
+from cutefce.ops.program.problem import Problem
+from cutefce.ops.program.steps import Home, Range
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The whole search space of the planner."""
+
+    chunk: int
+    """Tokens at a time.  Fewer than all: gradients are formed in the forward, chunk by chunk."""
+    window: int
+    """Columns at a time of what is computed again, or in a chunk of a frozen weight."""
+    kept: int = 0
+    """Columns whose exponentials have memory from the forward to the backward."""
+    aliased: int = 0
+    """Columns before these whose exponentials lie in the memory of dW."""
+    low_bits: int = 0
+    """Bits of kept sums beside the 16 in a gradient's memory; 0: sums have their own dtype."""
+
+
+@dataclass(frozen=True)
+class Window:
+    """Some columns of exponentials."""
+
+    columns: Range
+    is_stored: bool
+    """By the forward, for the backward; else they are computed again."""
+    home: Home | None = None
+    offset: int = 0
+    """Bytes into the memory of dW, if that is their home."""
+
+    @property
+    def width(self) -> int:
+        """Columns."""
+        return self.columns[1] - self.columns[0]
+
+
+def most_aliased(p: Problem, window: int, block: int) -> int:
+    """Return how many columns fit into dW with windows of `window` columns or more, whole blocks.
+
+    Widths are linear in the first column, so the first window and the last one decide.
+    """
+    if not p.dw_holds_exps or p.vocab <= window or not p.tokens:
+        return 0
+    by_first = (p.vocab - window) * p.hidden // p.tokens
+    by_last = (p.vocab * p.hidden - p.tokens * window) // p.hidden
+    return max(0, min(by_first, by_last) // block * block)
+
+
+def windows_of(p: Problem, x: Layout, block: int) -> Iterator[Window]:
+    """Yield the windows of all tokens: in dW, stored apart, and those that are computed again."""
+    yield from _aliased(p, x.aliased, block)
+    done = min(x.aliased + x.kept, p.vocab)
+    if x.aliased < done:
+        yield Window((x.aliased, done), True)
+    if not p.needs_gradients:
+        return
+    while done < p.vocab:
+        fits = 0
+        if p.dw_holds_exps:
+            fits = (p.vocab - done) * p.hidden // (p.tokens + p.hidden) // block * block
+        if fits < ceil_div(x.window, 2):
+            break
+        offset = (p.vocab * p.hidden - p.tokens * fits) * p.item
+        yield Window((done, done + fits), False, Home.DW, offset)
+        done += fits
+    # of equal widths, narrower where wider ones before were in dW
+    most = ceil_div(x.window, 2) if p.dw_holds_exps else x.window
+    yield from (Window(columns, False) for columns in even_windows(done, p.vocab, most, block))
+
+
+def even_windows(first: int, last: int, most: int, block: int) -> Iterator[Range]:
+    """Cut columns into windows of about equal width, at most `most` or one block."""
+    if first < last:
+        count = ceil_div(last - first, max(most, 1))
+        width = round_up(ceil_div(last - first, count), block)
+        for start in range(first, last, width):
+            yield start, min(start + width, last)
+
+
+def _aliased(p: Problem, count: int, block: int) -> Iterator[Window]:
+    """Yield the widest windows of the first `count` columns, which lie in dW."""
+    elements, first = p.vocab * p.hidden, 0
+    while first < count:
+        start = elements - p.tokens * (count - first)
+        last = min(start // p.hidden // block * block, count)
+        assert last > first, "no more than `most_aliased`"
+        yield Window((first, last), True, Home.DW, start * p.item)
+        first = last
+
+
+def chunks_of(p: Problem, x: Layout) -> Iterator[Range]:
+    """Cut the tokens into chunks; there is one of no tokens."""
+    for first in range(0, max(p.tokens, 1), x.chunk):
+        yield first, min(first + x.chunk, p.tokens)

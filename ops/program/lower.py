@@ -1,0 +1,402 @@
+"""From a problem and a layout to a program: loops that emit steps."""
+
+from collections.abc import Sequence
+
+from cutefce.cute_kernels.workspace import NUM_STATS, low_bytes
+from cutefce.ops.program.backend import Backend
+from cutefce.ops.program.layout import Layout, Window, chunks_of, even_windows, windows_of
+from cutefce.ops.program.place import place
+from cutefce.ops.program.problem import Problem, Upstream
+from cutefce.ops.program.steps import Buffer, Home, Kind, Program, Range, Step
+
+ORDER_BYTES = 16
+"""Bytes of a token's place and of its target, in the order of the rows that count."""
+FACTORS = 4
+"""Numbers of a token: of its exponentials, target and every class, and their reference."""
+
+
+def lower(p: Problem, x: Layout, backend: Backend, *, brief: bool = False) -> Program:
+    """Return the program of a call, with a place for every buffer.
+
+    A `brief` one has one of many equal chunks, with the memory of all: it serves to choose, not to
+    run.
+    """
+    lowering = _Lowering(p, x, backend, brief)
+    lowering.forward()
+    if p.needs_gradients:
+        lowering.backward()
+    return place(lowering.finished())
+
+
+class _Lowering:
+    """A program while its steps are emitted, in the order in which they run."""
+
+    def __init__(self, p: Problem, x: Layout, backend: Backend, brief: bool) -> None:
+        self.p, self.x, self.backend = p, x, backend
+        self.program, self.count, self.brief, self.times = Program(p), 0, brief, 1
+        self.steps = self.program.forward
+        self.every = (0, p.tokens)
+        self.in_forward = x.chunk < p.tokens
+        assert x.low_bits or not (self.in_forward and p.keeps_sums), "sums are in pieces"
+        self.has_windows = self.in_forward and x.window < p.vocab
+        """Whether a chunk has its columns one window after the other, which a frozen weight can."""
+        self.windows = list(windows_of(p, x, backend.block))
+        if self.in_forward:
+            self.windows = [Window((0, p.vocab), True)]
+        self.order = ("order",) if p.selects else ()
+        self.class_row = ("class_row",) if p.every_class else ()
+        narrow = p.keeps_sums and x.low_bits > 0
+        self.keeps_hidden = narrow and p.grad_hidden and p.ranks == 1
+        """Whether dX's sums over windows are kept in pieces."""
+        self.sums_in_dx = p.grad_hidden and not p.selects and p.ranks == 1
+        self.sums_in_dx &= self.keeps_hidden or not p.keeps_sums
+        """Whether they, or the larger pieces, lie in the memory of dX."""
+
+    # -- buffers and steps ------------------------------------------------------------------------
+
+    def buffer(
+        self, name: str, rows: int, columns: int, item: int, home: Home | None = None, at: int = 0
+    ) -> str:
+        """Name a buffer; where it is named again, it is as large as the larger one."""
+        known = self.program.buffers.get(name)
+        if known is None or (known.rows, known.columns) < (rows, columns):
+            if known is not None:
+                rows, columns = max(rows, known.rows), max(columns, known.columns)
+            self.program.buffers[name] = Buffer(rows, columns, item, home, at)
+        return name
+
+    def emit(
+        self,
+        kind: Kind,
+        reads: Sequence[str],
+        writes: Sequence[str],
+        rows: Range,
+        columns: Range = (0, 0),
+        **flags: bool,
+    ) -> None:
+        """Append a step, and the scratch that its backend asks for."""
+        step = Step(kind, (*reads,), (*writes,), rows, columns, **flags, times=self.times)
+        lives = self.program.lives
+        self.steps.append(step)
+        for name in (*step.reads, *step.writes):
+            lives[name] = lives.get(name, (self.count, 0))[0], self.count
+        size = self.backend.scratch(self.p, step)
+        if size:
+            self.buffer(scratch := f"scratch {self.count}", 1, size, 1)
+            lives[scratch] = self.count, self.count
+        self.count += 1
+
+    def finished(self) -> Program:
+        """Return the program; what is returned lives until its end."""
+        outputs = Home.STATS, Home.DX, Home.DW, Home.DBIAS, Home.INTO
+        names = {name for step in self.program.steps() for name in step.writes}
+        for name, buffer in self.program.buffers.items():
+            if buffer.home in outputs and name in names and _is_output(name):
+                self.program.lives[name] = self.program.lives[name][0], self.count
+        return self.program
+
+    # -- names of what several steps share --------------------------------------------------------
+
+    def dx(self) -> str:
+        return self.buffer("dx", self.p.tokens, self.p.hidden, self.p.item, Home.DX)
+
+    def stats(self) -> str:
+        return self.buffer("stats", self.p.tokens, NUM_STATS, self.p.sums, Home.STATS)
+
+    def exps(self, n: Window, rows: Range) -> str:
+        """Name the exponentials of a window; those that are not stored share a buffer."""
+        name = "exps" if n.home is None and not n.is_stored else f"exps of {n.columns[0]}"
+        columns = n.columns[1] - n.columns[0]
+        if n.home is None:
+            columns = -(-columns // self.backend.block) * self.backend.block
+        tokens = self.x.chunk if self.in_forward else self.p.tokens
+        return self.buffer(name, tokens, columns, self.p.item, n.home, n.offset)
+
+    def gather(
+        self, name: str, rows: Range, factors: Sequence[str] = (), home: Home | None = None
+    ) -> tuple[str, ...]:
+        """Emit a copy of hidden states; without selection or factors the input itself is read."""
+        if not (self.p.selects or factors):
+            return ()
+        tokens = self.x.chunk if self.in_forward else self.p.tokens
+        self.buffer(name, tokens, self.p.hidden, self.p.item, home)
+        self.emit(Kind.GATHER, (*self.order, *factors), (name,), rows)
+        return (name,)
+
+    def factors(self, rows: Range, *names: str) -> tuple[str, ...]:
+        """Emit the factors of rows; those of probabilities too, if these have a name."""
+        for name in names:
+            self.buffer(name, self.p.tokens, FACTORS, self.p.sums)
+        self.emit(Kind.COEFFICIENTS, (*self.order, self.stats()), names, rows)
+        return names
+
+    def low(self, name: str, rows: int) -> tuple[str, ...]:
+        """Name the low bits of `rows` sums; none where sums have their own dtype."""
+        if not (self.p.keeps_sums and self.x.low_bits):
+            return ()
+        return (self.buffer(name, rows, low_bytes(self.p.hidden, self.x.low_bits), 1),)
+
+    # -- the forward ------------------------------------------------------------------------------
+
+    def forward(self) -> None:
+        p = self.p
+        if p.selects:
+            self.buffer("order", p.tokens + 1, 1, ORDER_BYTES)
+            self.emit(Kind.SELECT, (), ("order",), self.every)
+        if p.every_class:
+            self.buffer("class_row", 1, p.hidden + 1, p.sums)
+            self.emit(Kind.CLASS_ROW, (), ("class_row",), self.every)
+        if self.in_forward:
+            chunks = [*chunks_of(p, self.x)]
+            for number, rows in enumerate(chunks):
+                is_like_others = self.brief and 1 < number < len(chunks) - 1
+                if not is_like_others:
+                    self.times = 1
+                    if self.brief and number == 1 and len(chunks) > 2:
+                        self.times = len(chunks) - 2
+                    self.chunk(rows)
+            self.times = 1
+        else:
+            states = self.states(self.every)
+            self.statistics(self.every, states, [n for n in self.windows if n.is_stored])
+        self.emit(Kind.LOSS, (*self.order, self.stats()), (), self.every)
+
+    def states(self, rows: Range) -> tuple[str, ...]:
+        """Emit hidden states and their targets' logits, in this order: see `place.check`."""
+        p, states = self.p, self.gather("states", rows)
+        self.buffer("logits", p.tokens, 2 if p.every_class else 1, p.sums)
+        self.emit(Kind.TARGET_LOGIT, (*self.order, *self.class_row), ("logits",), rows)
+        self.of_ranks(Kind.ALL_REDUCE, "logits", rows)
+        return states
+
+    def of_ranks(self, kind: Kind, name: str, rows: Range) -> None:
+        """Emit an exchange, which one rank has not."""
+        if self.p.ranks > 1:
+            self.emit(kind, (name,), (name,), rows)
+
+    def sums_of(self, n: Window, rows: Range) -> str:
+        """Name the partial sums of a window."""
+        count = self.backend.partial_sums(self.p, rows[1] - rows[0], n.width)
+        return self.buffer(f"partial of {n.columns[0]}", self.x.chunk, count, self.p.sums)
+
+    def statistics(self, rows: Range, states: Sequence[str], stored: Sequence[Window]) -> None:
+        """Emit the row sums of all columns, what is stored, and the statistics."""
+        summed = list(stored)
+        done = stored[-1].columns[1] if stored else 0
+        if done < self.p.vocab or not stored:
+            summed.append(Window((done, self.p.vocab), False))
+        parts = []
+        for n in summed:
+            parts.append(self.sums_of(n, rows))
+            out = (parts[-1], self.exps(n, rows)) if n.is_stored else (parts[-1],)
+            reads = (*states, "logits", *self.order)
+            self.emit(Kind.PROJECT, reads, out, rows, n.columns)
+        self.reduce(rows, parts)
+        for n in stored:
+            self.project_again(rows, n, states, self.stats(), far=True)
+
+    def reduce(self, rows: Range, parts: Sequence[str]) -> None:
+        if self.p.ranks > 1:
+            shares = self.buffer("shares", self.x.chunk, self.p.ranks, self.p.sums)
+            self.emit(Kind.ALL_GATHER, parts, (shares,), rows)
+            parts = (shares,)
+        self.emit(Kind.REDUCE, (*self.order, "logits", *parts), (self.stats(),), rows)
+
+    def project_again(
+        self, rows: Range, n: Window, states: Sequence[str], reference: str, *, far: bool = False
+    ) -> str:
+        """Emit the exponentials of a window relative to a reference that is known by now."""
+        exps = self.exps(n, rows)
+        reads = (*states, reference, *self.order)
+        self.emit(Kind.PROJECT, reads, (exps,), rows, n.columns, far=far)
+        return exps
+
+    # -- gradients in the forward -----------------------------------------------------------------
+
+    def chunk(self, rows: Range) -> None:
+        """Emit a chunk: its statistics, and what it adds to the gradients."""
+        p, states = self.p, self.states(rows)
+        if self.has_windows:
+            self.chunk_in_windows(rows, states)
+        else:
+            self.statistics(rows, states, self.windows)
+        (n,) = self.windows
+        factors: tuple[str, ...] = ()
+        if p.grad_weight or p.grad_bias or self.rounds_hidden:
+            factors = self.factors(rows, "factors")
+        if p.grad_hidden and not self.has_windows:
+            self.add_hidden(rows, n, first=True)
+        if p.grad_hidden:
+            self.keep_hidden(rows, factors if self.rounds_hidden else ())
+        if p.grad_bias:
+            self.add_bias(rows, n, *factors)
+        if p.grad_weight:
+            scaled = self.gather("scaled", rows, factors)
+            self.add_weight(rows, n, scaled, *factors)
+
+    def chunk_in_windows(self, rows: Range, states: Sequence[str]) -> None:
+        """Emit windows whose products are added at once, and again where references move."""
+        block = self.backend.block
+        windows = [
+            Window(columns, False)
+            for columns in even_windows(0, self.p.vocab, self.x.window, block)
+        ]
+        parts = []
+        for n in windows:
+            parts.append(self.sums_of(n, rows))
+            reads = (*states, "logits", *self.order)
+            self.emit(Kind.PROJECT, reads, (parts[-1], self.exps(n, rows)), rows, n.columns)
+            self.add_hidden(rows, n, first=n is windows[0])
+        self.reduce(rows, parts)
+        for n in windows:
+            self.project_again(rows, n, states, self.stats(), far=True)
+            self.add_hidden(rows, n, first=n is windows[0], far=True)
+
+    def keep_hidden(self, rows: Range, factors: Sequence[str]) -> None:
+        """Emit what is kept of a chunk's sums of dX until the factors of tokens are known."""
+        reads = (*self.order, *self.hidden_sums(), *factors)
+        self.emit(Kind.KEEP_HIDDEN, reads, self.kept_hidden(), rows, final=self.rounds_hidden)
+
+    def kept_hidden(self) -> tuple[str, ...]:
+        """Name what is kept of dX: it or its larger pieces in its memory; whole sums of ranks."""
+        if self.p.ranks > 1:
+            return (self.buffer("kept dx", self.p.tokens, self.p.hidden, self.p.sums),)
+        return (self.dx(), *(() if self.rounds_hidden else self.low("low of dx", self.p.tokens)))
+
+    @property
+    def rounds_hidden(self) -> bool:
+        """Whether a chunk's rows of dX are final, as the upstream gradient is known."""
+        return self.p.upstream is Upstream.KNOWN and self.p.ranks == 1
+
+    # -- products ---------------------------------------------------------------------------------
+
+    def hidden_sums(self) -> tuple[str, ...]:
+        """Name the sums of dX: in the memory of dX, or in scratch."""
+        p = self.p
+        if self.in_forward:
+            return (self.buffer("sums", self.x.chunk, p.hidden, p.sums),)
+        low = self.low("low of sums", p.tokens) if self.keeps_hidden else ()
+        item = p.item if self.keeps_hidden else p.sums
+        own = self.dx() if self.sums_in_dx else self.buffer("sums", p.tokens, p.hidden, item)
+        return (own, *low)
+
+    def add_hidden(self, rows: Range, n: Window, *, first: bool, far: bool = False) -> None:
+        reads, sums = (*self.order, self.exps(n, rows)), self.hidden_sums()
+        self.emit(Kind.GEMM_HIDDEN, reads, sums, rows, n.columns, adds=not first, far=far)
+
+    def add_bias(self, rows: Range, n: Window, factors: str) -> None:
+        sums = self.buffer("sums of bias", 1, self.p.vocab, self.p.sums)
+        flags = {"adds": rows[0] > 0, "final": rows[1] == self.p.tokens}
+        reads = (*self.order, self.exps(n, rows), factors)
+        self.emit(Kind.BIAS, reads, (sums,), rows, n.columns, **flags)
+
+    def add_weight(self, rows: Range, n: Window, states: Sequence[str], factors: str) -> None:
+        """Emit the product of dW's rows, of which the last chunk adds the terms of targets."""
+        p, first = self.p, n.columns[0]
+        flags = {"adds": rows[0] > 0, "final": rows[1] == p.tokens}
+        if flags["final"] and "listed" not in self.program.buffers:
+            self.buffer("listed", 1, self.backend.listed_targets(p), 1)
+            self.emit(Kind.LIST_TARGETS, (*self.order, factors), ("listed",), self.every)
+        listed = ("listed",) if flags["final"] else ()
+        reads = (*self.order, self.exps(n, rows), *states, factors, *listed)
+        if self.in_forward and not p.adds_in_forward:
+            out = self.weight_sums()
+        elif p.into:
+            out = (self.buffer("into", p.vocab, p.hidden, p.into, Home.INTO),)
+            flags["adds"] = True
+        else:
+            at = first * p.hidden * p.dw_item
+            out = (self.buffer(f"dw of {first}", n.width, p.hidden, p.dw_item, Home.DW, at),)
+        self.emit(Kind.GEMM_WEIGHT, reads, out, rows, n.columns, **flags)
+
+    def weight_sums(self) -> tuple[str, ...]:
+        """Name dW's sums over chunks: in its memory, or beside the caller's buffer."""
+        p = self.p
+        if p.into:
+            own = self.buffer("sums of dw", p.vocab, p.hidden, p.item)
+        else:
+            own = self.buffer("dw", p.vocab, p.hidden, p.dw_item, Home.DW)
+        return (own, *self.low("low of dw", p.vocab)) if p.into or p.dw_item < p.sums else (own,)
+
+    # -- the backward -----------------------------------------------------------------------------
+
+    def backward(self) -> None:
+        self.steps = self.program.backward
+        if self.in_forward:
+            self.finish_chunks()
+        else:
+            self.gradients()
+
+    def gradients(self) -> None:
+        """Emit all products: first of stored exponentials, then of probabilities."""
+        p = self.p
+        early = [n for n in self.windows if n.is_stored or not p.is_uniform]
+        late = [n for n in self.windows if n not in early]
+        factors, *numbers = self.factors(self.every, "factors", *["numbers"] * bool(late))
+        # nothing else is in the memory of dX until its sums are finished
+        home = Home.DX if p.grad_hidden and not self.sums_in_dx else None
+        scaled: tuple[str, ...] = ()
+        if early and p.grad_weight:
+            scaled = self.gather("scaled", self.every, (factors,), home)
+        plain: tuple[str, ...] = ()
+        if not all(n.is_stored for n in early):
+            plain = self.gather("plain", self.every)
+        for n in early:
+            if not n.is_stored:
+                self.project_again(self.every, n, plain, self.stats())
+            self.products(n, scaled, factors)
+        if early and late and p.grad_hidden:
+            sums = self.hidden_sums()
+            self.emit(Kind.RESCALE, (*self.order, self.stats(), *sums), sums, self.every)
+        if late:
+            plain = self.gather("states of late", self.every, home=home)
+        for n in late:
+            self.project_again(self.every, n, plain, *numbers)
+            self.products(n, plain, *numbers)
+        if p.grad_hidden:
+            self.finish_hidden(numbers[0] if numbers else factors, self.hidden_sums())
+        if p.grad_bias:
+            self.finish_bias()
+
+    def products(self, n: Window, states: Sequence[str], factors: str) -> None:
+        """Emit what a window adds to the gradients."""
+        if self.p.grad_hidden:
+            self.add_hidden(self.every, n, first=n.columns[0] == 0)
+        if self.p.grad_bias:
+            self.add_bias(self.every, n, factors)
+        if self.p.grad_weight:
+            self.add_weight(self.every, n, states, factors)
+
+    def finish_hidden(self, factors: str, sums: Sequence[str]) -> None:
+        p, reads = self.p, (*self.order, factors, *sums, *self.class_row)
+        if p.ranks > 1:
+            part = self.buffer("dx of rank", p.tokens, p.hidden, p.sums)
+            self.emit(Kind.FINISH_HIDDEN, reads, (part,), self.every)
+            self.emit(Kind.ALL_REDUCE, (part,), (part,), self.every)
+            self.emit(Kind.ROUND_HIDDEN, (part,), (self.dx(),), self.every)
+        else:
+            self.emit(Kind.FINISH_HIDDEN, reads, (self.dx(),), self.every)
+
+    def finish_bias(self) -> None:
+        out = self.buffer("dbias", 1, self.p.vocab, self.p.item, Home.DBIAS)
+        self.emit(Kind.FINISH_BIAS, ("sums of bias",), (out,), self.every)
+
+    def finish_chunks(self) -> None:
+        """Emit the factors that the upstream gradient gives to sums of the forward."""
+        p = self.p
+        (factors,) = self.factors(self.every, "last factors")
+        if p.grad_hidden:
+            self.finish_hidden(factors, self.kept_hidden())
+        if p.grad_bias:
+            self.finish_bias()
+        if p.grad_weight and not p.adds_in_forward:
+            sums = self.weight_sums()
+            out = sums[0]
+            if p.into:
+                out = self.buffer("into", p.vocab, p.hidden, p.into, Home.INTO)
+            self.emit(Kind.FINISH_WEIGHT, sums, (out,), self.every, adds=p.into > 0)
+
+
+def _is_output(name: str) -> bool:
+    """Whether a buffer in the memory of a result is a part of that result."""
+    return not name.startswith(("exps", "scaled", "states"))

@@ -1,0 +1,88 @@
+"""Where buffers lie: offsets in arenas, and the memory that a program takes.
+
+Buffers that never live at the same time may share memory.  A sweep in the order of their first
+steps gives each the first gap that is wide enough.
+"""
+
+from itertools import combinations, pairwise
+
+from cutefce.cute_kernels.integers import round_up
+from cutefce.ops.program.steps import ARENAS, GRADIENTS, Buffer, Home, Kind, Program
+
+ALIGNMENT = 256
+"""Bytes of which offsets are multiples, as those of allocations are: more than TMA asks for."""
+
+
+def place(program: Program) -> Program:
+    """Return the program with an arena and an offset for each buffer that has none."""
+    middle, buffers = len(program.forward), program.buffers
+    taken: dict[Home, list[tuple[int, int, int]]] = {home: [] for home in ARENAS}
+    program.arenas = dict.fromkeys(ARENAS, 0)
+    for name, (first, last) in sorted(program.lives.items(), key=lambda item: item[1]):
+        buffer = buffers[name]
+        if buffer.home is not None:
+            continue
+        home = Home.KEPT if first < middle <= last else Home.FORWARD
+        if first >= middle:
+            home = Home.BACKWARD
+        taken[home] = [block for block in taken[home] if block[2] >= first]
+        offset = 0
+        for begin, end, _ in sorted(taken[home]):
+            if offset + buffer.size <= begin:
+                break
+            offset = max(offset, round_up(end, ALIGNMENT))
+        placed = Buffer(buffer.rows, buffer.columns, buffer.item, home, offset)
+        taken[home].append((offset, placed.end, last))
+        buffers[name] = placed
+        program.arenas[home] = max(program.arenas[home], placed.end)
+    return program
+
+
+def peak(program: Program) -> int:
+    """Return the most bytes that a call holds beside its inputs, gradients and statistics.
+
+    The gradients that the forward has not allocated yet leave room for its scratch.
+    """
+    middle, later = len(program.forward), 0
+    begun = {
+        buffer.home
+        for name, buffer in program.buffers.items()
+        if buffer.home in GRADIENTS and program.lives[name][0] < middle
+    }
+    p = program.problem
+    if p.grad_hidden and Home.DX not in begun:
+        later += p.tokens * p.hidden * p.item
+    if p.grad_weight and not p.into and Home.DW not in begun:
+        later += p.vocab * p.hidden * p.dw_item
+    if p.grad_bias and Home.DBIAS not in begun:
+        later += p.vocab * p.item
+    forward = program.arenas[Home.FORWARD] - later
+    return program.arenas[Home.KEPT] + max(forward, program.arenas[Home.BACKWARD], 0)
+
+
+def check(program: Program) -> None:
+    """Raise AssertionError if a buffer is overwritten while it lives, or read before it is there.
+
+    A kernel of row sums may load hidden states while the step before it ends (programmatic
+    dependent launch, where few rows count): that one must not write them.
+    """
+    assert program.buffers.keys() == program.lives.keys(), "a buffer that no step names"
+    found = [(name, program.buffers[name], program.lives[name]) for name in program.lives]
+    for (one, a, (a_first, a_last)), (other, b, (b_first, b_last)) in combinations(found, 2):
+        apart = a.home is not b.home or a.end <= b.offset or b.end <= a.offset
+        never = a_last < b_first or b_last < a_first
+        assert apart or never or not (a.size and b.size), f"{one} and {other} overlap"
+    written: set[str] = set()
+    for step in program.steps():
+        unknown = [name for name in step.reads if name not in written]
+        assert not unknown, f"{step.kind.name} reads {unknown} before it is written"
+        assert (
+            not step.adds
+            or step.writes[0] in written
+            or program.buffers[step.writes[0]].home is Home.INTO
+        ), f"{step.kind.name} adds to nothing"
+        written.update(step.writes)
+    for before, step in pairwise(program.forward):
+        is_early = step.kind is Kind.PROJECT and "logits" in step.reads
+        is_late = before.kind is Kind.GATHER and before.writes[0] in step.reads
+        assert not (is_early and is_late), "hidden states are gathered right before row sums"

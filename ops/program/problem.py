@@ -1,0 +1,94 @@
+"""What a call asks for, as far as its program depends on it: sizes, gradients, what is known when.
+
+Numbers of options are no part of it: programs of calls that differ in them alone are the same.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Upstream(Enum):
+    """What is known of the upstream gradient of a loss, and when."""
+
+    KNOWN = "before the forward, one for all tokens"
+    SCALAR = "in the backward, one for all tokens"
+    ROWS = "in the backward, one for each token"
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One linear cross entropy: `tokens` rows of `hidden` features against `vocab` classes."""
+
+    tokens: int
+    hidden: int
+    vocab: int
+    """Classes of this rank."""
+    item: int = 2
+    """Bytes of an element of the hidden states, the weight, exponentials and gradients."""
+    sums: int = 4
+    """Bytes of an element of logits and sums."""
+    grad_hidden: bool = True
+    grad_weight: bool = True
+    grad_bias: bool = False
+    upstream: Upstream = Upstream.SCALAR
+    scales_rows: bool = False
+    """Whether losses of tokens have factors of their own, as weights and z-loss give them."""
+    every_class: bool = False
+    """Whether a loss depends on all logits, as with label smoothing."""
+    stores: bool = True
+    """Whether exponentials may be stored before log-sum-exps are known: float16 lacks the range."""
+    selects: bool = False
+    """Whether the rows that count are gathered on the device, which alone knows how many."""
+    grad_weight_item: int = 0
+    """Bytes of an element of dW; 0 for those of the weight."""
+    into: int = 0
+    """Bytes of an element of the caller's buffer that dW is added to; 0 where dW is returned."""
+    ranks: int = 1
+    """Ranks that share the vocabulary, each with all tokens."""
+
+    @property
+    def needs_gradients(self) -> bool:
+        """Whether there is a backward."""
+        return self.grad_hidden or self.grad_weight or self.grad_bias
+
+    @property
+    def dw_item(self) -> int:
+        """Bytes of an element of dW as it is returned."""
+        return self.grad_weight_item or self.item
+
+    @property
+    def dw_holds_exps(self) -> bool:
+        """Whether dW's memory may hold exponentials until dW is written."""
+        return self.grad_weight and not self.into and self.dw_item == self.item
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether all tokens have one factor, so that dW's products may be of probabilities.
+
+        Hidden states then need no factors.  Sums in another dtype would have to be multiplied.
+        """
+        one = self.upstream is not Upstream.ROWS and not self.scales_rows
+        return one and self.grad_weight and not self.into and self.dw_item == self.item
+
+    @property
+    def keeps_sums(self) -> bool:
+        """Whether sums over chunks are wider than what is returned, and kept in pieces."""
+        return self.item < self.sums
+
+    @property
+    def can_chunk(self) -> bool:
+        """Whether gradients can be formed in the forward, before factors of tokens are known."""
+        sums_tokens = self.grad_weight or self.grad_bias
+        scalar = self.upstream is not Upstream.ROWS
+        return self.stores and self.needs_gradients and (scalar or not sums_tokens)
+
+    @property
+    def adds_in_forward(self) -> bool:
+        """Whether chunks add dW to the caller's buffer at once."""
+        return self.into >= self.sums and self.upstream is Upstream.KNOWN
+
+    def gradient_bytes(self) -> int:
+        """Return the bytes of the gradients that are returned."""
+        dx = self.tokens * self.hidden * self.item * self.grad_hidden
+        dw = self.vocab * self.hidden * self.dw_item * (self.grad_weight and not self.into)
+        return dx + dw + self.vocab * self.item * self.grad_bias

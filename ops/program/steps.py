@@ -1,0 +1,134 @@
+"""The parts of a program: buffers, steps that read and write them, and the program itself."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+
+from cutefce.ops.program.problem import Problem
+
+Range = tuple[int, int]
+"""First and last, which is excluded, of rows or columns."""
+
+
+class Home(Enum):
+    """The memory that a buffer lies in."""
+
+    KEPT = "what lives from the forward to the backward"
+    FORWARD = "scratch of the forward"
+    BACKWARD = "scratch of the backward"
+    STATS = "the statistics of tokens, by which a backward finds what its forward kept"
+    DX = "dX"
+    DW = "dW"
+    DBIAS = "the gradient of the bias"
+    INTO = "the caller's buffer for dW"
+
+
+ARENAS = Home.KEPT, Home.FORWARD, Home.BACKWARD
+GRADIENTS = Home.DX, Home.DW, Home.DBIAS
+
+
+class Kind(Enum):
+    """What a step does; its rows are tokens, its columns are classes.
+
+    `r` are logits of targets, `e` exponentials relative to a reference and 0 at targets, `s` the
+    factors of tokens; see `ops.primitives.interface` for the formulas.
+    """
+
+    SELECT = "find the rows that count, and how many they are"
+    CLASS_ROW = "sum the rows of the weight, for losses of all classes"
+    GATHER = "copy hidden states in the order of the rows that count, times s if that is read"
+    TARGET_LOGIT = "r of each row"
+    PROJECT = "row sums of e over columns, and e where it is stored"
+    REDUCE = "statistics of rows from their sums; references of far rows move"
+    LOSS = "the loss from the statistics"
+    COEFFICIENTS = "factors of rows, and of probabilities, from statistics and upstream gradient"
+    LIST_TARGETS = "the tokens of each class, for the terms of targets in dW"
+    GEMM_HIDDEN = "e @ w, written or added to the sums of dX"
+    GEMM_WEIGHT = "eᵀ @ hidden states, written or added; at last the terms of targets, rounded"
+    BIAS = "column sums of e, written or added; at last the terms of targets"
+    RESCALE = "divide sums of dX by those of exponentials, where probabilities follow"
+    KEEP_HIDDEN = "round sums of dX of a chunk to what is kept of them"
+    FINISH_HIDDEN = "factors and the terms of targets; dX, rounded"
+    FINISH_WEIGHT = "sums over chunks times the upstream gradient: dW, rounded or added"
+    FINISH_BIAS = "the gradient of the bias, rounded"
+    ALL_REDUCE = "the sum of all ranks"
+    ALL_GATHER = "row sums of all ranks"
+    ROUND_HIDDEN = "dX of the sums of all ranks"
+
+
+GEMMS = Kind.PROJECT, Kind.GEMM_HIDDEN, Kind.GEMM_WEIGHT
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """A matrix of `rows` x `columns` elements of `item` bytes, `offset` bytes into its home."""
+
+    rows: int
+    columns: int
+    item: int
+    home: Home | None = None
+    """None for an arena: `place` knows which one, and where."""
+    offset: int = 0
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return self.rows * self.columns * self.item
+
+    @property
+    def end(self) -> int:
+        """The first byte behind it."""
+        return self.offset + self.size
+
+
+@dataclass(frozen=True)
+class Step:
+    """One launch, on those of its rows that count."""
+
+    kind: Kind
+    reads: tuple[str, ...]
+    """Names of buffers; a call's inputs are read without being named."""
+    writes: tuple[str, ...]
+    rows: Range
+    columns: Range = (0, 0)
+    adds: bool = False
+    """Whether it adds to what it writes."""
+    far: bool = False
+    """Whether it runs only on rows whose reference has moved, which the device knows."""
+    final: bool = False
+    """Of dW and the bias: whether the terms of targets and all classes are added too."""
+    times: int = 1
+    """How many like it there are, in a program that is made to be compared with others."""
+
+
+@dataclass
+class Program:
+    """The steps of a call, and the buffers between them."""
+
+    problem: Problem
+    buffers: dict[str, Buffer] = field(default_factory=dict)
+    forward: list[Step] = field(default_factory=list)
+    backward: list[Step] = field(default_factory=list)
+    lives: dict[str, Range] = field(default_factory=dict)
+    """The first and the last step of each buffer, counted from the first of the forward."""
+    arenas: dict[Home, int] = field(default_factory=dict)
+    """Bytes of each arena."""
+
+    def steps(self) -> Iterator[Step]:
+        """Yield all steps."""
+        yield from self.forward
+        yield from self.backward
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether a backward overwrites what the forward has left, or hands it out as a gradient.
+
+        Another backward then has to run the forward's steps again.
+        """
+        written = {name for step in self.backward for name in step.writes}
+        middle = len(self.forward)
+        return any(
+            name in written or self.buffers[name].home in GRADIENTS
+            for name, (first, last) in self.lives.items()
+            if first < middle <= last and self.buffers[name].home is not Home.STATS
+        )
