@@ -17,6 +17,7 @@ PINGPONG = GemmConfig(64, 64, cluster=1, stages=2, pingpong=True)
 TALL = GemmConfig(128, 64, cluster=2, stages=3, pingpong=True)
 COOPERATIVE = GemmConfig(128, 64, cluster=1, stages=3, pingpong=False)
 SHARED = GemmConfig(128, 80, cluster=2, stages=2, pingpong=False)
+SHARED_ALONE = GemmConfig(128, 80, cluster=1, stages=3, pingpong=False)
 GRADIENTS = (COOPERATIVE, PINGPONG, TALL, SHARED)
 """Configurations of Hopper's gradients, which have no swapped operands."""
 SWAPPED = GemmConfig(64, 48, cluster=2, stages=2, pingpong=True, swaps=True)
