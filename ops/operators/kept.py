@@ -16,6 +16,7 @@ from torch import Tensor
 
 from cutefce.ops.interface.options import LossOptions, TensorOptions
 from cutefce.ops.planning.planner import Plan
+from cutefce.ops.program.run import Left
 from cutefce.ops.rows.loss_parts import LossParts
 from cutefce.ops.rows.selection import PackedSelection, RowSelection
 from cutefce.ops.rows.statistics import RowStats
@@ -58,6 +59,8 @@ class Kept:
     """Which tokens were computed, as the forward has made it; None for all."""
     stats: RowStats | None = None
     """Statistics of these tokens, in their order; None for those of all."""
+    left: Left | None = None
+    """What a program has left."""
     capture: int | None = field(default_factory=lambda: capture_id())
     """The CUDA graph capture in which the forward ran; None if in none."""
 

@@ -29,6 +29,7 @@ from cutefce.ops.operators.kept import GradSums, Kept
 from cutefce.ops.operators.operands import NO_GRADIENTS, plan_of, prepare, stored_exps
 from cutefce.ops.parallel.shard import Unsharded, shard_of
 from cutefce.ops.planning.planner import MINIMUM, Plan
+from cutefce.ops.program import windows as programs
 from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.statistics import RowStats, reduce_losses, returned_rows
 from cutefce.ops.rows.targets import OUTPUTS
@@ -137,6 +138,9 @@ def run_forward(inputs: LossInputs[Any, Any], plan: Plan) -> tuple[Tensor, RowSt
         results = Kept(plan, h.new_empty(0, 0), samples=samples, class_row=row)
         results.soft = targets.soft_parts()
         return loss, stats, results
+    if programs.can_run(inputs, plan):
+        loss, stats, left = programs.forward(inputs, plan)
+        return loss, stats, Kept(plan, h.new_empty(0, 0), class_row=row, left=left)
     if not plan.in_forward:
         results = Kept(plan, h.new_empty(inputs.tokens, plan.kept), class_row=row)
         results.dw = w.new_empty(w.shape) if plan.aliased else None
@@ -239,6 +243,8 @@ def run_windows_backward(
     if classes is not None:
         soft, upstream = classes.take(upstream)
         inputs.targets.parts = inputs.targets.parts._replace(soft=soft)
+    if results.left is not None:
+        return programs.backward(results.left, inputs, upstream, stats)
     dw, exps = results.take_dw(), results.exps
     results.take_workspace()  # not used here: freed before others are made
     if kept.consumes_exps(inputs.targets.options, inputs.targets.tensors):

@@ -33,7 +33,7 @@ class _Lowering:
 
     def __init__(self, p: Problem, x: Layout, backend: Backend, brief: bool) -> None:
         self.p, self.x, self.backend = p, x, backend
-        self.program, self.count, self.brief, self.times = Program(p), 0, brief, 1
+        self.program, self.count, self.brief, self.times = Program(p, x.low_bits), 0, brief, 1
         self.steps = self.program.forward
         self.every = (0, p.tokens)
         self.in_forward = x.chunk < p.tokens
@@ -45,11 +45,11 @@ class _Lowering:
             self.windows = [Window((0, p.vocab), True)]
         self.order = ("order",) if p.selects else ()
         self.class_row = ("class_row",) if p.every_class else ()
-        narrow = p.keeps_sums and x.low_bits > 0
+        narrow = p.keeps_sums and x.low_bits > 0 and p.dx_item == p.item
         self.keeps_hidden = narrow and p.grad_hidden and p.ranks == 1
         """Whether dX's sums over windows are kept in pieces."""
         self.sums_in_dx = p.grad_hidden and not p.selects and p.ranks == 1
-        self.sums_in_dx &= self.keeps_hidden or not p.keeps_sums
+        self.sums_in_dx &= self.keeps_hidden or p.dx_item == p.sums
         """Whether they, or the larger pieces, lie in the memory of dX."""
 
     # -- buffers and steps ------------------------------------------------------------------------
@@ -98,7 +98,7 @@ class _Lowering:
     # -- names of what several steps share --------------------------------------------------------
 
     def dx(self) -> str:
-        return self.buffer("dx", self.p.tokens, self.p.hidden, self.p.item, Home.DX)
+        return self.buffer("dx", self.p.tokens, self.p.hidden, self.p.dx_item, Home.DX)
 
     def stats(self) -> str:
         return self.buffer("stats", self.p.tokens, NUM_STATS, self.p.sums, Home.STATS)

@@ -106,6 +106,8 @@ class Program:
     """The steps of a call, and the buffers between them."""
 
     problem: Problem
+    low_bits: int = 0
+    """Bits of kept sums beside 16."""
     buffers: dict[str, Buffer] = field(default_factory=dict)
     forward: list[Step] = field(default_factory=list)
     backward: list[Step] = field(default_factory=list)

@@ -1,0 +1,71 @@
+"""Runs programs: the only interpreter.
+
+What steps exchange lies in arenas, or in the memory of gradients, where `place` has put it.  Values
+of tokens alone, such as statistics and factors, are tensors of their own.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cutefce.ops.program.steps import Buffer, Home, Program, Step
+from cutefce.ops.strategies.loss_inputs import LossInputs
+
+
+@dataclass
+class Left:
+    """What a forward leaves for a backward: no inputs, and no statistics, by which it is found."""
+
+    program: Program
+    memory: dict[Home, Tensor]
+    is_spent: bool = False
+    """Whether a backward has overwritten it."""
+
+
+@dataclass
+class Call:
+    """What one call of a program computes with, and what its steps have found."""
+
+    program: Program
+    inputs: LossInputs[Any, Any]
+    memory: dict[Home, Tensor] = field(default_factory=dict)
+    """Of arenas and gradients, flat."""
+    values: dict[str, Any] = field(default_factory=dict)
+
+    def view(self, name: str, columns: int | None = None) -> Tensor:
+        """Return a buffer as a matrix, or its first `columns`."""
+        b = self.program.buffers[name]
+        assert b.home is not None
+        flat = self.memory[b.home].view(-1).view(torch.uint8)[b.offset : b.end]
+        matrix = flat.view(self.dtype_of(b)).view(b.rows, b.columns)
+        return matrix if columns in (None, b.columns) else matrix[:, :columns]
+
+    def dtype_of(self, b: Buffer) -> torch.dtype:
+        """Return the dtype of a buffer's elements."""
+        p, inputs = self.program.problem, self.inputs
+        if b.item == 1:
+            return torch.uint8
+        return inputs.h.dtype if b.item == p.item else sum_dtype(inputs.h.dtype)
+
+    def memory_of_dw(self) -> Tensor:
+        """Return dW."""
+        return self.memory[Home.DW]
+
+    def run(self, steps: Sequence[Step], scratch: Home, table: Mapping[Any, Any]) -> None:
+        """Run steps with memory of their own for scratch."""
+        self.allocate(scratch)
+        for step in steps:
+            table[step.kind](self, step)
+        del self.memory[scratch]
+
+    def allocate(self, home: Home) -> None:
+        """Allocate an arena."""
+        self.memory[home] = self.inputs.h.new_empty(self.program.arenas[home], dtype=torch.uint8)
+
+
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of logits and sums of inputs of `dtype`."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
