@@ -82,6 +82,11 @@ class Kept:
         dw: Tensor | None = vars(self).pop("dw", None)  # one step, for threads that share a graph
         return None if dw is None else self.own(dw)
 
+    def take_left(self) -> Left | None:
+        """Return what a program has left, to be overwritten; later backwards get None."""
+        left: Left | None = vars(self).pop("left", None)
+        return left
+
     def take_workspace(self) -> Tensor | None:
         """Return the workspace, to be overwritten beside dX's sums; later backwards get None.
 

@@ -199,7 +199,10 @@ def loss_backward(
         assert gradients is not None
         return *gradients, h.new_empty(0)
     sums = results.take_sums() if results else None
-    runs_again = sums is None if plan.in_forward else results is None
+    left = results.take_left() if results and plan.in_forward else None
+    runs_again = results is None
+    if plan.in_forward:
+        runs_again = sums is None and left is None
     same = {} if sharding.group is None else agreed_backward(upstream, stats, runs_again)
     shard = shard_of(sharding, h, w, **same)
     known = None if runs_again else results
@@ -209,12 +212,20 @@ def loss_backward(
     else:
         _, rows, results = run_forward(inputs, plan)
         sums = results.take_sums()
+        left = results.take_left() if plan.in_forward else None
     if selection is not None and upstream.ndim:
         upstream = selection.take(upstream)
     assert results is not None
     if sums is not None:
         return _finish(sums, inputs, selection, shard, rows, upstream, plan, tensors)
-    dx, dw, dbias = run_windows_backward(upstream, inputs, rows, results)
+    if left is not None:
+        if plan.grad_hidden:
+            inputs.targets.selection = None  # all rows of the sums are defined
+        given = left, inputs, upstream, rows, selection
+        dx, dw, dbias = programs.backward(*given)
+        selection = None
+    else:
+        dx, dw, dbias = run_windows_backward(upstream, inputs, rows, results)
     dw_dtype = inputs.dw_dtype
     del inputs  # freed before a copy of dX
     if dx is not None and selection is not None and not selection.is_on_device:

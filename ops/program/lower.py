@@ -9,6 +9,8 @@ from cutefce.ops.program.place import place
 from cutefce.ops.program.problem import Problem, Upstream
 from cutefce.ops.program.steps import Buffer, Home, Kind, Program, Range, Step
 
+LOW_BITS = 4, 8
+"""Bits of kept sums beside 16, of an even and of an odd number of columns."""
 ORDER_BYTES = 16
 """Bytes of a token's place and of its target, in the order of the rows that count."""
 FACTORS = 4
@@ -33,10 +35,15 @@ class _Lowering:
 
     def __init__(self, p: Problem, x: Layout, backend: Backend, brief: bool) -> None:
         self.p, self.x, self.backend = p, x, backend
-        self.program, self.count, self.brief, self.times = Program(p, x.low_bits), 0, brief, 1
+        self.program, self.count, self.brief, self.times = (
+            Program(p, x.in_forward, x.low_bits),
+            0,
+            brief,
+            1,
+        )
         self.steps = self.program.forward
         self.every = (0, p.tokens)
-        self.in_forward = x.chunk < p.tokens
+        self.in_forward = x.in_forward
         assert x.low_bits or not (self.in_forward and p.keeps_sums), "sums are in pieces"
         self.has_windows = self.in_forward and x.window < p.vocab
         """Whether a chunk has its columns one window after the other, which a frozen weight can."""
@@ -130,11 +137,11 @@ class _Lowering:
         self.emit(Kind.COEFFICIENTS, (*self.order, self.stats()), names, rows)
         return names
 
-    def low(self, name: str, rows: int) -> tuple[str, ...]:
+    def low(self, name: str, rows: int, bits: int | None = None) -> tuple[str, ...]:
         """Name the low bits of `rows` sums; none where sums have their own dtype."""
         if not (self.p.keeps_sums and self.x.low_bits):
             return ()
-        return (self.buffer(name, rows, low_bytes(self.p.hidden, self.x.low_bits), 1),)
+        return (self.buffer(name, rows, low_bytes(self.p.hidden, bits or self.x.low_bits), 1),)
 
     # -- the forward ------------------------------------------------------------------------------
 
@@ -261,7 +268,10 @@ class _Lowering:
         """Name what is kept of dX: it or its larger pieces in its memory; whole sums of ranks."""
         if self.p.ranks > 1:
             return (self.buffer("kept dx", self.p.tokens, self.p.hidden, self.p.sums),)
-        return (self.dx(), *(() if self.rounds_hidden else self.low("low of dx", self.p.tokens)))
+        rounded = self.rounds_hidden or self.p.dx_item == self.p.sums
+        # a sum over all classes is rounded once
+        few = LOW_BITS[self.p.hidden % 2]
+        return (self.dx(), *(() if rounded else self.low("low of dx", self.p.tokens, few)))
 
     @property
     def rounds_hidden(self) -> bool:

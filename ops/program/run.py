@@ -5,13 +5,14 @@ of tokens alone, such as statistics and factors, are tensors of their own.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from cutefce.ops.program.steps import Buffer, Home, Program, Step
+from cutefce.ops.program.steps import Buffer, Home, Program, Range, Step
+from cutefce.ops.torch_compat import capture_id
 from cutefce.ops.strategies.loss_inputs import LossInputs
 
 
@@ -23,6 +24,14 @@ class Left:
     memory: dict[Home, Tensor]
     is_spent: bool = False
     """Whether a backward has overwritten it."""
+    capture: int | None = field(default_factory=lambda: capture_id())
+    """The CUDA graph capture in which the forward ran; None if in none."""
+
+    def taken(self) -> dict[Home, Tensor]:
+        """Return the memory: a copy where a replay of either part would find the other's writes."""
+        if self.program.is_spent and self.capture != capture_id():
+            return {home: x.clone() for home, x in self.memory.items()}
+        return self.memory
 
 
 @dataclass
@@ -34,6 +43,21 @@ class Call:
     memory: dict[Home, Tensor] = field(default_factory=dict)
     """Of arenas and gradients, flat."""
     values: dict[str, Any] = field(default_factory=dict)
+    parts: dict[Range, LossInputs[Any, Any]] = field(default_factory=dict)
+
+    def part(self, rows: Range) -> LossInputs[Any, Any]:
+        """Return the operands of some tokens, whose losses are not reduced."""
+        if not self.program.in_forward:
+            return self.inputs
+        found = self.parts.get(rows)
+        if found is None:
+            x, tokens = self.inputs, slice(*rows)
+            own = x.h if x.targets.selection is not None else x.h[tokens]
+            found = replace(x, h=own, targets=x.targets.per_token(tokens))
+            if found.targets.selection is not None:
+                found.targets.selection = found.targets.selection.skipping()
+            self.parts = {rows: found}
+        return found
 
     def view(self, name: str, columns: int | None = None) -> Tensor:
         """Return a buffer as a matrix, or its first `columns`."""

@@ -106,6 +106,8 @@ class Program:
     """The steps of a call, and the buffers between them."""
 
     problem: Problem
+    in_forward: bool = False
+    """Whether gradients are formed in the forward, chunk by chunk."""
     low_bits: int = 0
     """Bits of kept sums beside 16."""
     buffers: dict[str, Buffer] = field(default_factory=dict)

@@ -1,22 +1,29 @@
 """The steps of programs as calls of the primitives of a backend."""
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from cutefce.ops.primitives.row_selection import row_range
-from cutefce.ops.primitives.weighted_sum import RowFactors
+from cutefce.cute_kernels.integers import round_up
+from cutefce.ops.planning.step_memory import few_low_bits
+from cutefce.ops.primitives.row_selection import clear_first_rows, row_range
+from cutefce.ops.primitives.weighted_sum import RowFactors, weighted_sum
 from cutefce.ops.program.run import Call
-from cutefce.ops.program.steps import Kind, Step
+from cutefce.ops.program.steps import Home, Kind, Step
 from cutefce.ops.rows.outputs import reduce_outputs, stat_rows
 from cutefce.ops.rows.scaling import Scaling, as_probabilities
-from cutefce.ops.rows.statistics import RowStats, returned_rows
+from cutefce.ops.rows.statistics import RowStats, reduce_losses, returned_rows
 from cutefce.ops.rows.targets import OUTPUTS
 from cutefce.ops.strategies.bias_gradient import finish_dbias
 from cutefce.ops.strategies.hidden_gradient import class_term
+from cutefce.ops.strategies.hidden_sums import HiddenSums
 from cutefce.ops.strategies.weight_gradient import WeightGradient
+from cutefce.ops.strategies.weight_sums import WeightSums
+from cutefce.ops.strategies.windows import every_row
 
 
 def nothing(call: Call, s: Step) -> None:
@@ -25,137 +32,223 @@ def nothing(call: Call, s: Step) -> None:
 
 def gather(call: Call, s: Step) -> None:
     """Write hidden states in the order of the targets, scaled if factors are read."""
-    scaling: Scaling | None = call.values.get("scaling") if "factors" in s.reads else None
-    scale = None
-    if scaling is not None:
-        scale = scaling.row_scale if scaling.row_scale is not None else scaling.relative
-    call.view(s.writes[0]).copy_(call.inputs.selected(scale))
+    scale = scale_of(call) if "factors" in s.reads else None
+    made = call.part(s.rows).selected(scale)
+    call.view(s.writes[0])[: len(made)].copy_(made)
+
+
+def scale_of(call: Call) -> Tensor:
+    """Return the factors of hidden states beside exponentials that the forward has stored."""
+    scaling: Scaling = call.values["scaling"]
+    scale = scaling.row_scale if scaling.row_scale is not None else scaling.relative
+    factor = call.values.get("known")
+    assert scale is not None
+    return scale if factor is None else scale * factor
+
+
+def rows_of(call: Call, s: Step, name: str, columns: int | None = None) -> Tensor:
+    """Return the rows of a buffer of a chunk that a step has."""
+    view = call.view(name, columns)
+    return view[: s.rows[1] - s.rows[0]] if call.program.in_forward else view
 
 
 def states_of(call: Call, s: Step) -> Tensor:
     """Return the hidden states that a step reads."""
     names = [name for name in s.reads if name.startswith(("states", "scaled", "plain"))]
-    return call.view(names[0]) if names else call.inputs.h
+    return rows_of(call, s, names[0]) if names else call.part(s.rows).h
 
 
-def exps_of(call: Call, s: Step, names: tuple[str, ...]) -> Tensor:
-    """Return the exponentials of a step's columns."""
+def exps_of(call: Call, s: Step, names: tuple[str, ...], *, whole: bool = False) -> Tensor:
+    """Return the exponentials of a step's columns; `whole` ones with those beyond the classes."""
     (name,) = [name for name in names if name.startswith("exps")]
-    return call.view(name, s.columns[1] - s.columns[0])
+    columns = s.columns[1] - s.columns[0]
+    if whole:
+        block = call.inputs.primitives.config.reference_block
+        columns = min(round_up(columns, block), call.program.buffers[name].columns)
+    return rows_of(call, s, name, columns)
 
 
 def target_logit(call: Call, s: Step) -> None:
     """Find the logits of targets."""
-    x = call.inputs
+    x = call.part(s.rows)
     call.values["logits"] = x.primitives.projection.target_logit(x.h, x.w, x.targets)
     call.values["partials"] = []
 
 
 def project(call: Call, s: Step) -> None:
     """Sum exponentials, or compute them again."""
-    x, states = call.inputs, states_of(call, s)
-    projection = x.primitives.projection
-    names = [name for name in s.writes if name.startswith("exps")]
-    if s.far:
-        stats, partial = call.values["stats"], call.values["partial"]
-        exps, first = call.view(names[0]), s.columns[0]
-        projection.repair_stored_exps(exps, states, x.w, first, x.targets, partial, stats)
-    elif "logits" in s.reads:
+    x, states = call.part(s.rows), states_of(call, s)
+    projection, stores = x.primitives.projection, any(n.startswith("exps") for n in s.writes)
+    exps = exps_of(call, s, s.writes, whole=True) if stores else None
+    if "logits" in s.reads:
         given: Any = states, x.w, s.columns, call.values["logits"], x.targets
-        exps_or_none = call.view(names[0]) if names else None
-        call.values["partials"].append(projection.project_exp(*given, exps_or_none))
-    else:
-        scaling = call.values["scaling"]
-        early = call.values["stats"].reference
-        reference = scaling.reference if "numbers" in s.reads else early
-        exps = call.view(names[0])
-        projection.recompute_exp(states, x.w, s.columns, reference, x.targets, exps)
+        call.values["partials"].append(projection.project_exp(*given, exps))
+        return
+    assert exps is not None
+    reference, targets = call.values["stats"].reference, x.targets
+    if s.far and "exps" not in s.writes:
+        given = exps, states, x.w, s.columns[0], targets, call.values["partial"]
+        projection.repair_stored_exps(*given, call.values["stats"])
+        return
+    if s.far:  # of windows that are not stored
+        targets = copy.copy(targets)
+        targets.selection = projection.far_rows(call.values["partial"], x.targets)
+        call.values["far"] = targets.selection
+    elif "numbers" in s.reads:
+        reference = call.values["scaling"].reference
+    projection.recompute_exp(states, x.w, s.columns, reference, targets, exps)
 
 
 def reduce(call: Call, s: Step) -> None:
-    """Make statistics and the loss of row sums."""
-    x, logit = call.inputs, call.values["logits"]
+    """Make statistics of row sums, with the outputs that are asked for, and the loss."""
+    x, logit = call.part(s.rows), call.values["logits"]
     projection, targets = x.primitives.projection, x.targets
+    outputs, more, part = targets.options.output_names, None, None
     partial = projection.concat_partials(call.values.pop("partials"))
     stats, loss = projection.reduce_partials(partial, logit, targets)
-    call.values |= {"stats": stats, "partial": partial, "loss": loss}
-
-
-def finish_loss(call: Call, s: Step) -> None:
-    """Add outputs to the statistics, and return what the reduction asks for."""
-    x, stats = call.inputs, call.values["stats"]
-    targets, outputs = x.targets, x.targets.options.output_names
-    more = None
     if stat_rows(outputs):
-        part = None
         if targets.options.reduces_rows:
-            projection, logit = x.primitives.projection, call.values["logits"]
-            part = projection.partial_outputs(call.values["partial"], logit)
+            part = projection.partial_outputs(partial, logit)
         classes = targets.index + targets.first
         more = reduce_outputs(part, classes, targets.class_logits, outputs)
     if x.h.dtype == torch.float16:
         stats = as_probabilities(stats)
     if more is not None:
         stats = RowStats(torch.cat([stats.rows, more]))
-    if targets.options.reduction == OUTPUTS:
-        call.values["loss"] = returned_rows(stats, targets)
-    call.values["stats"] = stats
+    call.values |= {"stats": stats, "partial": partial, "loss": loss}
+    call.values.setdefault("all", []).append(stats.rows)
+
+
+def finish_loss(call: Call, s: Step) -> None:
+    """Join the statistics of chunks, and return what the reduction asks for."""
+    targets, every = call.inputs.targets, call.values.pop("all")
+    if call.program.in_forward:
+        stats = RowStats(torch.cat(every, 1))
+        returned = returned_rows if targets.options.reduction == OUTPUTS else reduce_losses
+        call.values |= {"stats": stats, "loss": returned(stats, targets)}
+    elif targets.options.reduction == OUTPUTS:
+        call.values["loss"] = returned_rows(call.values["stats"], targets)
     for name in ("partial", "logits"):
         del call.values[name]
 
 
 def coefficients(call: Call, s: Step) -> None:
     """Choose where the factors of tokens are applied."""
-    x, stats, upstream = call.inputs, call.values["stats"], call.values["upstream"]
-    given = x.h.dtype, x.targets, stats, upstream
-    is_late = len(s.writes) > 1
-    call.values["scaling"] = x.primitives.gradients.scaling(*given, in_reference=is_late)
+    if "last factors" in s.writes:
+        return
+    x, stats = call.part(s.rows), call.values["stats"]
+    if not call.program.in_forward:
+        given: Any = x.h.dtype, x.targets, stats, call.values["upstream"]
+        is_late = len(s.writes) > 1
+        call.values["scaling"] = x.primitives.gradients.scaling(*given, in_reference=is_late)
+        return
+    whole, dtype = call.inputs.targets, stats.rows.dtype
+    loss_scale = whole.loss_scale(dtype)
+    given = x.h.dtype, x.targets, stats, loss_scale
+    scaling = x.primitives.gradients.scaling(*given, in_reference=False)
+    tokens, rows = call.inputs.tokens, slice(*s.rows)
+    call.values["scaling"] = scaling
+    own = scaling.dx
+    if call.program.problem.adds_in_forward:
+        factor = whole.tensors.grad_output
+        assert factor is not None
+        call.values["known"] = factor
+        own = own.times(factor)
+    for name, values in (("target", own.target), ("every", own.every)):
+        if values is not None:
+            if rows.start == 0 or name not in call.values:
+                call.values[name] = loss_scale.new_zeros(tokens)
+            call.values[name][rows] = values
 
 
 def list_targets(call: Call, s: Step) -> None:
     """List the terms of targets and of every class in dW."""
-    from cutefce.ops.strategies.windows import every_row
-
-    x, scaling = call.inputs, call.values["scaling"]
-    gradients = x.primitives.gradients
-    into = x.accumulate_into
-    out = call.memory_of_dw() if into is None else into
+    x, gradients = call.inputs, call.inputs.primitives.gradients
+    if call.program.in_forward:
+        call.values["listed"] = None
+        if gradients.lists_targets:
+            call.values["listed"] = gradients.target_grad(x.h, call.values["target"], x.targets)
+        return
+    scaling, into = call.values["scaling"], x.accumulate_into
+    out = call.memory[Home.DW] if into is None else into
     terms = gradients.target_grad(x.h, scaling.target, x.targets)
-    every = every_row(x, scaling.every)
     as_sums = into is not None or x.dw_dtype != x.w.dtype
+    every = every_row(x, scaling.every)
     operands: Any = terms, scaling.grad_scale, every, x.targets.selection, as_sums
     call.values["weight"] = WeightGradient(gradients, out, *operands, into is not None)
 
 
 def gemm_hidden(call: Call, s: Step) -> None:
     """Write or add a window's part of dX's sums."""
-    x, exps = call.inputs, exps_of(call, s, s.reads)
+    x, exps = call.part(s.rows), exps_of(call, s, s.reads)
     gradients, w = x.primitives.gradients, row_range(x.w, *s.columns)
-    sums, *low = (call.view(name) for name in s.writes)
-    more: Any = {"accumulate": s.adds, "selection": x.targets.selection}
+    sums, *low = (rows_of(call, s, name) for name in s.writes)
+    selection = call.values.pop("far") if s.far else x.targets.selection
+    more: Any = {"accumulate": s.adds, "selection": selection}
     if low:
-        gradients.keep_dx(sums, _low(call, low[0]), exps, w, **more)
+        gradients.keep_dx(sums, used(call, low[0]), exps, w, **more)
     else:
-        more["in_windows"] = s.columns != (0, len(x.w))
+        more["in_windows"] = s.columns != (0, len(x.w)) and not call.program.in_forward
         gradients.add_grad_hidden(sums, exps, w, **more)
 
 
 def gemm_weight(call: Call, s: Step) -> None:
     """Write or add a window's rows of dW."""
-    weight: WeightGradient[Any] = call.values["weight"]
-    states = states_of(call, s)
-    weight.finish(*s.columns, exps_of(call, s, s.reads), states)
+    states, exps = states_of(call, s), exps_of(call, s, s.reads)
+    if not call.program.in_forward:
+        weight: WeightGradient[Any] = call.values["weight"]
+        weight.finish(*s.columns, exps, states)
+        return
+    x = call.part(s.rows)
+    gradients, selection = x.primitives.gradients, call.inputs.targets.selection
+    is_first, of_chunk = s.rows[0] == 0, None
+    if selection is not None:
+        of_chunk = selection.rows(slice(*s.rows))
+        if is_first or s.final:  # it begins the sums, or adds the terms of all, even of no tokens
+            clear_first_rows(exps)
+        else:
+            of_chunk = of_chunk.skipping()
+    own = call.values["scaling"].dx
+    if "known" in call.values:
+        own = own.times(call.values["known"])
+    if gradients.lists_targets:
+        terms = call.values["listed"] if s.final else gradients.no_target_grad(x.h, x.targets)
+    else:
+        terms = gradients.target_grad(x.h, own.target, x.targets)
+    row = every_row(x, own.every)
+    if row is not None and not is_first:
+        before = call.values["row"]
+        row = replace(row, row=row.row + before.row)
+    call.values["row"] = row
+    given: Any = exps, states, terms, row if s.final else None, of_chunk
+    sums_of_weight(call, s.writes).add(gradients, *given, chunk=int(not is_first))
+
+
+def sums_of_weight(call: Call, names: Sequence[str]) -> WeightSums:
+    """Return dW's sums over chunks."""
+    if names[0] == "into":
+        assert call.inputs.accumulate_into is not None
+        return WeightSums.in_buffer(call.inputs.accumulate_into, call.values["known"])
+    own, *low = (call.view(name) for name in names)
+    bits = call.program.low_bits if low else 0
+    return WeightSums(own, low[0] if low else own.new_empty(0, 0, dtype=torch.uint8), bits)
 
 
 def bias(call: Call, s: Step) -> None:
     """Sum the columns of exponentials with the factors of tokens."""
-    x, scaling = call.inputs, call.values["scaling"]
-    factors = RowFactors.ones(x.h)
-    if "factors" in s.reads:
-        scale = scaling.row_scale if scaling.row_scale is not None else scaling.relative
-        factors = RowFactors.of(scale, x.h.dtype)
-    out = call.view(s.writes[0]).view(-1)
-    out[s.columns[0] : s.columns[1]] = factors.sum(exps_of(call, s, s.reads))
+    x, scaling = call.part(s.rows), call.values["scaling"]
+    out = call.view(s.writes[0]).view(-1)[s.columns[0] : s.columns[1]]
+    exps = exps_of(call, s, s.reads)
+    if call.program.in_forward:
+        sums = weighted_sum(exps, scaling.dx.scale)
+        out.copy_(out + sums if s.adds else sums)
+        if s.final:
+            every = call.values.get("every")
+            finish_dbias(out, call.inputs.targets, call.values["target"], every)
+        return
+    is_scaled = "factors" in s.reads
+    factors = RowFactors.of(scale_of(call), x.h.dtype) if is_scaled else RowFactors.ones(x.h)
+    out.copy_(factors.sum(exps))
 
 
 def rescale(call: Call, s: Step) -> None:
@@ -163,39 +256,80 @@ def rescale(call: Call, s: Step) -> None:
     sums, *low = (call.view(name) for name in s.writes)
     scale = call.values["scaling"].relative
     if low:
-        call.inputs.primitives.gradients.scale_kept_rows(sums, _low(call, low[0]), scale)
+        call.inputs.primitives.gradients.scale_kept_rows(sums, used(call, low[0]), scale)
     else:
         sums.mul_(scale[:, None])
 
 
+def kept_hidden(call: Call, names: Sequence[str], *, rounded: bool) -> HiddenSums:
+    """Return what is kept of dX's sums over chunks."""
+    own = call.view("dx")
+    low = [call.view(name) for name in names if name.startswith("low")]
+    hidden = own.shape[1]
+    kept = own.new_empty(0, 0, dtype=torch.uint8)
+    if low:
+        kept = low[0][:, : hidden * few_low_bits(hidden) // 8]
+    factor = call.inputs.targets.tensors.grad_output if rounded else None
+    return HiddenSums(own, kept, rounded, factor=factor)
+
+
+def keep_hidden(call: Call, s: Step) -> None:
+    """Keep the sums of a chunk."""
+    part, sums = call.part(s.rows), rows_of(call, s, "sums")
+    scaling = call.values.get("scaling")
+    kept = kept_hidden(call, s.writes, rounded=s.final)
+    given = part, call.values["stats"], None if scaling is None else scaling.dx
+    kept.keep(slice(*s.rows), sums, *given)
+    if not s.final and not len(kept.low):
+        kept.gradient[slice(*s.rows)] = sums
+
+
 def finish_hidden(call: Call, s: Step) -> None:
     """Round dX."""
-    x, scaling = call.inputs, call.values["scaling"]
+    x, out = call.inputs, call.view(s.writes[0])
+    if call.program.in_forward:
+        kept = kept_hidden(call, s.reads, rounded=call.values["rounds"])
+        given = call.values["stats"], call.values["upstream"], call.values["selection"]
+        dx = kept.finish(x, *given)
+        if dx.data_ptr() != out.data_ptr():
+            out.copy_(dx)
+        return
+    scaling = call.values["scaling"]
     names = [n for n in s.reads if n in ("sums", "dx")]
     low = [n for n in s.reads if n.startswith("low")]
     gradients, term = x.primitives.gradients, class_term(x, scaling.dx)
-    selection, out = x.targets.selection, call.view(s.writes[0])
-    order = None if selection is None else selection.order
-    sums = call.view(names[0])
-    rows = x.w, x.targets, scaling.dx, term, order
+    order = None if x.targets.selection is None else x.targets.selection.order
+    sums, rows = call.view(names[0]), (x.w, x.targets, scaling.dx, term, order)
     if low:
-        gradients.finish_kept(out, sums, _low(call, call.view(low[0])), *rows)
+        gradients.finish_kept(out, sums, used(call, call.view(low[0])), *rows)
     else:
         gradients.finish_dx(out, sums, *rows)
 
 
+def finish_weight(call: Call, s: Step) -> None:
+    """Multiply dW's sums by the upstream gradient, and round or add them."""
+    sums, upstream = sums_of_weight(call, s.reads), call.values["upstream"]
+    if s.adds:
+        assert call.inputs.accumulate_into is not None
+        sums.add_to(call.inputs.accumulate_into, upstream)
+    else:
+        sums.finish(call.inputs.primitives.gradients, upstream)
+
+
 def finish_bias(call: Call, s: Step) -> None:
     """Finish the gradient of the bias, in the dtype of sums."""
-    x, scaling = call.inputs, call.values["scaling"]
-    dbias = call.view(s.reads[0]).view(-1)
+    x, dbias = call.inputs, call.view(s.reads[0]).view(-1)
+    if call.program.in_forward:
+        call.values["dbias"] = dbias * call.values["upstream"]
+        return
+    scaling = call.values["scaling"]
     finish_dbias(dbias, x.targets, scaling.target, scaling.every)
     call.values["dbias"] = dbias.mul(scaling.grad_scale)
 
 
-def _low(call: Call, low: Tensor) -> Tensor:
+def used(call: Call, low: Tensor) -> Tensor:
     """Return the bytes of low bits that are used."""
-    hidden = call.inputs.h.shape[1]
-    return low[:, : hidden * call.program.low_bits // 8]
+    return low[:, : call.inputs.h.shape[1] * call.program.low_bits // 8]
 
 
 TABLE: dict[Kind, Callable[[Call, Step], None]] = {
@@ -212,6 +346,8 @@ TABLE: dict[Kind, Callable[[Call, Step], None]] = {
     Kind.GEMM_WEIGHT: gemm_weight,
     Kind.BIAS: bias,
     Kind.RESCALE: rescale,
+    Kind.KEEP_HIDDEN: keep_hidden,
     Kind.FINISH_HIDDEN: finish_hidden,
+    Kind.FINISH_WEIGHT: finish_weight,
     Kind.FINISH_BIAS: finish_bias,
 }

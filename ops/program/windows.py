@@ -1,12 +1,13 @@
 """Calls over windows, run as programs."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from cutefce.cute_kernels.problem import LOW_BITS
 from cutefce.ops.planning.plan import Plan
 from cutefce.ops.program.layout import Layout
 from cutefce.ops.program.lower import lower
@@ -14,6 +15,7 @@ from cutefce.ops.program.problem import Problem, Upstream
 from cutefce.ops.program.run import Call, Left, sum_dtype
 from cutefce.ops.program.steps import Home, Program, Step
 from cutefce.ops.program.table import TABLE
+from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.statistics import RowStats
 from cutefce.ops.strategies.loss_inputs import LossInputs
 
@@ -37,8 +39,10 @@ class PrimitivesBackend:
 def can_run(inputs: LossInputs[Any, Any], plan: Plan) -> bool:
     """Whether programs serve a call."""
     targets = inputs.targets
-    if plan.in_forward or plan.is_sampled or inputs.sampling is not None:
+    if plan.is_sampled or inputs.sampling is not None or plan.shrinking is not None:
         return False
+    if plan.in_forward and plan.grad_weight and not plan.low_bits:
+        return False  # rounded at random
     return targets.soft is None and targets.dense is None and not targets.options.scales_exps
 
 
@@ -53,6 +57,9 @@ def program_for(inputs: LossInputs[Any, Any], plan: Plan) -> Program:
     h, w, targets = inputs.h, inputs.w, inputs.targets
     item, sums = h.itemsize, sum_dtype(h.dtype).itemsize
     into = 0 if inputs.accumulate_into is None else inputs.accumulate_into.itemsize
+    upstream = Upstream.SCALAR if targets.options.is_scalar else Upstream.ROWS
+    if plan.adds_in_forward:
+        upstream = Upstream.KNOWN
     p = Problem(
         inputs.tokens,
         h.shape[1],
@@ -62,7 +69,7 @@ def program_for(inputs: LossInputs[Any, Any], plan: Plan) -> Program:
         plan.grad_hidden,
         plan.grad_weight,
         plan.grad_bias,
-        Upstream.SCALAR if targets.options.is_scalar else Upstream.ROWS,
+        upstream,
         targets.scales_rows,
         inputs.class_row is not None,
         selects=targets.selection is not None,
@@ -74,6 +81,10 @@ def program_for(inputs: LossInputs[Any, Any], plan: Plan) -> Program:
     if inputs.dx_dtype != h.dtype:
         low = 0
     x = Layout(max(inputs.tokens, 1), plan.window, plan.kept, plan.aliased, low)
+    if plan.in_forward:
+        window = plan.window if plan.has_windows else len(w)
+        low = plan.low_bits or LOW_BITS[-1]
+        x = Layout(max(plan.chunk, 1), window, low_bits=low, in_forward=True)
     return program_of(p, x, inputs.primitives.config.reference_block)
 
 
@@ -89,26 +100,40 @@ def run_forward(call: Call) -> None:
     """Run the steps of the forward, into the memory that is there."""
     buffers, lives = call.program.buffers, call.program.lives
     middle = len(call.program.forward)
-    if any(b.home is Home.DW and lives[n][0] < middle for n, b in buffers.items()):
-        w = call.inputs.w
-        call.memory[Home.DW] = w.new_empty(w.shape, dtype=call.inputs.dw_dtype)
+    homes = {b.home for n, b in buffers.items() if lives[n][0] < middle}
+    allocate_gradients(call, homes)
     call.run(call.program.forward, Home.FORWARD, TABLE)
 
 
+def allocate_gradients(call: Call, homes: Collection[Home | None]) -> None:
+    """Allocate the gradients that steps write to."""
+    x, p = call.inputs, call.program.problem
+    if Home.DX in homes:
+        call.memory[Home.DX] = x.h.new_empty((p.tokens, p.hidden), dtype=x.dx_dtype)
+    if Home.DW in homes:
+        call.memory[Home.DW] = x.w.new_empty(x.w.shape, dtype=x.dw_dtype)
+
+
 def backward(
-    left: Left, inputs: LossInputs[Any, Any], upstream: Tensor, stats: RowStats
+    left: Left,
+    inputs: LossInputs[Any, Any],
+    upstream: Tensor,
+    stats: RowStats,
+    selection: RowSelection | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return dX, dW and, in the dtype of sums, the bias' gradient; what is not computed is None."""
-    call = Call(left.program, inputs, left.memory)
-    p = call.program.problem
+    """Return dX, dW and, in the dtype of sums, the bias' gradient; what is not computed is None.
+
+    `selection` is that of the tokens, which the targets of a program in chunks have not.
+    """
+    call = Call(left.program, inputs, left.taken())
+    p, buffers = call.program.problem, call.program.buffers.values()
     if left.is_spent:
         run_forward(call)
     left.is_spent = call.program.is_spent
-    call.values |= {"upstream": upstream, "stats": stats}
-    if p.grad_hidden:
-        call.memory[Home.DX] = inputs.h.new_empty((p.tokens, p.hidden), dtype=inputs.dx_dtype)
-    if p.grad_weight and not p.into and Home.DW not in call.memory:
-        call.memory[Home.DW] = inputs.w.new_empty(inputs.w.shape, dtype=inputs.dw_dtype)
+    call.values |= {"upstream": upstream, "stats": stats, "selection": selection}
+    call.values["rounds"] = p.upstream is Upstream.KNOWN
+    missing = {b.home for b in buffers if b.home not in call.memory}
+    allocate_gradients(call, missing)
     call.run(call.program.backward, Home.BACKWARD, TABLE)
     dbias = call.values.get("dbias")
     return call.memory.pop(Home.DX, None), call.memory.pop(Home.DW, None), dbias

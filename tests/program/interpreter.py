@@ -255,7 +255,7 @@ class Call:
                 self.put(s.writes, t, sums)
             case Kind.FINISH_HIDDEN:
                 names = [n for n in s.reads if n in ("sums", "dx", "kept dx") or "low" in n]
-                in_order = "low of dx" in names or "kept dx" in names or is_chunked(self.q)
+                in_order = "low of dx" in names or "kept dx" in names or self.q.in_forward
                 sums = self.value(names)[t if in_order else k]
                 (factors,) = [n for n in s.reads if n in ("factors", "numbers", "last factors")]
                 made = sums
@@ -269,7 +269,7 @@ class Call:
                 before = self.value(s.writes) if s.adds else 0
                 self.put(s.writes, slice(None), sums + before)
             case Kind.FINISH_BIAS:
-                times = is_chunked(self.q) and p.upstream is not Upstream.KNOWN
+                times = self.q.in_forward and p.upstream is not Upstream.KNOWN
                 self.put(s.writes, slice(None), v(s.reads[0]) * (self.upstream if times else 1))
             case Kind.ROUND_HIDDEN:
                 self.put(s.writes, slice(None), v(s.reads[0]))
@@ -293,12 +293,6 @@ def unknown(size: int) -> Tensor:
 
 def counted(target: Tensor) -> Tensor:
     return (target != IGNORED).sum().clamp(min=1)
-
-
-def is_chunked(q: Program) -> bool:
-    """Whether gradients are formed in the forward."""
-    products = Kind.KEEP_HIDDEN, Kind.GEMM_WEIGHT, Kind.BIAS
-    return any(step.kind in products for step in q.forward)
 
 
 def is_rounded(q: Program) -> bool:
