@@ -222,7 +222,10 @@ class _Lowering:
 
     def chunk(self, rows: Range) -> None:
         """Emit a chunk: its statistics, and what it adds to the gradients."""
-        p, states = self.p, self.states(rows)
+        p = self.p
+        if p.selects and p.grad_weight and (rows[0] == 0 or rows[1] == p.tokens):
+            self.emit(Kind.CLEAR, (), (self.exps(self.windows[0], rows),), rows)
+        states = self.states(rows)
         if self.has_windows:
             self.chunk_in_windows(rows, states)
         else:

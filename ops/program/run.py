@@ -54,6 +54,7 @@ class Call:
             x, tokens = self.inputs, slice(*rows)
             own = x.h if x.targets.selection is not None else x.h[tokens]
             found = replace(x, h=own, targets=x.targets.per_token(tokens))
+            found.targets.class_row = x.targets.class_row
             if found.targets.selection is not None:
                 found.targets.selection = found.targets.selection.skipping()
             self.parts = {rows: found}

@@ -75,6 +75,11 @@ def target_logit(call: Call, s: Step) -> None:
     call.values["partials"] = []
 
 
+def clear(call: Call, s: Step) -> None:
+    """Clear what dW's product reads of a chunk of which no row counts."""
+    clear_first_rows(call.view(s.writes[0]))
+
+
 def project(call: Call, s: Step) -> None:
     """Sum exponentials, or compute them again."""
     x, states = call.part(s.rows), states_of(call, s)
@@ -204,9 +209,7 @@ def gemm_weight(call: Call, s: Step) -> None:
     is_first, of_chunk = s.rows[0] == 0, None
     if selection is not None:
         of_chunk = selection.rows(slice(*s.rows))
-        if is_first or s.final:  # it begins the sums, or adds the terms of all, even of no tokens
-            clear_first_rows(exps)
-        else:
+        if not (is_first or s.final):  # which begins the sums, or adds the terms of all tokens
             of_chunk = of_chunk.skipping()
     own = call.values["scaling"].dx
     if "known" in call.values:
@@ -337,6 +340,7 @@ TABLE: dict[Kind, Callable[[Call, Step], None]] = {
     Kind.CLASS_ROW: nothing,
     Kind.GATHER: gather,
     Kind.TARGET_LOGIT: target_logit,
+    Kind.CLEAR: clear,
     Kind.PROJECT: project,
     Kind.REDUCE: reduce,
     Kind.LOSS: finish_loss,

@@ -166,6 +166,8 @@ class Call:
                 if p.every_class:
                     row = v("class_row")[0]
                     v("logits")[r, 1] = x.h[t].double() @ row[:-1] + row[-1]
+            case Kind.CLEAR:
+                v(s.writes[0]).fill_(0)
             case Kind.PROJECT:
                 (reference,) = [n for n in s.reads if n in ("logits", "stats", "numbers")]
                 column = RELATIVE_TO if reference == "numbers" else REFERENCE
