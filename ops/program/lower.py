@@ -9,8 +9,6 @@ from cutefce.ops.program.place import place
 from cutefce.ops.program.problem import Problem, Upstream
 from cutefce.ops.program.steps import Buffer, Home, Kind, Program, Range, Step
 
-LOW_BITS = 4, 8
-"""Bits of kept sums beside 16, of an even and of an odd number of columns."""
 ORDER_BYTES = 16
 """Bytes of a token's place and of its target, in the order of the rows that count."""
 FACTORS = 4
@@ -273,7 +271,7 @@ class _Lowering:
             return (self.buffer("kept dx", self.p.tokens, self.p.hidden, self.p.sums),)
         rounded = self.rounds_hidden or self.p.dx_item == self.p.sums
         # a sum over all classes is rounded once
-        few = LOW_BITS[self.p.hidden % 2]
+        few = self.backend.few_low_bits(self.p)
         return (self.dx(), *(() if rounded else self.low("low of dx", self.p.tokens, few)))
 
     @property

@@ -153,13 +153,10 @@ def coefficients(call: Call, s: Step) -> None:
     scaling = x.primitives.gradients.scaling(*given, in_reference=False)
     tokens, rows = call.inputs.tokens, slice(*s.rows)
     call.values["scaling"] = scaling
-    own = scaling.dx
     if call.program.problem.adds_in_forward:
-        factor = whole.tensors.grad_output
-        assert factor is not None
-        call.values["known"] = factor
-        own = own.times(factor)
-    for name, values in (("target", own.target), ("every", own.every)):
+        assert whole.tensors.grad_output is not None
+        call.values["known"] = whole.tensors.grad_output
+    for name, values in (("target", scaling.dx.target), ("every", scaling.dx.every)):
         if values is not None:
             if rows.start == 0 or name not in call.values:
                 call.values[name] = loss_scale.new_zeros(tokens)
@@ -172,7 +169,10 @@ def list_targets(call: Call, s: Step) -> None:
     if call.program.in_forward:
         call.values["listed"] = None
         if gradients.lists_targets:
-            call.values["listed"] = gradients.target_grad(x.h, call.values["target"], x.targets)
+            target = call.values["target"]
+            if "known" in call.values:
+                target = target * call.values["known"]
+            call.values["listed"] = gradients.target_grad(x.h, target, x.targets)
         return
     scaling, into = call.values["scaling"], x.accumulate_into
     out = call.memory[Home.DW] if into is None else into

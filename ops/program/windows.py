@@ -29,6 +29,9 @@ class PrimitivesBackend:
     def partial_sums(self, p: Problem, rows: int, columns: int) -> int:
         return 0
 
+    def few_low_bits(self, p: Problem) -> int:
+        return LOW_BITS[p.hidden % 2]
+
     def listed_targets(self, p: Problem) -> int:
         return 0
 

@@ -33,6 +33,9 @@ class Backend:
     def partial_sums(self, p: Problem, rows: int, columns: int) -> int:
         return 1
 
+    def few_low_bits(self, p: Problem) -> int:
+        return LOW_BITS
+
     def listed_targets(self, p: Problem) -> int:
         return 4
 
