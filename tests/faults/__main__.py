@@ -3,8 +3,8 @@
 A copy has what git would add of the working tree, links included, and comes first among the paths
 that Python imports from.  Of each fault run, until a test fails,
 
-1. the fault's own tests, then all tests, of the default tier (`-m "not slow"`),
-2. the same of the slow tests,
+1. the fault's own tests of the default tier (`-m "not slow"`), then those that are slow,
+2. all tests of the default tier, then all that are slow,
 3. the tests of integrations, where their frameworks are installed.
 
 All tests run of many faults at once, in one copy: hardly any are left then, and where a test fails,
@@ -192,11 +192,11 @@ class Runner:
 def notice(runner: Runner, faults: Sequence[Fault], tiers: str) -> Iterator[Noticed]:
     """Yield what notices each fault; `tiers` are "own", "default" or "all"."""
     left, begin = [*faults], time.monotonic()
-    stages = [("default", True, DEFAULT), ("default", False, DEFAULT)]
-    stages += [("full", True, SLOW), ("full", False, SLOW)]
+    stages = [("default", True, DEFAULT), ("full", True, SLOW)]
+    stages += [("default", False, DEFAULT), ("full", False, SLOW)]
     if has_frameworks():
         stages += [("integrations", False, f"{DEFAULT} or {SLOW}")]
-    for tier, is_own, marks in stages[: {"own": 1, "default": 2, "all": len(stages)}[tiers]]:
+    for tier, is_own, marks in stages[: {"own": 2, "default": 3, "all": len(stages)}[tiers]]:
         tests = (INTEGRATIONS,) if tier == "integrations" else ()
         if left:
             runner.failing_anyway(runner.own_tests if is_own else tests, marks)
