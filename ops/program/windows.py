@@ -138,5 +138,5 @@ def backward(
     missing = {b.home for b in buffers if b.home not in call.memory}
     allocate_gradients(call, missing)
     call.run(call.program.backward, Home.BACKWARD, TABLE)
-    dbias = call.values.get("dbias")
-    return call.memory.pop(Home.DX, None), call.memory.pop(Home.DW, None), dbias
+    dx, dw = call.memory.pop(Home.DX, None), call.memory.pop(Home.DW, None)
+    return call.values.get("dx", dx), dw, call.values.get("dbias")
