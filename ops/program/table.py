@@ -73,6 +73,8 @@ def target_logit(call: Call, s: Step) -> None:
     x = call.part(s.rows)
     call.values["logits"] = x.primitives.projection.target_logit(x.h, x.w, x.targets)
     call.values["partials"] = []
+    if x.targets.class_logits is not None:
+        call.values.setdefault("class logits", []).append(x.targets.class_logits)
 
 
 def clear(call: Call, s: Step) -> None:
@@ -128,6 +130,8 @@ def finish_loss(call: Call, s: Step) -> None:
     """Join the statistics of chunks, and return what the reduction asks for."""
     targets, every = call.inputs.targets, call.values.pop("all")
     if call.program.in_forward:
+        if "class logits" in call.values:
+            targets.class_logits = torch.cat(call.values.pop("class logits"))
         stats = RowStats(torch.cat(every, 1))
         returned = returned_rows if targets.options.reduction == OUTPUTS else reduce_losses
         call.values |= {"stats": stats, "loss": returned(stats, targets)}
