@@ -1,7 +1,7 @@
 """Where buffers lie: offsets in arenas, and the memory that a program takes.
 
-Buffers that never live at the same time may share memory.  A sweep in the order of their first
-steps gives each the first gap that is wide enough.
+Buffers that never live at the same time may share memory.  The largest ones are placed first, each
+in the first gap that is wide enough.
 """
 
 from itertools import combinations, pairwise
@@ -16,23 +16,23 @@ ALIGNMENT = 256
 def place(program: Program) -> Program:
     """Return the program with an arena and an offset for each buffer that has none."""
     middle, buffers = len(program.forward), program.buffers
-    taken: dict[Home, list[tuple[int, int, int]]] = {home: [] for home in ARENAS}
+    taken: dict[Home, list[tuple[int, int, int, int]]] = {home: [] for home in ARENAS}
     program.arenas = dict.fromkeys(ARENAS, 0)
-    for name, (first, last) in sorted(program.lives.items(), key=lambda item: item[1]):
-        buffer = buffers[name]
-        if buffer.home is not None:
-            continue
+    free = [(-b.size, name) for name, b in buffers.items() if b.home is None]
+    for _, name in sorted(free):
+        buffer, (first, last) = buffers[name], program.lives[name]
         home = Home.KEPT if first < middle <= last else Home.FORWARD
         if first >= middle:
             home = Home.BACKWARD
-        taken[home] = [block for block in taken[home] if block[2] >= first]
         offset = 0
-        for begin, end, _ in sorted(taken[home]):
+        for begin, end, since, until in sorted(taken[home]):
+            if until < first or last < since:
+                continue
             if offset + buffer.size <= begin:
                 break
             offset = max(offset, round_up(end, ALIGNMENT))
         placed = Buffer(buffer.rows, buffer.columns, buffer.item, home, offset)
-        taken[home].append((offset, placed.end, last))
+        taken[home].append((offset, placed.end, first, last))
         buffers[name] = placed
         program.arenas[home] = max(program.arenas[home], placed.end)
     return program

@@ -268,6 +268,22 @@ def test_a_lock_is_held_by_one_at_a_time(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_a_lock_of_a_removed_file_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its holder may remove it after another process has opened it."""
+    path, own, removed = tmp_path / "table.json", cache_files._flock, list[Path]()
+
+    def flock(descriptor: int) -> bool:
+        if not removed:
+            removed.extend(tmp_path.iterdir())
+            removed[0].unlink()
+        return own(descriptor)
+
+    monkeypatch.setattr(cache_files, "_flock", flock)
+    with cache_files.lock(path, 1), pytest.raises(TimeoutError), cache_files.lock(path, 0.1):
+        pass
+    assert removed
+
+
 def test_a_lock_that_another_holds_is_waited_for_in_vain(tmp_path: Path) -> None:
     path = tmp_path / "table.json"
     with (

@@ -218,14 +218,21 @@ def test_the_parameters_are_those_of_the_heads_call() -> None:
     assert cutefce.deferral_report(model) == (1, {})
 
 
-def test_a_scale_has_derivatives_by_transforms() -> None:
-    def loss_of(scale: Tensor) -> Tensor:
-        return ce(model(TOKENS) * scale, TARGETS)
+@pytest.mark.parametrize("calls_inside", [True, False], ids=["call inside", "call before"])
+def test_a_scale_has_derivatives_by_transforms(calls_inside: bool) -> None:
+    def derivative() -> Tensor:
+        before = model(TOKENS)
+
+        def loss_of(scale: Tensor) -> Tensor:
+            return ce((model(TOKENS) if calls_inside else before) * scale, TARGETS)
+
+        found: Tensor = torch.func.jacfwd(loss_of)(scale)
+        return found
 
     model, scale = Model(), torch.tensor(0.7)
-    wanted = torch.func.jacfwd(loss_of)(scale)
+    wanted = derivative()
     cutefce.defer(model)
-    torch.testing.assert_close(torch.func.jacfwd(loss_of)(scale), wanted)
+    torch.testing.assert_close(derivative(), wanted)
 
 
 def test_transforms_of_the_model_see_tensors() -> None:

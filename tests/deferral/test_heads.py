@@ -112,6 +112,7 @@ def test_a_weight_of_fewer_rows_tells_the_classes() -> None:
     torch.testing.assert_close(ours, loss, rtol=1e-6, atol=0)
     assert_same(mine, theirs)
     assert cutefce.deferral_report(model) == (1, {})
+    assert model(TOKENS).shape == (*TOKENS.shape, 19)
 
 
 class Quantized(nn.Linear):

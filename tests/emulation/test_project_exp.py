@@ -149,15 +149,27 @@ def test_a_bad_row_stays_alone(config: GemmConfig) -> None:
     assert np.array_equal(bad.exps[others], clean.exps[others])
 
 
-def test_rows_have_the_same_bits_anywhere() -> None:
-    """Lanes add the sums of different tokens in the same order."""
-    case, kernel = Case(96, 72, 700), kernels_of(SWAPPED).row_sums_and_exps
+SAME_BITS = {
+    "lanes": (SWAPPED, RowReductions(), 1),
+    "warpgroups": (PINGPONG, RowReductions(entropy=True), 2),
+}
+"""Of all columns' reductions, those of several row blocks too."""
+
+
+@pytest.mark.parametrize("given", SAME_BITS.values(), ids=SAME_BITS)
+def test_rows_have_the_same_bits_anywhere(given: tuple[GemmConfig, RowReductions, int]) -> None:
+    """Lanes, or warpgroups, add the sums of different tokens in the same order."""
+    config, reductions, row_blocks = given
+    kernel = kernels_of(config, KernelVariant(reductions=reductions)).row_sums_and_exps
+    case = Case(row_blocks * config.rows, 72, 11 * config.columns - 4)
     for rows in (case.h, case.y, case.reference):
         rows[:] = rows[0].clone()
     launch = case.launch(kernel, vocab_splits=1)
     launch.run(run, kernel, clusters=1)
     assert (launch.sums == launch.sums[0]).all()
     assert (launch.exps == launch.exps[0]).all()
+    if reductions.planes:
+        assert (launch.reductions == launch.reductions[:, :1]).all()
 
 
 # Options

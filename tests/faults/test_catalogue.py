@@ -1,4 +1,4 @@
-"""The faults fit the sources of today, and some test noticed each of them."""
+"""The faults fit the sources of today, and what is recorded of them is of them as they are."""
 
 import ast
 import re

@@ -136,9 +136,10 @@ def test_a_class_that_cannot_be(device: str) -> None:
     assert bool((smoothed == torch.inf).all())
 
 
-def test_leads_of_no_probability(device: str) -> None:
+@pytest.mark.parametrize("names", [["linear_bias"], ["linear_bias", "z_loss"]], ids=str)
+def test_leads_of_no_probability(names: list[str], device: str) -> None:
     """A token without probabilities above 0 has a finite loss beside classes that cannot be."""
-    x = dense_case(["linear_bias"], 40, 16, 50, dtype=torch.float64, device=device)
+    x = dense_case(names, 40, 16, 50, dtype=torch.float64, device=device)
     x.options["linear_bias"][:20], probs = -torch.inf, x.options["target"]
     probs[:, :20], probs[1::4], probs[::2] = 0, -probs[1::4], 0
     results = x.ours()

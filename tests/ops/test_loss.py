@@ -303,8 +303,9 @@ def ours_dtype(h: Tensor, w: Tensor, y: Tensor) -> torch.dtype:
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_the_loss_can_be_changed_in_place(reduction: str, device: str) -> None:
-    case = random_case(10, 8, 30, dtype=torch.bfloat16, device=device)
+@pytest.mark.parametrize("ignored", [0.0, 0.2])
+def test_the_loss_can_be_changed_in_place(ignored: float, reduction: str, device: str) -> None:
+    case = random_case(10, 8, 30, dtype=torch.bfloat16, device=device, ignored=ignored)
     h, w = leaves(case)
     loss = cutefce.linear_cross_entropy(h, w, case.y, reduction=reduction)
     scaled = torch.autograd.grad((loss / 4).sum(), (h, w), retain_graph=True)

@@ -38,9 +38,10 @@ def test_losses_equal_one_process(name: str, sequence_parallel: bool, ranks: Ran
     assert_equal_one(results, losses(x, None), sequence_parallel, len(x.leaves))
 
 
-def test_no_class_of_a_rank_can_be(ranks: Ranks) -> None:
+@each_value(names=[["linear_bias", "z_loss"], ["linear_bias"]])
+def test_no_class_of_a_rank_can_be(names: list[str], ranks: Ranks) -> None:
     """Tokens without probabilities above 0 have no lead there."""
-    x = dense_case(["linear_bias"], 60, 16, 333, dtype=torch.float64)
+    x = dense_case(names, 60, 16, 333, dtype=torch.float64)
     x.options["linear_bias"][:180], probs = -torch.inf, x.options["target"]
     probs[:, :180], probs[1::4], probs[::2] = 0, -probs[1::4], 0
     results = ranks.run(2, losses, x, False)
