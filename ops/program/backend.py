@@ -16,6 +16,9 @@ class Backend(Protocol):
     def partial_sums(self, p: Problem, rows: int, columns: int) -> int:
         """Return how many numbers PROJECT writes for a row, of so many rows and columns."""
 
+    def few_low_bits(self, p: Problem) -> int:
+        """Return the bits beside the larger piece of a sum that is rounded once."""
+
     def listed_targets(self, p: Problem) -> int:
         """Return the bytes that LIST_TARGETS writes."""
 

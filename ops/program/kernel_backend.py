@@ -1,6 +1,7 @@
 """The CuTe kernels as a backend: what their steps need of memory."""
 
 from cutefce.cute_kernels.integers import ceil_div
+from cutefce.cute_kernels.problem import LOW_BITS
 from cutefce.cute_kernels.schedule.order import PARTIAL_BYTES
 from cutefce.ops.program.problem import Problem
 from cutefce.ops.program.steps import Step
@@ -18,6 +19,10 @@ class KernelBackend:
         """Return one number for each tile of columns, or as many as fit into the second cache."""
         affordable = PARTIAL_BYTES // (p.sums * max(rows, 1))
         return max(1, min(ceil_div(columns, NARROWEST_TILE), affordable))
+
+    def few_low_bits(self, p: Problem) -> int:
+        """Return 4, or 8 where two columns of a byte would be of two rows."""
+        return LOW_BITS[p.hidden % 2]
 
     def listed_targets(self, p: Problem) -> int:
         """Return the bytes of each token's place and coefficient, and of the classes' ends."""

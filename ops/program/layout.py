@@ -24,7 +24,7 @@ class Layout:
     """The whole search space of the planner."""
 
     chunk: int
-    """Tokens at a time.  Fewer than all: gradients are formed in the forward, chunk by chunk."""
+    """Tokens at a time; all of them with gradients in the backward."""
     window: int
     """Columns at a time of what is computed again, or in a chunk of a frozen weight."""
     kept: int = 0
@@ -33,6 +33,8 @@ class Layout:
     """Columns before these whose exponentials lie in the memory of dW."""
     low_bits: int = 0
     """Bits of kept sums beside the 16 in a gradient's memory; 0: sums have their own dtype."""
+    in_forward: bool = False
+    """Whether gradients are formed in the forward, chunk by chunk."""
 
 
 @dataclass(frozen=True)

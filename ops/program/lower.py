@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from cutefce.cute_kernels.integers import round_up
 from cutefce.cute_kernels.workspace import NUM_STATS, low_bytes
 from cutefce.ops.program.backend import Backend
 from cutefce.ops.program.layout import Layout, Window, chunks_of, even_windows, windows_of
@@ -33,10 +34,15 @@ class _Lowering:
 
     def __init__(self, p: Problem, x: Layout, backend: Backend, brief: bool) -> None:
         self.p, self.x, self.backend = p, x, backend
-        self.program, self.count, self.brief, self.times = Program(p), 0, brief, 1
+        self.program, self.count, self.brief, self.times = (
+            Program(p, in_forward=x.in_forward),
+            0,
+            brief,
+            1,
+        )
         self.steps = self.program.forward
         self.every = (0, p.tokens)
-        self.in_forward = x.chunk < p.tokens
+        self.in_forward = x.in_forward
         assert x.low_bits or not (self.in_forward and p.keeps_sums), "sums are in pieces"
         self.has_windows = self.in_forward and x.window < p.vocab
         """Whether a chunk has its columns one window after the other, which a frozen weight can."""
@@ -45,11 +51,11 @@ class _Lowering:
             self.windows = [Window((0, p.vocab), True)]
         self.order = ("order",) if p.selects else ()
         self.class_row = ("class_row",) if p.every_class else ()
-        narrow = p.keeps_sums and x.low_bits > 0
+        narrow = p.keeps_sums and x.low_bits > 0 and p.dx_item == p.item
         self.keeps_hidden = narrow and p.grad_hidden and p.ranks == 1
         """Whether dX's sums over windows are kept in pieces."""
         self.sums_in_dx = p.grad_hidden and not p.selects and p.ranks == 1
-        self.sums_in_dx &= self.keeps_hidden or not p.keeps_sums
+        self.sums_in_dx &= self.keeps_hidden or p.dx_item == p.sums
         """Whether they, or the larger pieces, lie in the memory of dX."""
 
     # -- buffers and steps ------------------------------------------------------------------------
@@ -98,7 +104,7 @@ class _Lowering:
     # -- names of what several steps share --------------------------------------------------------
 
     def dx(self) -> str:
-        return self.buffer("dx", self.p.tokens, self.p.hidden, self.p.item, Home.DX)
+        return self.buffer("dx", self.p.tokens, self.p.hidden, self.p.dx_item, Home.DX)
 
     def stats(self) -> str:
         return self.buffer("stats", self.p.tokens, NUM_STATS, self.p.sums, Home.STATS)
@@ -108,7 +114,7 @@ class _Lowering:
         name = "exps" if n.home is None and not n.is_stored else f"exps of {n.columns[0]}"
         columns = n.columns[1] - n.columns[0]
         if n.home is None:
-            columns = -(-columns // self.backend.block) * self.backend.block
+            columns = round_up(columns, self.backend.block)
         tokens = self.x.chunk if self.in_forward else self.p.tokens
         return self.buffer(name, tokens, columns, self.p.item, n.home, n.offset)
 
@@ -130,11 +136,11 @@ class _Lowering:
         self.emit(Kind.COEFFICIENTS, (*self.order, self.stats()), names, rows)
         return names
 
-    def low(self, name: str, rows: int) -> tuple[str, ...]:
+    def low(self, name: str, rows: int, bits: int | None = None) -> tuple[str, ...]:
         """Name the low bits of `rows` sums; none where sums have their own dtype."""
         if not (self.p.keeps_sums and self.x.low_bits):
             return ()
-        return (self.buffer(name, rows, low_bytes(self.p.hidden, self.x.low_bits), 1),)
+        return (self.buffer(name, rows, low_bytes(self.p.hidden, bits or self.x.low_bits), 1),)
 
     # -- the forward ------------------------------------------------------------------------------
 
@@ -215,7 +221,10 @@ class _Lowering:
 
     def chunk(self, rows: Range) -> None:
         """Emit a chunk: its statistics, and what it adds to the gradients."""
-        p, states = self.p, self.states(rows)
+        p = self.p
+        if p.selects and p.grad_weight and (rows[0] == 0 or rows[1] == p.tokens):
+            self.emit(Kind.CLEAR, (), (self.exps(self.windows[0], rows),), rows)
+        states = self.states(rows)
         if self.has_windows:
             self.chunk_in_windows(rows, states)
         else:
@@ -261,7 +270,10 @@ class _Lowering:
         """Name what is kept of dX: it or its larger pieces in its memory; whole sums of ranks."""
         if self.p.ranks > 1:
             return (self.buffer("kept dx", self.p.tokens, self.p.hidden, self.p.sums),)
-        return (self.dx(), *(() if self.rounds_hidden else self.low("low of dx", self.p.tokens)))
+        rounded = self.rounds_hidden or self.p.dx_item == self.p.sums
+        # a sum over all classes is rounded once
+        few = self.backend.few_low_bits(self.p)
+        return (self.dx(), *(() if rounded else self.low("low of dx", self.p.tokens, few)))
 
     @property
     def rounds_hidden(self) -> bool:

@@ -51,7 +51,7 @@ def peak(program: Program) -> int:
     }
     p = program.problem
     if p.grad_hidden and Home.DX not in begun:
-        later += p.tokens * p.hidden * p.item
+        later += p.tokens * p.hidden * p.dx_item
     if p.grad_weight and not p.into and Home.DW not in begun:
         later += p.vocab * p.hidden * p.dw_item
     if p.grad_bias and Home.DBIAS not in begun:

@@ -119,7 +119,7 @@ def _chunks(p: Problem, every: int) -> Iterator[Sequence[Layout]]:
     for count in sorted({*counts, SHORT_SUMS}):
         size = round_up(ceil_div(p.tokens, count), ROWS)
         low = LOW_BITS[count > SHORT_SUMS or p.hidden % 2] if p.keeps_sums else 0
-        whole = Layout(size, every, every, 0, low)
+        whole = Layout(size, every, low_bits=low, in_forward=True)
         if LEAST_CHUNK <= size < p.tokens:
             yield [whole]
             if not (p.grad_weight or p.grad_bias):

@@ -41,6 +41,8 @@ class Problem:
     """Whether the rows that count are gathered on the device, which alone knows how many."""
     grad_weight_item: int = 0
     """Bytes of an element of dW; 0 for those of the weight."""
+    grad_hidden_item: int = 0
+    """Bytes of an element of dX; 0 for those of the hidden states."""
     into: int = 0
     """Bytes of an element of the caller's buffer that dW is added to; 0 where dW is returned."""
     ranks: int = 1
@@ -50,6 +52,11 @@ class Problem:
     def needs_gradients(self) -> bool:
         """Whether there is a backward."""
         return self.grad_hidden or self.grad_weight or self.grad_bias
+
+    @property
+    def dx_item(self) -> int:
+        """Bytes of an element of dX as it is returned."""
+        return self.grad_hidden_item or self.item
 
     @property
     def dw_item(self) -> int:
@@ -89,6 +96,6 @@ class Problem:
 
     def gradient_bytes(self) -> int:
         """Return the bytes of the gradients that are returned."""
-        dx = self.tokens * self.hidden * self.item * self.grad_hidden
+        dx = self.tokens * self.hidden * self.dx_item * self.grad_hidden
         dw = self.vocab * self.hidden * self.dw_item * (self.grad_weight and not self.into)
         return dx + dw + self.vocab * self.item * self.grad_bias

@@ -38,6 +38,7 @@ class Kind(Enum):
     CLASS_ROW = "sum the rows of the weight, for losses of all classes"
     GATHER = "copy hidden states in the order of the rows that count, times s if that is read"
     TARGET_LOGIT = "r of each row"
+    CLEAR = "zeros in the exponentials that dW's product reads even if no row of a chunk counts"
     PROJECT = "row sums of e over columns, and e where it is stored"
     REDUCE = "statistics of rows from their sums; references of far rows move"
     LOSS = "the loss from the statistics"
@@ -106,6 +107,8 @@ class Program:
     """The steps of a call, and the buffers between them."""
 
     problem: Problem
+    in_forward: bool = False
+    """Whether gradients are formed in the forward, chunk by chunk."""
     buffers: dict[str, Buffer] = field(default_factory=dict)
     forward: list[Step] = field(default_factory=list)
     backward: list[Step] = field(default_factory=list)

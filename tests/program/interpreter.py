@@ -33,6 +33,9 @@ class Backend:
     def partial_sums(self, p: Problem, rows: int, columns: int) -> int:
         return 1
 
+    def few_low_bits(self, p: Problem) -> int:
+        return LOW_BITS
+
     def listed_targets(self, p: Problem) -> int:
         return 4
 
@@ -166,6 +169,8 @@ class Call:
                 if p.every_class:
                     row = v("class_row")[0]
                     v("logits")[r, 1] = x.h[t].double() @ row[:-1] + row[-1]
+            case Kind.CLEAR:
+                v(s.writes[0]).fill_(0)
             case Kind.PROJECT:
                 (reference,) = [n for n in s.reads if n in ("logits", "stats", "numbers")]
                 column = RELATIVE_TO if reference == "numbers" else REFERENCE
@@ -255,7 +260,7 @@ class Call:
                 self.put(s.writes, t, sums)
             case Kind.FINISH_HIDDEN:
                 names = [n for n in s.reads if n in ("sums", "dx", "kept dx") or "low" in n]
-                in_order = "low of dx" in names or "kept dx" in names or is_chunked(self.q)
+                in_order = "low of dx" in names or "kept dx" in names or self.q.in_forward
                 sums = self.value(names)[t if in_order else k]
                 (factors,) = [n for n in s.reads if n in ("factors", "numbers", "last factors")]
                 made = sums
@@ -269,7 +274,7 @@ class Call:
                 before = self.value(s.writes) if s.adds else 0
                 self.put(s.writes, slice(None), sums + before)
             case Kind.FINISH_BIAS:
-                times = is_chunked(self.q) and p.upstream is not Upstream.KNOWN
+                times = self.q.in_forward and p.upstream is not Upstream.KNOWN
                 self.put(s.writes, slice(None), v(s.reads[0]) * (self.upstream if times else 1))
             case Kind.ROUND_HIDDEN:
                 self.put(s.writes, slice(None), v(s.reads[0]))
@@ -293,12 +298,6 @@ def unknown(size: int) -> Tensor:
 
 def counted(target: Tensor) -> Tensor:
     return (target != IGNORED).sum().clamp(min=1)
-
-
-def is_chunked(q: Program) -> bool:
-    """Whether gradients are formed in the forward."""
-    products = Kind.KEEP_HIDDEN, Kind.GEMM_WEIGHT, Kind.BIAS
-    return any(step.kind in products for step in q.forward)
 
 
 def is_rounded(q: Program) -> bool:

@@ -59,7 +59,8 @@ def random_layout(draw: random.Random, p: Problem) -> Layout:
     low = draw.choice([4, 8]) if p.keeps_sums else 0
     if p.can_chunk and p.tokens > 1 and draw.random() < 0.4:
         has_windows = not (p.grad_weight or p.grad_bias) and draw.random() < 0.5
-        return Layout(draw.randint(1, p.tokens), window if has_windows else p.vocab, low_bits=low)
+        columns = window if has_windows else p.vocab
+        return Layout(draw.randint(1, p.tokens), columns, low_bits=low, in_forward=True)
     if not (p.stores and p.needs_gradients):
         return Layout(p.tokens, window)
     most = most_aliased(p, window, BACKEND.block)
