@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from cutefce.cute_kernels.integers import round_up
 from cutefce.cute_kernels.workspace import NUM_STATS, low_bytes
 from cutefce.ops.program.backend import Backend
 from cutefce.ops.program.layout import Layout, Window, chunks_of, even_windows, windows_of
@@ -113,7 +114,7 @@ class _Lowering:
         name = "exps" if n.home is None and not n.is_stored else f"exps of {n.columns[0]}"
         columns = n.columns[1] - n.columns[0]
         if n.home is None:
-            columns = -(-columns // self.backend.block) * self.backend.block
+            columns = round_up(columns, self.backend.block)
         tokens = self.x.chunk if self.in_forward else self.p.tokens
         return self.buffer(name, tokens, columns, self.p.item, n.home, n.offset)
 
