@@ -8,13 +8,12 @@ the same bits.
 """
 
 import weakref
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from cutefce.ops.interface.options import LossOptions, TensorOptions
 from cutefce.ops.planning.planner import Plan
 from cutefce.ops.program.run import Left
 from cutefce.ops.rows.loss_parts import LossParts
@@ -22,18 +21,6 @@ from cutefce.ops.rows.selection import PackedSelection, RowSelection
 from cutefce.ops.rows.statistics import RowStats
 from cutefce.ops.sampling.kernels import KernelSamples
 from cutefce.ops.sampling.samples import Samples
-from cutefce.ops.strategies.hidden_sums import HiddenSums
-from cutefce.ops.strategies.weight_sums import WeightSums
-from cutefce.ops.torch_compat import capture_id
-
-
-class GradSums(NamedTuple):
-    """Sums of the gradients; those of dW and of the bias are for the reduced loss."""
-
-    dx: HiddenSums
-    dw: WeightSums
-    dbias: Tensor | None
-    """(V,) in the dtype of sums; None if not computed."""
 
 
 @dataclass
@@ -41,14 +28,6 @@ class Kept:
     """The results of a forward that its backward uses."""
 
     plan: Plan
-    exps: Tensor
-    """(N, K) exponentials of the kept columns, with "windows"."""
-    dw: Tensor | None = None
-    """(V, D) memory of dW, which holds the exponentials of aliased columns."""
-    workspace: Tensor | None = None
-    """Of a small step: that of the fused backward, with dX's sums."""
-    sums: GradSums | None = None
-    """Sums of the gradients, with gradients in forward."""
     samples: Samples | KernelSamples | None = None
     """Entries of the exponentials, with sampled gradients."""
     class_row: Tensor | None = None
@@ -61,51 +40,18 @@ class Kept:
     """Statistics of these tokens, in their order; None for those of all."""
     left: Left | None = None
     """What a program has left."""
-    capture: int | None = field(default_factory=lambda: capture_id())
-    """The CUDA graph capture in which the forward ran; None if in none."""
-
     @property
     def selection(self) -> RowSelection | None:
         """Which tokens were computed; None for all."""
         selected = self.selected
         return selected.unpack() if isinstance(selected, PackedSelection) else selected
 
-    def own(self, x: Tensor) -> Tensor:
-        """Return x to be overwritten: a copy if the backward runs outside of the forward's capture.
-
-        A replay of either would otherwise find, or overwrite, what the other has written.
-        """
-        return x if self.capture == capture_id() else x.clone()
-
-    def take_dw(self) -> Tensor | None:
-        """Return the memory of dW, to be overwritten; later backwards get None."""
-        dw: Tensor | None = vars(self).pop("dw", None)  # one step, for threads that share a graph
-        return None if dw is None else self.own(dw)
-
     def take_left(self) -> Left | None:
-        """Return what a program has left, to be overwritten; later backwards get None."""
-        left: Left | None = vars(self).pop("left", None)
+        """Return what a program has left; later backwards get None of what this one overwrites."""
+        left = self.left
+        if left is not None and left.program.is_spent:
+            left = vars(self).pop("left", None)  # one step, for threads that share a graph
         return left
-
-    def take_workspace(self) -> Tensor | None:
-        """Return the workspace, to be overwritten beside dX's sums; later backwards get None.
-
-        So does one that is captured, whose replays need memory of its own.
-        """
-        workspace: Tensor | None = vars(self).pop("workspace", None)
-        return workspace if capture_id() is None else None
-
-    def take_sums(self) -> GradSums | None:
-        """Return the sums of the gradients, to be overwritten; later backwards get None."""
-        sums: GradSums | None = vars(self).pop("sums", None)
-        if sums is None:
-            return None
-        return GradSums(sums.dx.map(self.own), sums.dw.map(self.own), sums.dbias)
-
-
-def consumes_exps(options: LossOptions, tensors: TensorOptions) -> bool:
-    """Return whether a backward overwrites the exponentials that the forward has kept."""
-    return options.scales_exps or tensors.target_indices is not None
 
 
 _kept: dict[int, tuple["weakref.ref[torch.UntypedStorage]", Any]] = {}
@@ -116,11 +62,6 @@ def keep(stats: Tensor, kept: Any) -> None:
     storage = stats.untyped_storage()
     key = id(storage)  # the storage stays the same object while its memory lives
     _kept[key] = weakref.ref(storage, lambda _: _kept.pop(key, None)), kept
-
-
-def forget(stats: Tensor) -> None:
-    """Keep nothing with `stats` any longer."""
-    _kept.pop(id(stats.untyped_storage()), None)
 
 
 def kept_with(stats: Tensor) -> Any:

@@ -23,9 +23,7 @@ from cutefce.ops.primitives.row_selection import select_rows
 from cutefce.ops.rows.loss_parts import check_soft_values, without_weightless
 from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.sampling.samples import Sampling
-from cutefce.ops.strategies.dw_views import aliased_views, memory_of
 from cutefce.ops.strategies.loss_inputs import LossInputs
-from cutefce.ops.strategies.windows import StoredExps
 
 NO_GRADIENTS = False, False, False
 
@@ -143,14 +141,3 @@ def plan_of(
     if bool(h.sum(1).isfinite().masked_fill_(counts, True).all()):
         return plan
     return plan_for(*given, int(counts.sum()), leaves_out=True)
-
-
-def stored_exps(
-    inputs: LossInputs[Any, Any], exps: Tensor, dw: Tensor | None, plan: Plan
-) -> StoredExps:
-    """Return where exponentials are stored: aliased columns in dW, then `exps` (N, K)."""
-    aliased = []
-    if dw is not None:
-        memory = memory_of(dw, exps.shape[0], inputs.primitives.config.reference_block)
-        aliased = aliased_views(dw, memory, plan.aliased)
-    return [*aliased, (plan.aliased, exps)] if exps.shape[1] else aliased

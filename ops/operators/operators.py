@@ -19,27 +19,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cutefce.ops.dtypes import sum_dtype
 from cutefce.ops.interface.options import OPTIONS, LossOptions, StepOptions, TensorOptions
 from cutefce.ops.operators import kept, meta
 from cutefce.ops.operators.agreement import agreed_backward, agreed_forward, agreed_upstream
 from cutefce.ops.operators.context import isolated_context, refuse_tangents
-from cutefce.ops.operators.fused import run_fused_backward, run_fused_forward, step_with_layouts
-from cutefce.ops.operators.kept import GradSums, Kept
-from cutefce.ops.operators.operands import NO_GRADIENTS, plan_of, prepare, stored_exps
-from cutefce.ops.parallel.shard import Unsharded, shard_of
+from cutefce.ops.operators.kept import Kept
+from cutefce.ops.operators.operands import NO_GRADIENTS, plan_of, prepare
+from cutefce.ops.parallel.shard import shard_of
 from cutefce.ops.planning.planner import MINIMUM, Plan
 from cutefce.ops.program import windows as programs
 from cutefce.ops.rows.selection import RowSelection
-from cutefce.ops.rows.statistics import RowStats, reduce_losses, returned_rows
-from cutefce.ops.rows.targets import OUTPUTS
-from cutefce.ops.sampling.kernels import KernelSamples
+from cutefce.ops.rows.statistics import RowStats
 from cutefce.ops.schema import unpack
-from cutefce.ops.strategies import sampled, windows
-from cutefce.ops.strategies.gradients_in_forward import gradients_in_forward
-from cutefce.ops.strategies.hidden_sums import HiddenSums
+from cutefce.ops.strategies import sampled
 from cutefce.ops.strategies.loss_inputs import LossInputs
-from cutefce.ops.strategies.weight_sums import WeightSums
 
 LIBRARY = torch.library.Library("cutefce", "DEF")
 STEP = (StepOptions, *OPTIONS)
@@ -98,13 +91,8 @@ def loss_forward(h: Tensor, w: Tensor, y: Tensor, *arguments: Any) -> tuple[Tens
         same["workspace"] = step.budget
         same["workspace, as (strategy, chunk)"] = [plan.strategy, plan.chunk]
     shard = shard_of(sharding, h, w, **same)
-    fused = step_with_layouts(h, w, y, plan, options, tensors, sharding)
-    if fused is not None:
-        loss, stats, results = run_fused_forward(*fused, options, plan)
-        selection = results.selection
-    else:
-        inputs, selection = prepare(shard, h, w, y, options, tensors, plan)
-        loss, stats, results = run_forward(inputs, plan)
+    inputs, selection = prepare(shard, h, w, y, options, tensors, plan)
+    loss, stats, results = run_forward(inputs, plan)
     if selection is not None:
         results.selected, results.stats = results.selected or selection, stats
         stats = stats.restore(selection)
@@ -132,43 +120,17 @@ def restored(loss: Tensor, selection: RowSelection | None, options: LossOptions)
 
 def run_forward(inputs: LossInputs[Any, Any], plan: Plan) -> tuple[Tensor, RowStats, Kept]:
     """Return the reduced loss, the statistics, and what is kept with them."""
-    h, w, targets, row = inputs.h, inputs.w, inputs.targets, inputs.class_row
+    targets, row = inputs.targets, inputs.class_row
     if inputs.sampling is not None:
-        loss, stats, samples = sampled.forward(inputs, inputs.sampling)
-        results = Kept(plan, h.new_empty(0, 0), samples=samples, class_row=row)
+        loss, stats, samples = sampled.forward(inputs, inputs.sampling, plan)
+        results = Kept(plan, samples=samples, class_row=row)
         results.soft = targets.soft_parts()
         return loss, stats, results
-    if programs.can_run(inputs, plan):
-        loss, stats, left = programs.forward(inputs, plan)
-        return loss, stats, Kept(plan, h.new_empty(0, 0), class_row=row, left=left)
+    loss, stats, left = programs.forward(inputs, plan)
+    results = Kept(plan, class_row=row, left=left)
     if not plan.in_forward:
-        results = Kept(plan, h.new_empty(inputs.tokens, plan.kept), class_row=row)
-        results.dw = w.new_empty(w.shape) if plan.aliased else None
-        stored = stored_exps(inputs, results.exps, results.dw, plan)
-        loss, stats = windows.forward(inputs, stored)
         results.soft = targets.soft_parts()
-        return loss, stats, results
-    dtype, hidden = sum_dtype(h.dtype), h.shape[1]
-    loss_scale = targets.loss_scale(dtype)
-    dx = h.new_empty(inputs.tokens if plan.grad_hidden else 0, hidden, dtype=inputs.dx_dtype)
-    # what is added to a buffer is rounded there
-    dw_dtype = w.dtype if inputs.accumulate_into is not None else inputs.dw_dtype
-    keeps_dw = plan.grad_weight and not plan.adds_in_forward
-    dw = w.new_empty(len(w) if keeps_dw else 0, hidden, dtype=dw_dtype)
-    dbias = loss_scale.new_empty(len(w)) if plan.grad_bias else None
-    chunks = plan.chunks(inputs.tokens)
-    many = plan.low_bits, len(chunks.sizes)
-    factor = targets.tensors.grad_output if plan.adds_in_forward else None
-    in_order = plan.shrinking is not None
-    kept_dx = HiddenSums.empty(dx, dtype, plan.hidden_bits, in_order=in_order, factor=factor)
-    sums = GradSums(kept_dx, WeightSums.empty(dw, dtype, *many), dbias)
-    buffer, written = inputs.accumulate_into, sums
-    if buffer is not None and factor is not None:
-        written = sums._replace(dw=WeightSums.in_buffer(buffer, factor))
-    stats = gradients_in_forward(inputs, loss_scale, plan.window, plan.kept, chunks, *written)
-    results = Kept(plan, h.new_empty(0, 0), sums=sums, class_row=row)
-    returned = returned_rows if targets.options.reduction == OUTPUTS else reduce_losses
-    return returned(stats, targets), stats, results
+    return loss, stats, results
 
 
 def loss_backward(
@@ -182,27 +144,13 @@ def loss_backward(
     w, upstream = tensors.computed_weight(w), agreed_upstream(upstream, tensors)
     results = kept.kept_with(stats)
     plan = results.plan if results else plan_of(h, w, y, step, options, tensors, sharding)
-    if kept.consumes_exps(options, tensors) and not plan.in_forward:
-        kept.forget(stats)
     if plan.adds_in_forward and results is None:
         raise RuntimeError(
             "grad_output: got a backward that does not find what its forward has kept, expected "
             "None where what a graph saves is moved or computed again"
         )
-    fused = step_with_layouts(h, w, y, plan, options, tensors, sharding)
-    if fused is not None:
-        if results is None:
-            _, rows, results = run_fused_forward(*fused, options, plan)
-        else:
-            rows = RowStats(stats) if results.stats is None else results.stats
-        gradients = run_fused_backward(*fused, upstream, rows.rows, options, results)
-        assert gradients is not None
-        return *gradients, h.new_empty(0)
-    sums = results.take_sums() if results else None
-    left = results.take_left() if results and plan.in_forward else None
-    runs_again = results is None
-    if plan.in_forward:
-        runs_again = sums is None and left is None
+    left = results.take_left() if results else None
+    runs_again = left is None and (results is None or results.samples is None)
     same = {} if sharding.group is None else agreed_backward(upstream, stats, runs_again)
     shard = shard_of(sharding, h, w, **same)
     known = None if runs_again else results
@@ -211,21 +159,21 @@ def loss_backward(
         rows = RowStats(stats) if known.stats is None else known.stats
     else:
         _, rows, results = run_forward(inputs, plan)
-        sums = results.take_sums()
-        left = results.take_left() if plan.in_forward else None
+        left = results.take_left()
     if selection is not None and upstream.ndim:
         upstream = selection.take(upstream)
     assert results is not None
-    if sums is not None:
-        return _finish(sums, inputs, selection, shard, rows, upstream, plan, tensors)
-    if left is not None:
-        if plan.grad_hidden:
-            inputs.targets.selection = None  # all rows of the sums are defined
-        given = left, inputs, upstream, rows, selection
-        dx, dw, dbias = programs.backward(*given)
-        selection = None
+    if (classes := inputs.targets.output_classes) is not None:
+        soft, upstream = classes.take(upstream)
+        inputs.targets.parts = inputs.targets.parts._replace(soft=soft)
+    if left is None:
+        dx, dw, dbias = sampled_gradients(upstream, inputs, rows, results)
     else:
-        dx, dw, dbias = run_windows_backward(upstream, inputs, rows, results)
+        of_chunks = None
+        if plan.in_forward and plan.grad_hidden:
+            inputs.targets.selection = None  # all rows of the sums are defined
+            selection, of_chunks = None, selection
+        dx, dw, dbias = programs.backward(left, inputs, upstream, rows, of_chunks)
     dw_dtype = inputs.dw_dtype
     del inputs  # freed before a copy of dX
     if dx is not None and selection is not None and not selection.is_on_device:
@@ -243,34 +191,21 @@ def loss_backward_into(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     return loss_backward(*arguments)
 
 
-def run_windows_backward(
+def sampled_gradients(
     upstream: Tensor, inputs: LossInputs[Any, Any], stats: RowStats, results: Kept
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return dX, dW and, in the dtype of sums, the bias' gradient of a plan of windows.
+    """Return dX, dW and, in the dtype of sums, the bias' gradient of sampled entries.
 
     What is not computed is None.  `results` are those of the forward.
     """
-    plan, w, classes = results.plan, inputs.w, inputs.targets.output_classes
-    if classes is not None:
-        soft, upstream = classes.take(upstream)
-        inputs.targets.parts = inputs.targets.parts._replace(soft=soft)
-    if results.left is not None:
-        return programs.backward(results.left, inputs, upstream, stats)
-    dw, exps = results.take_dw(), results.exps
-    results.take_workspace()  # not used here: freed before others are made
-    if kept.consumes_exps(inputs.targets.options, inputs.targets.tensors):
-        exps = results.own(exps)
-    stored = results.samples or stored_exps(inputs, exps, dw, plan)
+    plan, w = results.plan, inputs.w
+    assert results.samples is not None
+    dw = inputs.accumulate_into
     if dw is None and plan.grad_weight:
-        dw = inputs.accumulate_into
-        if dw is None:
-            dw = w.new_empty(w.shape, dtype=inputs.dw_dtype)
+        dw = w.new_empty(w.shape, dtype=inputs.dw_dtype)
     dbias = stats.rows.new_empty(w.shape[0]) if plan.grad_bias else None
-    if isinstance(stored, KernelSamples):
-        dx = sampled.backward(inputs, stats, stored, upstream, plan.grad_hidden, dw, dbias)
-    else:
-        more = stats, stored, upstream, plan.window, plan.grad_hidden
-        dx = windows.backward(inputs, *more, dw, dbias, plan.aliased, plan.hidden_bits)
+    given = stats, results.samples, upstream, plan.window, plan.grad_hidden
+    dx = sampled.backward(inputs, *given, dw, dbias)
     return dx, dw if inputs.accumulate_into is None else None, dbias
 
 
@@ -278,31 +213,6 @@ def _rounded(dbias: Tensor | None, w: Tensor, tensors: TensorOptions) -> Tensor:
     """Return the bias' gradient (V,) in the bias' dtype, without elements if not computed."""
     bias = w if tensors.linear_bias is None else tensors.linear_bias
     return bias.new_empty(0) if dbias is None else dbias.to(bias.dtype)
-
-
-def _finish(
-    sums: GradSums,
-    inputs: LossInputs[Any, Any],
-    selection: RowSelection | None,
-    shard: Unsharded,
-    stats: RowStats,
-    upstream: Tensor,
-    plan: Plan,
-    tensors: TensorOptions,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients for the upstream gradient of the loss, in the memory of their sums."""
-    targets, dx, dw, dtype = inputs.targets, sums.dx.gradient, sums.dw.gradient, inputs.h.dtype
-    if plan.grad_hidden:  # of no row, where no token counts
-        targets.selection = None  # all rows of the sums are defined
-        dx = shard.finish_dx(sums.dx.finish(inputs, stats, upstream, selection), dtype)
-    if len(dw):
-        if inputs.accumulate_into is None:
-            dw = sums.dw.finish(inputs.primitives.gradients, upstream)
-        else:
-            sums.dw.add_to(inputs.accumulate_into, upstream)
-            dw = upstream.new_empty(0, dw.shape[1], dtype=inputs.dw_dtype)
-    dbias = None if sums.dbias is None else sums.dbias * upstream
-    return dx.to(dtype), dw, _rounded(dbias, inputs.w, tensors)
 
 
 IMPLS = {

@@ -119,8 +119,14 @@ class CuteProjection(SamplingSteps, CuteSoftTargetSteps):
             targets.set_class_logits(class_row[1])
         return logit
 
-    def select(self, h: Tensor, selection: RowSelection, scale: Tensor | None = None) -> Tensor:
-        return gather_rows(self.kernels, h, selection, scale)
+    def select(
+        self,
+        h: Tensor,
+        selection: RowSelection,
+        scale: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        return gather_rows(self.kernels, h, selection, scale, out)
 
     def project_exp(
         self,

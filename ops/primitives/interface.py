@@ -37,10 +37,16 @@ class Projection(Protocol[PartialT]):
         """Return h and w in a layout that the other steps accept, copied if necessary."""
         ...
 
-    def select(self, h: Tensor, selection: RowSelection, scale: Tensor | None = None) -> Tensor:
+    def select(
+        self,
+        h: Tensor,
+        selection: RowSelection,
+        scale: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
         """Return the rows (M, D) of h (N, D) in the order of `selection`, times `scale` (M,).
 
-        Rows of tokens that do not count are 0.
+        Rows of tokens that do not count are 0.  They are written to `out` if given.
         """
         ...
 

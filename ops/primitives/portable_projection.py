@@ -89,11 +89,18 @@ class PortableProjection(PortableSamplingSteps, SoftTargetSteps):
     def prepare(self, h: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
         return dense(h), dense(w)
 
-    def select(self, h: Tensor, selection: RowSelection, scale: Tensor | None = None) -> Tensor:
-        rows = h.index_select(0, selection.order)
+    def select(
+        self,
+        h: Tensor,
+        selection: RowSelection,
+        scale: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        out = h.new_empty(len(selection.order), h.shape[1]) if out is None else out
+        torch.index_select(h, 0, selection.order, out=out)
         if scale is not None:
-            scale_rows(rows, rows, scale)
-        return rows
+            scale_rows(out, out, scale)
+        return out
 
     def target_logit(self, h: Tensor, w: Tensor, targets: Targets) -> Tensor:
         if targets.class_row is not None:

@@ -56,9 +56,11 @@ def gather_rows(
     x: Tensor,
     selection: RowSelection,
     scale: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Return rows (M, D) of x (N, D), those of the selection, times `scale` (M,); else 0."""
-    out = x.new_empty(selection.order.shape[0], x.shape[1])
+    if out is None:
+        out = x.new_empty(selection.order.shape[0], x.shape[1])
     kernel = kernels.gather_rows if scale is None else kernels.gather_scaled_rows
     scale = None if scale is None else scale.contiguous()
     compiled(kernel)(out, x, selection.order, scale, selection.count)

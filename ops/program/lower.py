@@ -233,14 +233,20 @@ class _Lowering:
         factors: tuple[str, ...] = ()
         if p.grad_weight or p.grad_bias or self.rounds_hidden:
             factors = self.factors(rows, "factors")
+        if p.soft and not self.has_windows:
+            self.entries(rows, n)
+        if p.grad_bias:
+            self.add_bias(rows, n, *factors)
         if p.grad_hidden and not self.has_windows:
             self.add_hidden(rows, n, first=True)
         if p.grad_hidden:
             self.keep_hidden(rows, factors if self.rounds_hidden else ())
-        if p.grad_bias:
-            self.add_bias(rows, n, *factors)
         if p.grad_weight:
-            scaled = self.gather("scaled", rows, factors)
+            scaled = states
+            if self.factors_in_exps:
+                self.scale_exps(rows, n, *factors)
+            else:
+                scaled = self.gather("scaled", rows, factors)
             self.add_weight(rows, n, scaled, *factors)
 
     def chunk_in_windows(self, rows: Range, states: Sequence[str]) -> None:
@@ -260,6 +266,9 @@ class _Lowering:
         for n in windows:
             self.project_again(rows, n, states, self.stats(), far=True)
             self.add_hidden(rows, n, first=n is windows[0], far=True)
+        if self.p.soft:
+            sums = self.hidden_sums()
+            self.emit(Kind.ENTRIES, (*self.order, self.stats(), *sums), sums, rows)
 
     def keep_hidden(self, rows: Range, factors: Sequence[str]) -> None:
         """Emit what is kept of a chunk's sums of dX until the factors of tokens are known."""
@@ -295,6 +304,25 @@ class _Lowering:
     def add_hidden(self, rows: Range, n: Window, *, first: bool, far: bool = False) -> None:
         reads, sums = (*self.order, self.exps(n, rows)), self.hidden_sums()
         self.emit(Kind.GEMM_HIDDEN, reads, sums, rows, n.columns, adds=not first, far=far)
+
+    @property
+    def factors_in_exps(self) -> bool:
+        """Whether exponentials get the factors of tokens, instead of dW's hidden states.
+
+        Entries among narrow exponentials that the forward has stored are rounded once, with them.
+        """
+        stored = self.in_forward or any(n.is_stored for n in self.windows)
+        return self.p.scales_exps or (self.p.soft and self.p.keeps_sums and stored)
+
+    def entries(self, rows: Range, n: Window, *factors: str) -> None:
+        exps = self.exps(n, rows)
+        self.emit(
+            Kind.ENTRIES, (*self.order, self.stats(), exps, *factors), (exps,), rows, n.columns
+        )
+
+    def scale_exps(self, rows: Range, n: Window, factors: str) -> None:
+        exps = self.exps(n, rows)
+        self.emit(Kind.SCALE_EXPS, (*self.order, exps, factors), (exps,), rows, n.columns)
 
     def add_bias(self, rows: Range, n: Window, factors: str) -> None:
         sums = self.buffer("sums of bias", 1, self.p.vocab, self.p.sums)
@@ -344,19 +372,24 @@ class _Lowering:
         p = self.p
         early = [n for n in self.windows if n.is_stored or not p.is_uniform]
         late = [n for n in self.windows if n not in early]
-        factors, *numbers = self.factors(self.every, "factors", *["numbers"] * bool(late))
+        is_relative = p.soft and p.keeps_sums and not any(n.is_stored for n in early)
+        """Whether soft targets' factors are in the references of exponentials."""
+        with_numbers = bool(late) or is_relative
+        factors, *numbers = self.factors(self.every, "factors", *["numbers"] * with_numbers)
         # nothing else is in the memory of dX until its sums are finished
         home = Home.DX if p.grad_hidden and not self.sums_in_dx else None
-        scaled: tuple[str, ...] = ()
-        if early and p.grad_weight:
+        in_exps, scaled, plain = self.factors_in_exps, (), ()
+        if early and p.grad_weight and not in_exps:
             scaled = self.gather("scaled", self.every, (factors,), home)
-        plain: tuple[str, ...] = ()
-        if not all(n.is_stored for n in early):
+        if not all(n.is_stored for n in early) or (p.grad_weight and early and in_exps):
             plain = self.gather("plain", self.every)
         for n in early:
             if not n.is_stored:
-                self.project_again(self.every, n, plain, self.stats())
-            self.products(n, scaled, factors)
+                reference = numbers[0] if is_relative else self.stats()
+                self.project_again(self.every, n, plain, reference)
+            if p.soft or p.scales_exps:
+                self.entries(self.every, n, factors)
+            self.products(n, plain if in_exps else scaled, factors)
         if early and late and p.grad_hidden:
             sums = self.hidden_sums()
             self.emit(Kind.RESCALE, (*self.order, self.stats(), *sums), sums, self.every)
@@ -372,11 +405,13 @@ class _Lowering:
 
     def products(self, n: Window, states: Sequence[str], factors: str) -> None:
         """Emit what a window adds to the gradients."""
-        if self.p.grad_hidden:
-            self.add_hidden(self.every, n, first=n.columns[0] == 0)
         if self.p.grad_bias:
             self.add_bias(self.every, n, factors)
+        if self.p.grad_hidden:
+            self.add_hidden(self.every, n, first=n.columns[0] == 0)
         if self.p.grad_weight:
+            if self.factors_in_exps and not self.p.scales_exps:
+                self.scale_exps(self.every, n, factors)
             self.add_weight(self.every, n, states, factors)
 
     def finish_hidden(self, factors: str, sums: Sequence[str]) -> None:

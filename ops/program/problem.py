@@ -35,6 +35,12 @@ class Problem:
     """Whether losses of tokens have factors of their own, as weights and z-loss give them."""
     every_class: bool = False
     """Whether a loss depends on all logits, as with label smoothing."""
+    soft: bool = False
+    """Whether tokens have several target classes, whose terms are entries among exponentials."""
+    returns_classes: bool = False
+    """Whether these terms come with the upstream gradient, that of several classes' outputs."""
+    scales_exps: bool = False
+    """Whether exponentials have factors of their own in the backward, as for entropy's gradient."""
     stores: bool = True
     """Whether exponentials may be stored before log-sum-exps are known: float16 lacks the range."""
     selects: bool = False
@@ -75,6 +81,7 @@ class Problem:
         Hidden states then need no factors.  Sums in another dtype would have to be multiplied.
         """
         one = self.upstream is not Upstream.ROWS and not self.scales_rows
+        one &= not self.soft and not self.scales_exps
         return one and self.grad_weight and not self.into and self.dw_item == self.item
 
     @property
@@ -87,7 +94,8 @@ class Problem:
         """Whether gradients can be formed in the forward, before factors of tokens are known."""
         sums_tokens = self.grad_weight or self.grad_bias
         scalar = self.upstream is not Upstream.ROWS
-        return self.stores and self.needs_gradients and (scalar or not sums_tokens)
+        known = not (self.scales_exps or self.returns_classes)
+        return self.stores and self.needs_gradients and known and (scalar or not sums_tokens)
 
     @property
     def adds_in_forward(self) -> bool:

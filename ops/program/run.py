@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cutefce.ops.program.layout import Layout
 from cutefce.ops.program.steps import Buffer, Home, Program, Range, Step
-from cutefce.ops.torch_compat import capture_id
 from cutefce.ops.strategies.loss_inputs import LossInputs
+from cutefce.ops.torch_compat import capture_id
 
 
 @dataclass
@@ -21,9 +22,8 @@ class Left:
     """What a forward leaves for a backward: no inputs, and no statistics, by which it is found."""
 
     program: Program
+    layout: Layout
     memory: dict[Home, Tensor]
-    is_spent: bool = False
-    """Whether a backward has overwritten it."""
     capture: int | None = field(default_factory=lambda: capture_id())
     """The CUDA graph capture in which the forward ran; None if in none."""
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cached_property
 
 from cutefce.ops.program.problem import Problem
 
@@ -43,6 +44,8 @@ class Kind(Enum):
     REDUCE = "statistics of rows from their sums; references of far rows move"
     LOSS = "the loss from the statistics"
     COEFFICIENTS = "factors of rows, and of probabilities, from statistics and upstream gradient"
+    ENTRIES = "factors of exponentials, and the terms of other target classes among them"
+    SCALE_EXPS = "s, and these terms with it, to exponentials that dW's product reads"
     LIST_TARGETS = "the tokens of each class, for the terms of targets in dW"
     GEMM_HIDDEN = "e @ w, written or added to the sums of dX"
     GEMM_WEIGHT = "eᵀ @ hidden states, written or added; at last the terms of targets, rounded"
@@ -124,7 +127,12 @@ class Program:
         yield from self.forward
         yield from self.backward
 
-    @property
+    @cached_property
+    def scales_exps(self) -> bool:
+        """Whether exponentials get the factors of tokens, instead of hidden states."""
+        return any(step.kind is Kind.SCALE_EXPS for step in self.steps())
+
+    @cached_property
     def is_spent(self) -> bool:
         """Whether a backward overwrites what the forward has left, or hands it out as a gradient.
 

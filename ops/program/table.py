@@ -10,8 +10,10 @@ from torch import Tensor
 
 from cutefce.cute_kernels.integers import round_up
 from cutefce.ops.planning.step_memory import few_low_bits
+from cutefce.ops.primitives.interface import expect_soft_logits, set_soft_excess
+from cutefce.ops.primitives.portable_gradients import scale_by_log
 from cutefce.ops.primitives.row_selection import clear_first_rows, row_range
-from cutefce.ops.primitives.weighted_sum import RowFactors, weighted_sum
+from cutefce.ops.primitives.weighted_sum import RowFactors, add_soft_rows, weighted_sum
 from cutefce.ops.program.run import Call
 from cutefce.ops.program.steps import Home, Kind, Step
 from cutefce.ops.rows.outputs import reduce_outputs, stat_rows
@@ -21,9 +23,8 @@ from cutefce.ops.rows.targets import OUTPUTS
 from cutefce.ops.strategies.bias_gradient import finish_dbias
 from cutefce.ops.strategies.hidden_gradient import class_term
 from cutefce.ops.strategies.hidden_sums import HiddenSums
-from cutefce.ops.strategies.weight_gradient import WeightGradient
+from cutefce.ops.strategies.weight_gradient import WeightGradient, every_row
 from cutefce.ops.strategies.weight_sums import WeightSums
-from cutefce.ops.strategies.windows import every_row
 
 
 def nothing(call: Call, s: Step) -> None:
@@ -33,17 +34,15 @@ def nothing(call: Call, s: Step) -> None:
 def gather(call: Call, s: Step) -> None:
     """Write hidden states in the order of the targets, scaled if factors are read."""
     scale = scale_of(call) if "factors" in s.reads else None
-    made = call.part(s.rows).selected(scale)
-    call.view(s.writes[0])[: len(made)].copy_(made)
+    call.part(s.rows).selected(scale, rows_of(call, s, s.writes[0]))
 
 
-def scale_of(call: Call) -> Tensor:
-    """Return the factors of hidden states beside exponentials that the forward has stored."""
+def scale_of(call: Call) -> Tensor | None:
+    """Return the factors of hidden states beside exponentials; None if these have them."""
     scaling: Scaling = call.values["scaling"]
     scale = scaling.row_scale if scaling.row_scale is not None else scaling.relative
     factor = call.values.get("known")
-    assert scale is not None
-    return scale if factor is None else scale * factor
+    return scale if scale is None or factor is None else scale * factor
 
 
 def rows_of(call: Call, s: Step, name: str, columns: int | None = None) -> Tensor:
@@ -73,6 +72,7 @@ def target_logit(call: Call, s: Step) -> None:
     x = call.part(s.rows)
     call.values["logits"] = x.primitives.projection.target_logit(x.h, x.w, x.targets)
     call.values["partials"] = []
+    expect_soft_logits(x.primitives.projection, x.targets)
     if x.targets.class_logits is not None:
         call.values.setdefault("class logits", []).append(x.targets.class_logits)
 
@@ -90,6 +90,7 @@ def project(call: Call, s: Step) -> None:
     if "logits" in s.reads:
         given: Any = states, x.w, s.columns, call.values["logits"], x.targets
         call.values["partials"].append(projection.project_exp(*given, exps))
+        leave_out_entries(call, s, exps)
         return
     assert exps is not None
     reference, targets = call.values["stats"].reference, x.targets
@@ -104,6 +105,58 @@ def project(call: Call, s: Step) -> None:
     elif "numbers" in s.reads:
         reference = call.values["scaling"].reference
     projection.recompute_exp(states, x.w, s.columns, reference, targets, exps)
+    if call.program.in_forward:
+        leave_out_entries(call, s, exps)
+
+
+def leave_out_entries(call: Call, s: Step, exps: Tensor | None) -> None:
+    """Clear exponentials of a chunk's window that become entries, which all columns' sums tell."""
+    x = call.part(s.rows)
+    if exps is not None and x.targets.soft is not None and s.columns != (0, len(x.w)):
+        put = x.primitives.projection.put_soft
+        if call.program.in_forward:
+            put(None, exps[:, : s.columns[1] - s.columns[0]], s.columns[0], x.targets)
+
+
+def entries(call: Call, s: Step) -> None:
+    """Put the terms of other target classes among exponentials, or add them to dX's sums."""
+    x, scaling = call.part(s.rows), call.values.get("scaling")
+    if s.writes[0].startswith("sums"):
+        values = x.targets.soft_entries(call.values["stats"], x.h.dtype)
+        if values is not None:
+            add_soft_rows(rows_of(call, s, s.writes[0]), values, x.targets, x.w)
+        return
+    exps = exps_of(call, s, s.writes)
+    if call.program.in_forward:
+        values = x.targets.soft_entries(call.values["stats"], x.h.dtype)
+    else:
+        assert scaling is not None
+        values = scaling.entries
+        if scaling.factor is not None:
+            scale_by_log(exps, *scaling.factor)
+    call.values["entries"] = values
+    if values is not None:
+        x.primitives.projection.put_soft(values, exps, s.columns[0], x.targets)
+
+
+def scale_exps(call: Call, s: Step) -> None:
+    """Multiply exponentials by the factors of tokens, and put entries that are rounded with them.
+
+    dX's product may have multiplied them.
+    """
+    x, own = call.part(s.rows), call.values["scaling"]
+    coefficients = own.dx if call.program.in_forward else own
+    target, scale = coefficients.target, scale_of(call)
+    if "known" in call.values:
+        target = target * call.values["known"]
+    exps, is_scaled = exps_of(call, s, s.writes), call.values.pop("is scaled", False)
+    given: Any = call.values["entries"], target, exps, s.columns[0], x.targets, scale, is_scaled
+    x.primitives.projection.scale_soft(*given)
+
+
+def has_scaled_exps(call: Call) -> bool:
+    """Whether exponentials have the factors of tokens, and terms of targets among them."""
+    return call.program.scales_exps
 
 
 def reduce(call: Call, s: Step) -> None:
@@ -111,6 +164,7 @@ def reduce(call: Call, s: Step) -> None:
     x, logit = call.part(s.rows), call.values["logits"]
     projection, targets = x.primitives.projection, x.targets
     outputs, more, part = targets.options.output_names, None, None
+    set_soft_excess(projection, x.h, x.w, targets, logit)
     partial = projection.concat_partials(call.values.pop("partials"))
     stats, loss = projection.reduce_partials(partial, logit, targets)
     if stat_rows(outputs):
@@ -124,12 +178,17 @@ def reduce(call: Call, s: Step) -> None:
         stats = RowStats(torch.cat([stats.rows, more]))
     call.values |= {"stats": stats, "partial": partial, "loss": loss}
     call.values.setdefault("all", []).append(stats.rows)
+    if targets.soft is not None and targets.soft.excess is not None:
+        call.values.setdefault("excess", []).append(targets.soft.excess)
 
 
 def finish_loss(call: Call, s: Step) -> None:
     """Join the statistics of chunks, and return what the reduction asks for."""
     targets, every = call.inputs.targets, call.values.pop("all")
+    excess = call.values.pop("excess", None)
     if call.program.in_forward:
+        if excess is not None and targets.soft is not None:
+            targets.soft.excess = torch.cat(excess)
         if "class logits" in call.values:
             targets.class_logits = torch.cat(call.values.pop("class logits"))
         stats = RowStats(torch.cat(every, 1))
@@ -149,7 +208,8 @@ def coefficients(call: Call, s: Step) -> None:
     if not call.program.in_forward:
         given: Any = x.h.dtype, x.targets, stats, call.values["upstream"]
         is_late = len(s.writes) > 1
-        call.values["scaling"] = x.primitives.gradients.scaling(*given, in_reference=is_late)
+        made = x.primitives.gradients.scaling(*given, in_reference=is_late)
+        call.values |= {"scaling": made, "entries": made.entries}
         return
     whole, dtype = call.inputs.targets, stats.rows.dtype
     loss_scale = whole.loss_scale(dtype)
@@ -180,7 +240,10 @@ def list_targets(call: Call, s: Step) -> None:
         return
     scaling, into = call.values["scaling"], x.accumulate_into
     out = call.memory[Home.DW] if into is None else into
-    terms = gradients.target_grad(x.h, scaling.target, x.targets)
+    if has_scaled_exps(call):
+        terms = gradients.no_target_grad(x.h, x.targets)
+    else:
+        terms = gradients.target_grad(x.h, scaling.target, x.targets)
     as_sums = into is not None or x.dw_dtype != x.w.dtype
     every = every_row(x, scaling.every)
     operands: Any = terms, scaling.grad_scale, every, x.targets.selection, as_sums
@@ -198,7 +261,9 @@ def gemm_hidden(call: Call, s: Step) -> None:
         gradients.keep_dx(sums, used(call, low[0]), exps, w, **more)
     else:
         more["in_windows"] = s.columns != (0, len(x.w)) and not call.program.in_forward
-        gradients.add_grad_hidden(sums, exps, w, **more)
+        if has_scaled_exps(call) and call.program.problem.grad_weight:
+            more["factor"] = scale_of(call)
+        call.values["is scaled"] = gradients.add_grad_hidden(sums, exps, w, **more)
 
 
 def gemm_weight(call: Call, s: Step) -> None:
@@ -218,7 +283,9 @@ def gemm_weight(call: Call, s: Step) -> None:
     own = call.values["scaling"].dx
     if "known" in call.values:
         own = own.times(call.values["known"])
-    if gradients.lists_targets:
+    if has_scaled_exps(call):
+        terms = gradients.no_target_grad(x.h, x.targets)
+    elif gradients.lists_targets:
         terms = call.values["listed"] if s.final else gradients.no_target_grad(x.h, x.targets)
     else:
         terms = gradients.target_grad(x.h, own.target, x.targets)
@@ -253,8 +320,8 @@ def bias(call: Call, s: Step) -> None:
             every = call.values.get("every")
             finish_dbias(out, call.inputs.targets, call.values["target"], every)
         return
-    is_scaled = "factors" in s.reads
-    factors = RowFactors.of(scale_of(call), x.h.dtype) if is_scaled else RowFactors.ones(x.h)
+    scale = scale_of(call) if "factors" in s.reads else None
+    factors = RowFactors.ones(x.h) if scale is None else RowFactors.of(scale, x.h.dtype)
     out.copy_(factors.sum(exps))
 
 
@@ -347,6 +414,8 @@ TABLE: dict[Kind, Callable[[Call, Step], None]] = {
     Kind.REDUCE: reduce,
     Kind.LOSS: finish_loss,
     Kind.COEFFICIENTS: coefficients,
+    Kind.ENTRIES: entries,
+    Kind.SCALE_EXPS: scale_exps,
     Kind.LIST_TARGETS: list_targets,
     Kind.GEMM_HIDDEN: gemm_hidden,
     Kind.GEMM_WEIGHT: gemm_weight,

@@ -1,7 +1,7 @@
 """Calls over windows, run as programs."""
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -13,10 +13,11 @@ from cutefce.ops.program.layout import Layout
 from cutefce.ops.program.lower import lower
 from cutefce.ops.program.problem import Problem, Upstream
 from cutefce.ops.program.run import Call, Left, sum_dtype
-from cutefce.ops.program.steps import Home, Program, Step
+from cutefce.ops.program.steps import Buffer, Home, Program, Step
 from cutefce.ops.program.table import TABLE
 from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.statistics import RowStats
+from cutefce.ops.rows.targets import OUTPUTS
 from cutefce.ops.strategies.loss_inputs import LossInputs
 
 
@@ -42,11 +43,11 @@ class PrimitivesBackend:
 def can_run(inputs: LossInputs[Any, Any], plan: Plan) -> bool:
     """Whether programs serve a call."""
     targets = inputs.targets
-    if plan.is_sampled or inputs.sampling is not None or plan.shrinking is not None:
+    if plan.shrinking is not None:
         return False
     if plan.in_forward and plan.grad_weight and not plan.low_bits:
         return False  # rounded at random
-    return targets.soft is None and targets.dense is None and not targets.options.scales_exps
+    return not targets.tensors.is_dense
 
 
 @lru_cache(maxsize=1024)
@@ -55,14 +56,16 @@ def program_of(p: Problem, x: Layout, block: int) -> Program:
     return lower(p, x, PrimitivesBackend(block))
 
 
-def program_for(inputs: LossInputs[Any, Any], plan: Plan) -> Program:
-    """Return the program of a call with a plan of windows."""
+def program_for(inputs: LossInputs[Any, Any], plan: Plan) -> tuple[Program, Layout]:
+    """Return the program of a call with a plan, and its layout."""
     h, w, targets = inputs.h, inputs.w, inputs.targets
     item, sums = h.itemsize, sum_dtype(h.dtype).itemsize
     into = 0 if inputs.accumulate_into is None else inputs.accumulate_into.itemsize
     upstream = Upstream.SCALAR if targets.options.is_scalar else Upstream.ROWS
     if plan.adds_in_forward:
         upstream = Upstream.KNOWN
+    indices = targets.tensors.target_indices
+    is_soft = indices is not None and indices.shape[-1] > 1
     p = Problem(
         inputs.tokens,
         h.shape[1],
@@ -75,6 +78,9 @@ def program_for(inputs: LossInputs[Any, Any], plan: Plan) -> Program:
         upstream,
         targets.scales_rows,
         inputs.class_row is not None,
+        is_soft,
+        is_soft and targets.options.reduction == OUTPUTS,
+        targets.options.scales_exps,
         selects=targets.selection is not None,
         grad_hidden_item=inputs.dx_dtype.itemsize,
         grad_weight_item=inputs.dw_dtype.itemsize if not into else 0,
@@ -88,24 +94,30 @@ def program_for(inputs: LossInputs[Any, Any], plan: Plan) -> Program:
         window = plan.window if plan.has_windows else len(w)
         low = plan.low_bits or LOW_BITS[-1]
         x = Layout(max(plan.chunk, 1), window, low_bits=low, in_forward=True)
-    return program_of(p, x, inputs.primitives.config.reference_block)
+    return program_of(p, x, inputs.primitives.config.reference_block), x
 
 
 def forward(inputs: LossInputs[Any, Any], plan: Plan) -> tuple[Tensor, RowStats, Left]:
     """Return the loss, the statistics, and what is left for the backward."""
-    call = Call(program_for(inputs, plan), inputs)
+    program, layout = program_for(inputs, plan)
+    call = Call(program, inputs)
     call.allocate(Home.KEPT)
-    run_forward(call)
-    return call.values["loss"], call.values["stats"], Left(call.program, call.memory)
-
-
-def run_forward(call: Call) -> None:
-    """Run the steps of the forward, into the memory that is there."""
     buffers, lives = call.program.buffers, call.program.lives
     middle = len(call.program.forward)
     homes = {b.home for n, b in buffers.items() if lives[n][0] < middle}
     allocate_gradients(call, homes)
     call.run(call.program.forward, Home.FORWARD, TABLE)
+    return call.values["loss"], call.values["stats"], Left(program, layout, call.memory)
+
+
+def _kept(program: Program) -> dict[str, Buffer]:
+    """Return where exponentials are between forward and backward."""
+    kept = (Home.KEPT, Home.DW)
+    return {
+        name: b
+        for name, b in program.buffers.items()
+        if name.startswith("exps") and b.home in kept
+    }
 
 
 def allocate_gradients(call: Call, homes: Collection[Home | None]) -> None:
@@ -128,11 +140,13 @@ def backward(
 
     `selection` is that of the tokens, which the targets of a program in chunks have not.
     """
-    call = Call(left.program, inputs, left.taken())
-    p, buffers = call.program.problem, call.program.buffers.values()
-    if left.is_spent:
-        run_forward(call)
-    left.is_spent = call.program.is_spent
+    program, options = left.program, inputs.targets.options
+    if options.scales_exps != program.problem.scales_exps:  # entropy has no gradient after all
+        p = replace(program.problem, scales_exps=options.scales_exps)
+        program = program_of(p, left.layout, inputs.primitives.config.reference_block)
+        assert _kept(program) == _kept(left.program)
+    call = Call(program, inputs, left.taken())
+    p, buffers = program.problem, program.buffers.values()
     call.values |= {"upstream": upstream, "stats": stats, "selection": selection}
     call.values["rounds"] = p.upstream is Upstream.KNOWN
     missing = {b.home for b in buffers if b.home not in call.memory}

@@ -50,13 +50,13 @@ class LossInputs(Generic[PartialT, TargetGradT]):
             return self
         return replace(self, targets=self.targets.with_gradient(gradient))
 
-    def selected(self, scale: Tensor | None = None) -> Tensor:
-        """Return h in the order of `targets`, rows times `scale` (N,) if given."""
+    def selected(self, scale: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        """Return h in the order of `targets`, rows times `scale` (N,) if given, in `out`."""
         selection, h = self.targets.selection, self.h
         if selection is not None:
-            return self.primitives.projection.select(h, selection, scale)
+            return self.primitives.projection.select(h, selection, scale, out)
         if scale is None:
             return h
-        scaled = h.new_empty(h.shape)
-        self.primitives.gradients.scale_rows(scaled, h, scale)
-        return scaled
+        out = h.new_empty(h.shape) if out is None else out
+        self.primitives.gradients.scale_rows(out, h, scale)
+        return out

@@ -18,6 +18,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from cutefce.ops.planning.plan import Plan
 from cutefce.ops.planning.sample_sizes import estimate_count
 from cutefce.ops.primitives.gradient_interface import TargetGradT
 from cutefce.ops.primitives.interface import (
@@ -26,17 +27,20 @@ from cutefce.ops.primitives.interface import (
     WrappedProjection,
     forward_unfused,
 )
+from cutefce.ops.primitives.weighted_sum import RowFactors
+from cutefce.ops.program import windows as programs
 from cutefce.ops.rows.coefficients import RowCoefficients
 from cutefce.ops.rows.logit_map import LogitMap
+from cutefce.ops.rows.scaling import Scaling
 from cutefce.ops.rows.statistics import RowStats
 from cutefce.ops.rows.targets import Targets
 from cutefce.ops.sampling.interface import SamplingProjection
 from cutefce.ops.sampling.kernels import KernelSamples, is_in_place
 from cutefce.ops.sampling.samples import Samples, Sampling
-from cutefce.ops.strategies import windows
 from cutefce.ops.strategies.bias_gradient import finish_dbias
 from cutefce.ops.strategies.hidden_gradient import class_term, finish_dx
 from cutefce.ops.strategies.loss_inputs import LossInputs
+from cutefce.ops.strategies.weight_gradient import WeightGradient, every_row
 
 
 @dataclass(frozen=True)
@@ -71,14 +75,14 @@ class SamplingForward(WrappedProjection[PartialT]):
 
 
 def forward(
-    inputs: LossInputs[PartialT, TargetGradT], sampling: Sampling
+    inputs: LossInputs[PartialT, TargetGradT], sampling: Sampling, plan: Plan
 ) -> tuple[Tensor, RowStats, Samples | KernelSamples]:
     """Return the reduced loss, () or (N,), the statistics of every token, and the entries."""
     own = cast(SamplingProjection[PartialT], inputs.primitives.projection)
     found: list[tuple[Any, Tensor, Tensor]] = []
     projection = SamplingForward(own, sampling, found)
     primitives = replace(inputs.primitives, projection=cast(Projection[PartialT], projection))
-    loss, stats = windows.forward(replace(inputs, primitives=primitives))
+    loss, stats, _ = programs.forward(replace(inputs, primitives=primitives), plan)
     ((samples, h, w),) = found
     own.finish_samples(samples, h, w, stats, inputs.targets, sampling)
     return loss, stats, samples
@@ -87,21 +91,29 @@ def forward(
 def backward(
     inputs: LossInputs[PartialT, TargetGradT],
     stats: RowStats,
-    samples: KernelSamples,
+    samples: Samples | KernelSamples,
     upstream: Tensor,
+    window: int,
     grad_hidden: bool,
     dw: Tensor | None,
     dbias: Tensor | None,
 ) -> Tensor | None:
-    """Do what `windows.backward` does, with the products of kernels: no window is formed."""
+    """Return dX (N, D) for the upstream gradient of the loss, (N,) or (); write `dw` (V, D).
+
+    `dbias` (V,) receives the gradient of the bias, in the dtype of sums.  Where kernels select
+    rows, `upstream` is in the order of the targets, dX in that of the call.  With
+    `inputs.accumulate_into`, that is `dw`, to which dW is added.
+    """
     gradients, h, targets = inputs.primitives.gradients, inputs.h, inputs.targets
     scaling = gradients.scaling(h.dtype, targets, stats, upstream, in_reference=False)
+    if isinstance(samples, Samples):
+        return _in_windows(inputs, scaling, samples, window, grad_hidden, dw, dbias)
     coefficients, selection, dx = scaling.dx, targets.selection, None
     order = None if selection is None else selection.order
     if grad_hidden:
         dx = _grad_hidden(inputs, samples, coefficients, order)
     if dw is not None or dbias is not None:
-        every = None if dw is None else windows.every_row(inputs, coefficients.every)
+        every = None if dw is None else every_row(inputs, coefficients.every)
         lists, adds = (
             samples.by_class(targets, coefficients, stats),
             inputs.accumulate_into is not None,
@@ -110,6 +122,52 @@ def backward(
         lists.grad_weight(dw, h, dbias, every, adds=adds, in_place=in_place)
     if dbias is not None:
         finish_dbias(dbias, targets, None, coefficients.every)
+    return dx
+
+
+def _in_windows(
+    inputs: LossInputs[PartialT, TargetGradT],
+    scaling: Scaling,
+    samples: Samples,
+    window: int,
+    grad_hidden: bool,
+    dw: Tensor | None,
+    dbias: Tensor | None,
+) -> Tensor | None:
+    """Do what `backward` does in plain torch, a window of the columns at a time."""
+    gradients, h, w, targets = inputs.primitives.gradients, inputs.h, inputs.w, inputs.targets
+    projection = cast(SamplingProjection[PartialT], inputs.primitives.projection)
+    if targets.soft is not None and scaling.entries is not None:
+        samples = samples.with_terms(targets.soft.index, scaling.entries)
+    weight, scaled, sums = None, inputs.selected(scaling.row_scale), None
+    if dw is not None:
+        target_grad = gradients.target_grad(h, scaling.target, targets)
+        every, adds = every_row(inputs, scaling.every), inputs.accumulate_into is not None
+        operands = target_grad, scaling.grad_scale, every, targets.selection
+        weight = WeightGradient(gradients, dw, *operands, adds or dw.dtype != w.dtype, adds)
+    if grad_hidden:
+        sums = scaling.target.new_empty(len(scaling.target), h.shape[1])
+    factors = RowFactors.ones(h)
+    if scaling.row_scale is not None:
+        factors = RowFactors.of(scaling.row_scale, h.dtype)
+    given = inputs.selected(), w, samples, scaling.reference, targets, window
+    for first, last, exps in projection.sampled_exps(*given):
+        if dbias is not None:
+            dbias[first:last] = factors.sum(exps)
+        if sums is not None:
+            gradients.add_grad_hidden(sums, exps, w[first:last], accumulate=first > 0)
+        if weight is not None:
+            weight.finish(first, last, exps, scaled)
+    if dbias is not None:
+        finish_dbias(dbias, targets, scaling.target, scaling.every)
+        dbias.mul_(scaling.grad_scale)
+    if sums is None:
+        return None
+    order = None if targets.selection is None else targets.selection.order
+    dx = sums
+    if order is not None or sums.dtype != inputs.dx_dtype:
+        dx = torch.empty_like(sums, dtype=inputs.dx_dtype)
+    finish_dx(inputs, dx, sums, scaling.dx, order)
     return dx
 
 

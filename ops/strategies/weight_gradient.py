@@ -12,10 +12,14 @@ from torch import Tensor
 
 from cutefce.ops.planning.step_memory import added_rows
 from cutefce.ops.primitives.gradient_interface import Gradients, TargetGradT
+from cutefce.ops.primitives.interface import PartialT
 from cutefce.ops.primitives.row_selection import row_range
+from cutefce.ops.primitives.weighted_sum import weighted_sum
 from cutefce.ops.rows.blocks import blocks, row_blocks
 from cutefce.ops.rows.coefficients import RankOne
+from cutefce.ops.rows.loss_terms import class_weights
 from cutefce.ops.rows.selection import RowSelection
+from cutefce.ops.strategies.loss_inputs import LossInputs
 
 
 @dataclass(frozen=True)
@@ -83,3 +87,11 @@ def can_add_in_place(buffer: Tensor, dtype: torch.dtype, sums: torch.dtype) -> b
     """
     is_aligned = not buffer.is_cuda or buffer.data_ptr() % 16 == 0
     return buffer.dtype == sums and dtype != torch.float16 and is_aligned
+
+
+def every_row(inputs: LossInputs[PartialT, TargetGradT], every: Tensor | None) -> RankOne | None:
+    """Return the part κ_v Σ_i every_i h_i of dW (V, D), None without label smoothing."""
+    if every is None or inputs.targets.terms is None:
+        return None
+    factor = class_weights(inputs.targets.terms, inputs.w).contiguous()
+    return RankOne(factor, weighted_sum(inputs.selected(), every))
