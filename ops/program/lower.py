@@ -129,11 +129,11 @@ class _Lowering:
         self.emit(Kind.GATHER, (*self.order, *factors), (name,), rows)
         return (name,)
 
-    def factors(self, rows: Range, *names: str) -> tuple[str, ...]:
-        """Emit the factors of rows; those of probabilities too, if these have a name."""
+    def factors(self, rows: Range, *names: str, final: bool = False) -> tuple[str, ...]:
+        """Emit the factors of rows; those of probabilities too, or alone if `final`."""
         for name in names:
             self.buffer(name, self.p.tokens, FACTORS, self.p.sums)
-        self.emit(Kind.COEFFICIENTS, (*self.order, self.stats()), names, rows)
+        self.emit(Kind.COEFFICIENTS, (*self.order, self.stats()), names, rows, final=final)
         return names
 
     def low(self, name: str, rows: int, bits: int | None = None) -> tuple[str, ...]:
@@ -247,6 +247,8 @@ class _Lowering:
                 self.scale_exps(rows, n, *factors)
             else:
                 scaled = self.gather("scaled", rows, factors)
+            if rows[1] == p.tokens:
+                self.list_targets(*factors)
             self.add_weight(rows, n, scaled, *factors)
 
     def chunk_in_windows(self, rows: Range, states: Sequence[str]) -> None:
@@ -330,13 +332,14 @@ class _Lowering:
         reads = (*self.order, self.exps(n, rows), factors)
         self.emit(Kind.BIAS, reads, (sums,), rows, n.columns, **flags)
 
+    def list_targets(self, factors: str) -> None:
+        self.buffer("listed", 1, self.backend.listed_targets(self.p), 1)
+        self.emit(Kind.LIST_TARGETS, (*self.order, factors), ("listed",), self.every)
+
     def add_weight(self, rows: Range, n: Window, states: Sequence[str], factors: str) -> None:
         """Emit the product of dW's rows, of which the last chunk adds the terms of targets."""
         p, first = self.p, n.columns[0]
         flags = {"adds": rows[0] > 0, "final": rows[1] == p.tokens}
-        if flags["final"] and "listed" not in self.program.buffers:
-            self.buffer("listed", 1, self.backend.listed_targets(p), 1)
-            self.emit(Kind.LIST_TARGETS, (*self.order, factors), ("listed",), self.every)
         listed = ("listed",) if flags["final"] else ()
         reads = (*self.order, self.exps(n, rows), *states, factors, *listed)
         if self.in_forward and not p.adds_in_forward:
@@ -374,8 +377,10 @@ class _Lowering:
         late = [n for n in self.windows if n not in early]
         is_relative = p.soft and p.keeps_sums and not any(n.is_stored for n in early)
         """Whether soft targets' factors are in the references of exponentials."""
-        with_numbers = bool(late) or is_relative
-        factors, *numbers = self.factors(self.every, "factors", *["numbers"] * with_numbers)
+        names = "factors", *["numbers"] * bool(late)
+        factors, *numbers = self.factors(self.every, *names, final=is_relative)
+        if p.grad_weight:
+            self.list_targets(factors)
         # nothing else is in the memory of dX until its sums are finished
         home = Home.DX if p.grad_hidden and not self.sums_in_dx else None
         in_exps, scaled, plain = self.factors_in_exps, (), ()
@@ -385,7 +390,7 @@ class _Lowering:
             plain = self.gather("plain", self.every)
         for n in early:
             if not n.is_stored:
-                reference = numbers[0] if is_relative else self.stats()
+                reference = factors if is_relative else self.stats()
                 self.project_again(self.every, n, plain, reference)
             if p.soft or p.scales_exps:
                 self.entries(self.every, n, factors)

@@ -100,7 +100,8 @@ class Step:
     far: bool = False
     """Whether it runs only on rows whose reference has moved, which the device knows."""
     final: bool = False
-    """Of dW and the bias: whether the terms of targets and all classes are added too."""
+    """Of dW and the bias: whether the terms of targets and all classes are added too.  Of factors:
+    whether they are those of probabilities.  Of dX's sums: whether they are rounded."""
     times: int = 1
     """How many like it there are, in a program that is made to be compared with others."""
 

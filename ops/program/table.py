@@ -102,7 +102,7 @@ def project(call: Call, s: Step) -> None:
         targets = copy.copy(targets)
         targets.selection = projection.far_rows(call.values["partial"], x.targets)
         call.values["far"] = targets.selection
-    elif "numbers" in s.reads:
+    elif "stats" not in s.reads:
         reference = call.values["scaling"].reference
     projection.recompute_exp(states, x.w, s.columns, reference, targets, exps)
     if call.program.in_forward:
@@ -207,7 +207,7 @@ def coefficients(call: Call, s: Step) -> None:
     x, stats = call.part(s.rows), call.values["stats"]
     if not call.program.in_forward:
         given: Any = x.h.dtype, x.targets, stats, call.values["upstream"]
-        is_late = len(s.writes) > 1
+        is_late = len(s.writes) > 1 or s.final
         made = x.primitives.gradients.scaling(*given, in_reference=is_late)
         call.values |= {"scaling": made, "entries": made.entries}
         return

@@ -24,7 +24,7 @@ from cutefce.cute_kernels.spec import (
 from cutefce.ops.rows import loss_parts
 from tests.support.kernel_models import model_of, serve_calls
 
-FORWARD = "SelectRows TargetLogit GatherRows ProjectExp ReducePartials"
+FORWARD = "SelectRows GatherRows TargetLogit ProjectExp ReducePartials"
 REPAIR = "ProjectExp"
 """Of stored exponentials whose reference was too far from the logits, which the device knows."""
 BEFORE_DW = "RowCoefficients SortTargets GatherRows"

@@ -225,7 +225,7 @@ def test_every_layout_on_the_kernels(
 def test_chunks_without_rows_compute_nothing(
     train_weight: bool, monkeypatch: pytest.MonkeyPatch, small_tiles: PortableTiles
 ) -> None:
-    """But for dW's, which begins the sums in the first chunk."""
+    """But for dW's, which begins the sums in the first chunk, and adds targets in the last."""
     computes: list[bool] = []
 
     def noting(kernel: Any) -> Any:
@@ -249,7 +249,7 @@ def test_chunks_without_rows_compute_nothing(
         with pinned(LAYOUTS["in chunks"]):
             cutefce.linear_cross_entropy(h, w, y, reduction="sum").backward()
         of_chunks = [computes[i : i + 2 + train_weight] for i in range(0, 12, 2 + train_weight)]
-        dw = [[True], [False], [False], [False]] if train_weight else [[]] * 4
+        dw = [[True], [False], [False], [True]] if train_weight else [[]] * 4
         want = [[rows > 0 and i == 0] * 2 + of_dw for i, of_dw in enumerate(dw)]
         assert of_chunks[:4] == want and len(computes) == 4 * (2 + train_weight)
 

@@ -59,6 +59,9 @@ class Inputs:
     classes: int = 0
     """Of all ranks."""
     into: Tensor | None = None
+    other: Tensor | None = None
+    """Another class of each token, with a share of its target's probability."""
+    share: float = 0.0
 
 
 class Call:
@@ -75,7 +78,7 @@ class Call:
         self.far = torch.zeros(self.p.tokens, dtype=torch.bool)
         known = self.p.upstream is Upstream.KNOWN
         self.upstream = x.upstream if known else torch.ones((), dtype=torch.float64)
-        self.count = self.p.tokens
+        self.count, self.relative = self.p.tokens, False
 
     def forward(self) -> Exchange:
         yield from self.run(self.q.forward, Home.FORWARD, 0)
@@ -172,8 +175,9 @@ class Call:
             case Kind.CLEAR:
                 v(s.writes[0]).fill_(0)
             case Kind.PROJECT:
-                (reference,) = [n for n in s.reads if n in ("logits", "stats", "numbers")]
-                column = RELATIVE_TO if reference == "numbers" else REFERENCE
+                names = "logits", "stats", "numbers", "factors"
+                (reference,) = [n for n in s.reads if n in names]
+                column = RELATIVE_TO if reference in ("numbers", "factors") else REFERENCE
                 u = h @ w[c:d].T + bias[c:d] - v(reference)[r, column, None]
                 here = own & (y >= c) & (y < d)
                 u[here, y[here] - c] = -torch.inf
@@ -201,6 +205,9 @@ class Call:
                 if p.every_class:
                     mean = logits[:, 1] / x.classes - target
                     loss = loss - x.smoothing * torch.where(counts, mean, 0)
+                if x.other is not None:
+                    logit = (x.h[t].double() * w[x.other[t]]).sum(1) + bias[x.other[t]]
+                    loss = loss - x.share * torch.where(counts, logit - target, 0)
                 loss = torch.where(counts, loss, 0) * x.row_weight[t]
                 v("stats")[r] = torch.stack([target + moved, others, others + one, loss], 1)
             case Kind.LOSS:
@@ -214,14 +221,31 @@ class Call:
                 if p.upstream is not Upstream.ROWS:
                     g = g / counted(x.target)
                 g = torch.where(x.target[t] == IGNORED, 0, g)
-                target = g * (x.smoothing - stats[:, OTHERS] / stats[:, TOTAL])
+                target = g * (x.smoothing + x.share - stats[:, OTHERS] / stats[:, TOTAL])
                 every, last = -g * x.smoothing / x.classes, stats[:, REFERENCE]
                 planes = {
                     0: (g / stats[:, TOTAL], target, every, last),
                     1: (g, target, every, last + stats[:, TOTAL].log()),
                 }
-                for number, name in enumerate(s.writes):
+                for number, name in enumerate(s.writes, int(s.final)):
                     v(name)[r] = torch.stack(planes[number], 1)
+                self.relative = s.final
+            case Kind.ENTRIES:
+                assert x.other is not None
+                less = x.share * (1 if self.relative else v("stats")[r, TOTAL])
+                less = torch.where(x.target[t] == IGNORED, 0, less)
+                other = x.other[t]
+                if s.writes[0].startswith("sums"):
+                    self.put(s.writes, k, self.value(s.writes)[k] - less[:, None] * w[other])
+                else:
+                    e, inside = self.exps(s), (other >= c) & (other < d)
+                    made = e[k[inside], other[inside] - c] - less[inside]
+                    e[k[inside], other[inside] - c] = made.to(e.dtype)
+            case Kind.SCALE_EXPS:
+                e, inside = self.exps(s), own & (y >= c) & (y < d)
+                made = e[k].double() * v("factors")[r, SCALE, None]
+                made[inside, y[inside] - c] = v("factors")[r, TARGET][inside]
+                e[k] = made.to(e.dtype)
             case Kind.LIST_TARGETS:
                 v(s.writes[0]).fill_(1.0)
             case Kind.GEMM_HIDDEN:
@@ -231,10 +255,11 @@ class Call:
             case Kind.GEMM_WEIGHT | Kind.BIAS:
                 (factors,) = [n for n in s.reads if n in ("factors", "numbers")]
                 f, e = v(factors), self.exps(s)[k].double()
-                is_scaled, of_weight = any("scaled" in n for n in s.reads), kind is Kind.GEMM_WEIGHT
+                of_weight = kind is Kind.GEMM_WEIGHT
+                is_scaled = self.q.scales_exps or any("scaled" in n for n in s.reads)
                 e = e if of_weight and is_scaled else e * f[r, SCALE, None]
                 sums = e.T @ h if of_weight else e.sum(0)[:, None]
-                if s.final:
+                if s.final and not (of_weight and self.q.scales_exps):
                     if of_weight:
                         assert v("listed").item() == 1.0
                     one = torch.ones(count, 1, dtype=torch.float64)

@@ -38,6 +38,10 @@ CALLS = {
     "a gradient that is known": dataclasses.replace(WHOLE, upstream=Upstream.KNOWN),
     "weights of tokens": dataclasses.replace(WHOLE, scales_rows=True),
     "label smoothing": dataclasses.replace(WHOLE, every_class=True),
+    "two classes of each token": dataclasses.replace(WHOLE, soft=True),
+    "two classes, a gradient of each": dataclasses.replace(
+        WHOLE, soft=True, upstream=Upstream.ROWS
+    ),
     "smoothed, a gradient of each": dataclasses.replace(
         WHOLE, every_class=True, upstream=Upstream.ROWS
     ),
@@ -79,7 +83,9 @@ def inputs_of(p: Problem, shards: Sequence[int] = (VOCAB,), seed: int = 0) -> li
     for size in shards:
         own = slice(first, first + size)
         into = torch.ones(size, p.hidden, dtype=torch.float64) if p.into else None
-        given = h, w[own], bias[own], y, weight, upstream, smoothing, first, total, into
+        given: Any = h, w[own], bias[own], y, weight, upstream, smoothing, first, total, into
+        if p.soft:
+            given += (y.clamp(min=0) + 1 + torch.arange(p.tokens) % (total - 1)) % total, 0.3
         found.append(Inputs(*given))
         first += size
     return found
@@ -95,6 +101,9 @@ def expected(p: Problem, ranks: Sequence[Inputs]) -> tuple[Tensor, tuple[Tensor,
     at = x.target.clamp(min=0)[:, None]
     losses = logits.logsumexp(1) - (1 - x.smoothing) * logits.gather(1, at)[:, 0]
     losses = torch.where(counts, losses - x.smoothing * logits.mean(1), 0) * x.row_weight
+    if x.other is not None:
+        more = logits.gather(1, x.other[:, None]) - logits.gather(1, at)
+        losses = losses - torch.where(counts, x.share * more[:, 0], 0) * x.row_weight
     loss = losses if p.upstream is Upstream.ROWS else losses.sum() / counted(x.target)
     return loss.detach(), torch.autograd.grad(loss, (h, w, bias), x.upstream)
 
@@ -196,6 +205,8 @@ OF_RANKS = {
 def test_ranks_share_a_call(shards: tuple[int, int], layouts: tuple[str, str]) -> None:
     """Each with a layout of its own; what they exchange is the same."""
     for call, p in CALLS.items():
+        if p.soft:  # what ranks exchange of them is no step yet
+            continue
         owns = [dataclasses.replace(p, vocab=size, ranks=2, selects=True) for size in shards]
         chosen = [LAYOUTS[name] for name in layouts]
         fitting = []
