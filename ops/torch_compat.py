@@ -257,12 +257,6 @@ def capture_id() -> int | None:
     return int(number)
 
 
-def current_raw_stream(device: int) -> int:
-    """Return the address of the current stream of a GPU, without making a `Stream` of it."""
-    address: int = torch._C._cuda_getCurrentRawStream(device)
-    return address
-
-
 def has_triton() -> bool:
     """Whether torch.compile can build GPU kernels."""
     from torch.utils._triton import has_triton

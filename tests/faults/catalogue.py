@@ -318,25 +318,6 @@ KERNELS = (
         ("tests/hopper/test_divergence_rows.py::test_a_mixture_of_nearly_one_side",),
     ),
     Fault(
-        "replays-of-another-reduction",
-        "kernels",
-        "A backward of one upstream gradient replays the launches of one with a gradient of each"
-        " token, whose tensors begin at the same addresses.",
-        "0fa4068",
-        (
-            Edit(
-                "ops/primitives/fused/step.py",
-                "kind = uniform, product is None, *of_options",
-                "kind = product is None, *of_options",
-            ),
-        ),
-        (
-            "tests/ops/test_captured_steps.py::test_steps_of_two_reductions_at_the_same_addresses",
-            "tests/ops/test_launch_graphs.py::test_equal_calls_replay_from_the_third_on_and_no_others",
-            "tests/hopper/test_fused_step.py::test_graphs_know_what_launches_depend_on",
-        ),
-    ),
-    Fault(
         "target-behind-a-window",
         "kernels",
         "A class behind a window, in the columns of its last tile, is left out of its sums.",

@@ -1,7 +1,6 @@
 """A plain training step on the kernels of windows whose exponentials are stored, in two host calls.
 
-What depends on sizes alone is computed once, for all steps with the same metadata; calls with the
-same memory, as those of a training loop mostly are, replay as CUDA graphs.  Where rows are
+What depends on sizes alone is computed once, for all steps with the same metadata.  Where rows are
 selected, the memory of a step may have several layouts, see `planning.window_layout`.
 """
 
@@ -18,7 +17,6 @@ from cutefce.cute_kernels.spec import FusedBackwardSpec, FusedForwardSpec
 from cutefce.cute_kernels.workspace import NUM_STATS, Stat
 from cutefce.ops import torch_compat
 from cutefce.ops.interface.options import LossOptions
-from cutefce.ops.launch_graphs import LaunchGraphs
 from cutefce.ops.planning.window_layout import WindowLayout
 from cutefce.ops.primitives.fused import tables
 from cutefce.ops.primitives.fused.hidden_product import HiddenProduct
@@ -95,7 +93,6 @@ class FusedStep:
             rows = [tables.given(rows[0])]
         self._backward_table, self._num_sms = tables.Table(rows), num_sms
         self._run_forward, self._run_backward = compiled(forward), compiled(backward)
-        self._forward_graphs, self._backward_graphs = LaunchGraphs(), LaunchGraphs()
 
     def forward(
         self, h: Tensor, w: Tensor, y: Tensor, options: LossOptions
@@ -117,21 +114,13 @@ class FusedStep:
         saved = ForBackward(stats, exps, dw, selected, None if product is None else workspace)
         numbers = options.ignore_index, *self.forward_numbers, int(options.reduction == "mean")
 
-        first = exps if dw is None else dw
-        chosen = stats if selected is None else selected.memory
-
-        def launch() -> None:
-            memories = first, exps if self.kept[1] else dw
-            results = stats, loss, (*memories, *self._forward_table.arguments)
-            order = None if selected is None else selected.parts()
-            own = workspace[: self.forward_size]
-            self._run_forward(h, w, y, own, *results, order, None, *numbers)
-            if product is not None:
-                product(exps, w, workspace, selected)
-
-        # sizes and dtypes are those of the step; all but h and w are contiguous
-        tensors = h, w, y, workspace, loss, stats, exps, first, chosen
-        self._forward_graphs(tensors, (h.stride(), w.stride(), *numbers), launch)
+        memories = exps if dw is None else dw, exps if self.kept[1] else dw
+        results = stats, loss, (*memories, *self._forward_table.arguments)
+        order = None if selected is None else selected.parts()
+        own = workspace[: self.forward_size]
+        self._run_forward(h, w, y, own, *results, order, None, *numbers)
+        if product is not None:
+            product(exps, w, workspace, selected)
         return loss if options.is_scalar else stats[Stat.LOSS], saved
 
     def backward(
@@ -163,21 +152,14 @@ class FusedStep:
             upstream = upstream.to(stats.dtype)
         upstream = upstream.contiguous()
         of_options = options.ignore_index, int(options.reduction == "mean")
-
-        def launch() -> None:
-            if product is not None:
-                product(exps, w, workspace, selected)
-            stored = exps if self.kept[1] else dw
-            order = None if selected is None else selected.parts()
-            operands = h, w, y, order, stats, upstream.reshape(-1), stored
-            numbers = *self._backward_table.arguments, *self._backward_numbers[uniform]
-            results = dx, dw, workspace[:size]
-            self._run_backward(*operands, *results, *numbers, *of_options, self._num_sms)
-
-        chosen = stats if selected is None else selected.memory
-        tensors = h, w, y, upstream, dx, dw, workspace, stats, exps, chosen
-        kind = uniform, product is None, *of_options
-        self._backward_graphs(tensors, (h.stride(), w.stride(), *kind), launch)
+        if product is not None:
+            product(exps, w, workspace, selected)
+        stored = exps if self.kept[1] else dw
+        order = None if selected is None else selected.parts()
+        operands = h, w, y, order, stats, upstream.reshape(-1), stored
+        numbers = *self._backward_table.arguments, *self._backward_numbers[uniform]
+        results = dx, dw, workspace[:size]
+        self._run_backward(*operands, *results, *numbers, *of_options, self._num_sms)
         return dx, dw
 
 
