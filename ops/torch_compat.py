@@ -167,13 +167,8 @@ def apply_function(function: type[torch.autograd.Function], *arguments: Any) -> 
     if torch._C._are_functorch_transforms_active() or torch.compiler.is_compiling():
         result: tuple[Any, ...] = function.apply(*arguments)
         return result
-    return apply_to_live(function, *torch._functorch.utils.unwrap_dead_wrappers(arguments))
-
-
-def apply_to_live(function: type[torch.autograd.Function], *arguments: Any) -> tuple[Any, ...]:
-    """Do what `apply_function` does of arguments that no transform has left behind."""
     run: Callable[..., tuple[Any, ...]] = cast(Any, super(torch.autograd.Function, function)).apply
-    return run(*arguments)
+    return run(*torch._functorch.utils.unwrap_dead_wrappers(arguments))
 
 
 def is_in_autograd_function() -> bool:

@@ -7,9 +7,8 @@ plan.py            plan, backend_for, set_strict: how a call would run
 positions.py       losses of K dimensions
 scalars.py         numbers as tensors
 call.py            torch.ops.cutefce.loss: check, run
-options.py         the options as records: schema, checks, cache key
+options.py         the options as records: schema, checks
 checks.py          where a user error is raised
 option_checks.py   those of the options of a loss
 soft_targets.py    those of soft targets, and of classes of outputs
-call_cache.py      repeated plain calls: reuse what was resolved
 """

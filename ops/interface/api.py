@@ -206,12 +206,6 @@ def linear_cross_entropy(  # type: ignore[misc]
         given["target_indices"] = target_indices
     if target_probs is not None:
         given["target_probs"] = target_probs
-    is_local = group is None and shards is None and sequence_parallel is False
-    plain = is_local and not given and options is None and return_lse is False
-    if plain and target is not None:
-        repeated = call.repeated(input, linear_weight, target, workspace)
-        if repeated is not None:
-            return repeated
     run: Callable[..., tuple[Tensor, Tensor | None]] = _loss
     if isinstance(linear_weight, Tensor) and linear_weight.ndim > 2:
         run = functools.partial(loss_of_positions, _loss)

@@ -12,7 +12,7 @@ from cutefce.cute_kernels.workspace import NUM_STATS, Stat
 from cutefce.ops import torch_compat
 from cutefce.ops.dense_targets.checks import check_dense_target, is_probabilities
 from cutefce.ops.dense_targets.targets import possible_leads
-from cutefce.ops.interface import call_cache, checks, option_checks
+from cutefce.ops.interface import checks, option_checks
 from cutefce.ops.interface.options import (
     OPTIONS,
     LossOptions,
@@ -30,15 +30,13 @@ from cutefce.ops.operators.context import (
     isolated_context,
 )
 from cutefce.ops.operators.operators import IMPLS, LIBRARY, forward
-from cutefce.ops.operators.plain_step import PlainStep, plain_loss
 from cutefce.ops.operators.plans import copied_item_bytes
 from cutefce.ops.operators.seed import draw_seed
 from cutefce.ops.parallel.consistency import report_errors
 from cutefce.ops.primitives.dispatch import arch_of
-from cutefce.ops.primitives.interface import AnyPrimitives
 from cutefce.ops.rows.classes.output_classes import class_leads
 from cutefce.ops.rows.statistics import RowStats
-from cutefce.ops.rows.targets import OUTPUTS, Targets
+from cutefce.ops.rows.targets import OUTPUTS
 from cutefce.ops.soft_targets.rows import leads
 
 DEFAULTS = LossOptions(), TensorOptions(), Sharding()
@@ -164,14 +162,6 @@ def _evaluate(
             parts = ranks if sharding.sequence_parallel else 1
             check_dense_target(y, h, w, options, parts, ranks)
         tensors, y = dataclasses.replace(tensors, target_probs=y), y.argmax(-1)
-    is_plain = not (more or tensors.is_dense) or (options.is_plain and tensors.is_plain)
-    key = None
-    if direct and is_plain and not sharding.is_sharded and not with_stats and own is w:
-        copied = copied_item_bytes(input, h), copied_item_bytes(linear_weight, w)
-        key = call_cache.call_key(h, w, y, workspace, options, (grad_hidden, grad_weight, *copied))
-        found = call_cache.cached(key)
-        if found is not None:
-            return _isolated_repeat(h, w, y, options, found), ()
     ranks = sharding.ranks()
     with report_errors(sharding.group):
         options.check()
@@ -209,13 +199,11 @@ def _evaluate(
     rest: Sequence[Tensor] = ()
     if not needs_grad and not with_stats:
         result = (IMPLS[forward] if direct else torch.ops.cutefce.forward)(rows, w, y_rows, *packed)
-        call_cache.store(key, rows, w, y_rows, options)
     else:
         copied = copied_item_bytes(input, rows), copied_item_bytes(linear_weight, w)
         step = StepOptions(budget, grad_hidden, grad_weight, grad_bias, *copied)
         run = row_outputs if options.reduction == OUTPUTS else loss_and_stats
         result, *rest = run(rows, own, y_rows, *step.pack(), *packed)
-        call_cache.store(key, rows, w, y_rows, options, step)
     if options.reduction == "none":
         result = result.reshape(y.shape)
     return result, (*rest,)
@@ -228,40 +216,6 @@ def needs_operator(h: Tensor, w: Tensor, y: Tensor, *, is_plain: bool) -> bool:
     if not is_plain or torch.compiler.is_compiling() or torch_compat.has_function_mode():
         return True
     return not can_bypass_dispatcher(h, w, y)
-
-
-def repeated(input: Tensor, linear_weight: Tensor, target: Tensor, workspace: Any) -> Tensor | None:
-    """Return the `loss` without options of a call like one before, None if there was none.
-
-    It does what `loss` does of such a call, with less CPU time.
-    """
-    h, w, y = input, linear_weight, target
-    if torch.compiler.is_compiling() or not call_cache.is_eager(h, w, y):
-        return None
-    grad = torch.is_grad_enabled()
-    step = grad and h.requires_grad, grad and w.requires_grad, 0, 0
-    found = call_cache.cached(call_cache.call_key(h, w, y, workspace, DEFAULTS[0], step))
-    return None if found is None else _repeat(h, w, y, DEFAULTS[0], found)
-
-
-def _repeat(
-    h: Tensor, w: Tensor, y: Tensor, options: LossOptions, found: AnyPrimitives | PlainStep
-) -> Tensor:
-    """Return the loss of a call like one before, of which `found` was kept.
-
-    This is outside of autocast regions, and h is on the current device.
-    """
-    rows, y_rows = _flat(h, w, y)
-    if isinstance(found, PlainStep):
-        seed = draw_seed(y) if options.is_sampled else None
-        result = plain_loss(rows, w, y_rows, seed, options, found)
-        return result if options.is_scalar else result.reshape(y.shape)
-    _, result = found.projection.forward(rows, w, Targets(y_rows, w.shape[0], options))
-    # not a view of the statistics
-    return result if options.is_scalar else result.clone().reshape(y.shape)
-
-
-_isolated_repeat = isolated_context(_repeat)
 
 
 def _flat(h: Tensor, w: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:

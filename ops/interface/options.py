@@ -1,6 +1,6 @@
 """What a call asks for beside its tensors: one frozen record a kind of option.
 
-Each record has its checks, and its part of the operators' schemas and of the call cache's key.
+Each record has its checks, and its part of the operators' schemas.
 A new option is a field here, and code in the one home of its kind:
 
     row coefficient    `ops.rows.loss_terms`: the loss of a token and its coefficients
@@ -28,7 +28,7 @@ class LossOptions(OperatorRecord):
 
     reduction: str = argument("str", default="mean")
     """"mean" over active tokens, "sum" or "none"."""
-    ignore_index: int = argument("int", in_key=False, default=-100)
+    ignore_index: int = argument("int", default=-100)
     """Tokens with this target have loss 0 and gradient 0; any integer will do."""
 
     label_smoothing: float = argument("float", default=0.0)

@@ -1,7 +1,7 @@
 """Steps of plain losses whose forward and backward are one host call each.
 
 Operators run those whose memory has several layouts: no other path has them, so that equal calls
-have equal bits.  `plain_step` runs all.
+have equal bits.
 """
 
 import torch

@@ -58,6 +58,8 @@ class Kept:
     """Which tokens were computed, as the forward has made it; None for all."""
     stats: RowStats | None = None
     """Statistics of these tokens, in their order; None for those of all."""
+    arch: str | None = None
+    """Architecture of the kernels that served the forward; None of the portable path."""
     capture: int | None = field(default_factory=lambda: capture_id())
     """The CUDA graph capture in which the forward ran; None if in none."""
 

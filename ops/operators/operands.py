@@ -19,7 +19,7 @@ from cutefce.ops.primitives.dispatch import (
     primitives_for,
     problem_of,
 )
-from cutefce.ops.primitives.row_selection import select_rows
+from cutefce.ops.primitives.row_selection import select_rows, with_aligned_rows
 from cutefce.ops.rows.loss_parts import check_soft_values, without_weightless
 from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.sampling.samples import Sampling
@@ -50,11 +50,14 @@ def prepare(
     h, grads = shard.gather_hidden(h) if gathers else h, NO_GRADIENTS
     if plan is not None:
         grads = plan.gradients
+    if known is not None and known.arch is not None:
+        w = with_aligned_rows(w)  # hooks of saved tensors may restore another layout
     problem = problem_of(h, w, *grads, len(y))
     is_sampled = plan is not None and plan.is_sampled
     if problem.arch is not None:
         given = h.device, options, tensors, is_sampled
-        if tensors.is_dense or options_unsupported_reason(problem, *given) is not None:
+        is_unserved = tensors.is_dense or (known is not None and known.arch is None)
+        if is_unserved or options_unsupported_reason(problem, *given) is not None:
             problem = replace(problem, arch=None)
     selection = None if known is None else known.selection
     if known is None:
@@ -85,7 +88,7 @@ def prepare(
     sampling = None
     if is_sampled and known is None:
         sampling = _sampling(shard, w, y, options, tensors, selection)
-    return LossInputs(*operands, sampling), selection
+    return LossInputs(*operands, sampling, problem.arch), selection
 
 
 def _sampling(

@@ -104,6 +104,7 @@ def loss_forward(h: Tensor, w: Tensor, y: Tensor, *arguments: Any) -> tuple[Tens
     else:
         inputs, selection = prepare(shard, h, w, y, options, tensors, plan)
         loss, stats, results = run_forward(inputs, plan)
+        results.arch = inputs.arch
     if selection is not None:
         results.selected, results.stats = results.selected or selection, stats
         stats = stats.restore(selection)

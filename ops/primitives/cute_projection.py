@@ -276,7 +276,6 @@ class CuteProjection(SamplingSteps, CuteSoftTargetSteps):
         if self.clears and exps is not None and targets.selection is not None:
             compiled(self.kernels.clear_rows)(exps, targets.selection.count)
 
-    # looked up once: the call cache reuses this object, and hashing a spec takes CPU time
     @cached_property
     def _launch_selecting_forward(self) -> Callable[..., None]:
         return cast(Callable[..., None], compiled(self.kernels.fused_selecting_forward))

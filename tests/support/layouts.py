@@ -5,7 +5,7 @@ Tests call the public functions inside `pinned(...)`.  What a plan is, only this
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -19,9 +19,8 @@ from cutefce.cute_kernels.config import PortableTiles
 from cutefce.cute_kernels.integers import round_up
 from cutefce.cute_kernels.problem import LOW_BITS, Problem
 from cutefce.ops.dtypes import dtype_name
-from cutefce.ops.interface import call_cache
 from cutefce.ops.interface.options import LossOptions, Sharding, StepOptions, TensorOptions
-from cutefce.ops.operators import operands, plain_step
+from cutefce.ops.operators import operands
 from cutefce.ops.planning.call_problem import with_call
 from cutefce.ops.planning.chunks.sizes import Chunks, shrinking
 from cutefce.ops.planning.memory_model import chunked_bytes, windows_bytes
@@ -181,14 +180,8 @@ def pinned_plan(plan: Plan) -> AbstractContextManager[None]:
     return _planned_by(lambda *_, **__: plan)
 
 
-@contextmanager
-def _planned_by(plan_for: Callable[..., Plan]) -> Iterator[None]:
-    with ExitStack() as stack:
-        for module in (operands, plain_step):
-            stack.enter_context(mock.patch.object(module, "plan_for", plan_for))
-        stack.callback(call_cache.clear)
-        call_cache.clear()
-        yield
+def _planned_by(plan_for: Callable[..., Plan]) -> AbstractContextManager[Any]:
+    return mock.patch.object(operands, "plan_for", plan_for)
 
 
 @dataclass(frozen=True)
