@@ -17,7 +17,7 @@ from torch import Tensor
 from cutefce.ops.interface.options import LossOptions, TensorOptions
 from cutefce.ops.planning.planner import Plan
 from cutefce.ops.rows.loss_parts import LossParts
-from cutefce.ops.rows.selection import PackedSelection, RowSelection
+from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.statistics import RowStats
 from cutefce.ops.sampling.kernels import KernelSamples
 from cutefce.ops.sampling.samples import Samples
@@ -44,8 +44,6 @@ class Kept:
     """(N, K) exponentials of the kept columns, with "windows"."""
     dw: Tensor | None = None
     """(V, D) memory of dW, which holds the exponentials of aliased columns."""
-    workspace: Tensor | None = None
-    """Of a small step: that of the fused backward, with dX's sums."""
     sums: GradSums | None = None
     """Sums of the gradients, with gradients in forward."""
     samples: Samples | KernelSamples | None = None
@@ -54,20 +52,14 @@ class Kept:
     """(D,) that of `LossInputs`."""
     soft: LossParts | None = None
     """Soft targets with their logits, and the terms that they make."""
-    selected: RowSelection | PackedSelection | None = None
-    """Which tokens were computed, as the forward has made it; None for all."""
+    selection: RowSelection | None = None
+    """Which tokens were computed; None for all."""
     stats: RowStats | None = None
     """Statistics of these tokens, in their order; None for those of all."""
     arch: str | None = None
     """Architecture of the kernels that served the forward; None of the portable path."""
     capture: int | None = field(default_factory=lambda: capture_id())
     """The CUDA graph capture in which the forward ran; None if in none."""
-
-    @property
-    def selection(self) -> RowSelection | None:
-        """Which tokens were computed; None for all."""
-        selected = self.selected
-        return selected.unpack() if isinstance(selected, PackedSelection) else selected
 
     def own(self, x: Tensor) -> Tensor:
         """Return x to be overwritten: a copy if the backward runs outside of the forward's capture.
@@ -80,14 +72,6 @@ class Kept:
         """Return the memory of dW, to be overwritten; later backwards get None."""
         dw: Tensor | None = vars(self).pop("dw", None)  # one step, for threads that share a graph
         return None if dw is None else self.own(dw)
-
-    def take_workspace(self) -> Tensor | None:
-        """Return the workspace, to be overwritten beside dX's sums; later backwards get None.
-
-        So does one that is captured, whose replays need memory of its own.
-        """
-        workspace: Tensor | None = vars(self).pop("workspace", None)
-        return workspace if capture_id() is None else None
 
     def take_sums(self) -> GradSums | None:
         """Return the sums of the gradients, to be overwritten; later backwards get None."""

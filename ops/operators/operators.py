@@ -24,7 +24,6 @@ from cutefce.ops.interface.options import OPTIONS, LossOptions, StepOptions, Ten
 from cutefce.ops.operators import kept, meta
 from cutefce.ops.operators.agreement import agreed_backward, agreed_forward, agreed_upstream
 from cutefce.ops.operators.context import isolated_context, refuse_tangents
-from cutefce.ops.operators.fused import run_fused_backward, run_fused_forward, step_with_layouts
 from cutefce.ops.operators.kept import GradSums, Kept
 from cutefce.ops.operators.operands import NO_GRADIENTS, plan_of, prepare, stored_exps
 from cutefce.ops.parallel.shard import Unsharded, shard_of
@@ -69,19 +68,10 @@ def forward(h: Tensor, w: Tensor, y: Tensor, *arguments: Any) -> Tensor:
     refuse_tangents()
     same = {} if sharding.group is None else agreed_forward(y, options, tensors)
     shard = shard_of(sharding, h, w, **same)
-    plan = None
-    if (
-        y.device.type == "cpu"
-        or sharding.is_sharded
-        or options.transforms_logits
-        or options.label_smoothing
-        or (tensors.temperature is not None)
-        or (tensors.target_probs is not None)
-    ):  # otherwise the kernels' fused forward selects
-        step = StepOptions(MINIMUM, *NO_GRADIENTS)
-        plan = plan_of(h, w, y, step, options, tensors, sharding)
+    step = StepOptions(MINIMUM, *NO_GRADIENTS)
+    plan = plan_of(h, w, y, step, options, tensors, sharding)
     inputs, selection = prepare(shard, h, w, y, options, tensors, plan)
-    loss = inputs.primitives.projection.forward(inputs.h, inputs.w, inputs.targets)[1]
+    loss, _ = windows.forward(inputs)
     return restored(loss, selection, options)
 
 
@@ -97,16 +87,11 @@ def loss_forward(h: Tensor, w: Tensor, y: Tensor, *arguments: Any) -> tuple[Tens
         same["workspace"] = step.budget
         same["workspace, as (strategy, chunk)"] = [plan.strategy, plan.chunk]
     shard = shard_of(sharding, h, w, **same)
-    fused = step_with_layouts(h, w, y, plan, options, tensors, sharding)
-    if fused is not None:
-        loss, stats, results = run_fused_forward(*fused, options, plan)
-        selection = results.selection
-    else:
-        inputs, selection = prepare(shard, h, w, y, options, tensors, plan)
-        loss, stats, results = run_forward(inputs, plan)
-        results.arch = inputs.arch
+    inputs, selection = prepare(shard, h, w, y, options, tensors, plan)
+    loss, stats, results = run_forward(inputs, plan)
+    results.arch = inputs.arch
     if selection is not None:
-        results.selected, results.stats = results.selected or selection, stats
+        results.selection, results.stats = selection, stats
         stats = stats.restore(selection)
     kept.keep(stats.rows, results)
     return restored(loss, selection, options), stats.rows
@@ -186,15 +171,6 @@ def loss_backward(
             "grad_output: got a backward that does not find what its forward has kept, expected "
             "None where what a graph saves is moved or computed again"
         )
-    fused = step_with_layouts(h, w, y, plan, options, tensors, sharding)
-    if fused is not None:
-        if results is None:
-            _, rows, results = run_fused_forward(*fused, options, plan)
-        else:
-            rows = RowStats(stats) if results.stats is None else results.stats
-        gradients = run_fused_backward(*fused, upstream, rows.rows, options, results)
-        assert gradients is not None
-        return *gradients, h.new_empty(0)
     sums = results.take_sums() if results else None
     runs_again = sums is None if plan.in_forward else results is None
     same = {} if sharding.group is None else agreed_backward(upstream, stats, runs_again)
@@ -241,7 +217,6 @@ def run_windows_backward(
         soft, upstream = classes.take(upstream)
         inputs.targets.parts = inputs.targets.parts._replace(soft=soft)
     dw, exps = results.take_dw(), results.exps
-    results.take_workspace()  # not used here: freed before others are made
     if kept.consumes_exps(inputs.targets.options, inputs.targets.tensors):
         exps = results.own(exps)
     stored = results.samples or stored_exps(inputs, exps, dw, plan)

@@ -20,12 +20,7 @@ from torch import Tensor
 
 from cutefce.ops.planning.sample_sizes import estimate_count
 from cutefce.ops.primitives.gradient_interface import TargetGradT
-from cutefce.ops.primitives.interface import (
-    PartialT,
-    Projection,
-    WrappedProjection,
-    forward_unfused,
-)
+from cutefce.ops.primitives.interface import PartialT, Projection, WrappedProjection
 from cutefce.ops.rows.coefficients import RowCoefficients
 from cutefce.ops.rows.logit_map import LogitMap
 from cutefce.ops.rows.statistics import RowStats
@@ -47,10 +42,6 @@ class SamplingForward(WrappedProjection[PartialT]):
     sampling: Sampling
     found: list[tuple[Any, Tensor, Tensor]]
     """Receives the entries, as `own` returns them, with their h and w."""
-
-    def forward(self, h: Tensor, w: Tensor, targets: Targets) -> tuple[RowStats, Tensor]:
-        """Do the steps of a forward one by one."""
-        return forward_unfused(cast(Projection[PartialT], self), h, w, targets)
 
     def project_exp(
         self,

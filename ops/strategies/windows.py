@@ -83,34 +83,31 @@ def forward(
     The last ones may be beyond V: they are undefined.  `target_logit` (N,) is computed if None.
     """
     projection, h, w, targets = inputs.primitives.projection, inputs.h, inputs.w, inputs.targets
-    if not stored and not targets.options.reduces_rows:
-        stats, loss = projection.forward(h, w, targets)
-    else:
-        if target_logit is None:
-            target_logit = projection.target_logit(h, w, targets)
-        h = inputs.selected()
-        expect_soft_logits(projection, targets)
-        parts: Sequence[tuple[int, Tensor | None]] = stored or [(0, None)]
-        firsts, buffers = zip(*parts, strict=True)
-        columns = zip(firsts, (*firsts[1:], w.shape[0]), strict=True)
-        partial = projection.concat_partials(
-            [
-                projection.project_exp(h, w, window, target_logit, targets, exps)
-                for window, exps in zip(columns, buffers, strict=True)
-            ]
-        )
-        set_soft_excess(projection, inputs.h, w, targets, target_logit)
-        stats, loss = projection.reduce_partials(partial, target_logit, targets)
-        puts_none = not stored or targets.has_narrow_entries(h.dtype)
-        soft = None if puts_none else SoftEntries.of(inputs, targets.soft_entries(stats, h.dtype))
-        for first, exps in stored:
-            projection.repair_stored_exps(exps, h, w, first, targets, partial, stats)
-            if soft is not None:
-                soft.put(exps, first)
+    if target_logit is None:
+        target_logit = projection.target_logit(h, w, targets)
+    h = inputs.selected()
+    expect_soft_logits(projection, targets)
+    parts: Sequence[tuple[int, Tensor | None]] = stored or [(0, None)]
+    firsts, buffers = zip(*parts, strict=True)
+    columns = zip(firsts, (*firsts[1:], w.shape[0]), strict=True)
+    partial = projection.concat_partials(
+        [
+            projection.project_exp(h, w, window, target_logit, targets, exps)
+            for window, exps in zip(columns, buffers, strict=True)
+        ]
+    )
+    set_soft_excess(projection, inputs.h, w, targets, target_logit)
+    stats, loss = projection.reduce_partials(partial, target_logit, targets)
+    puts_none = not stored or targets.has_narrow_entries(h.dtype)
+    soft = None if puts_none else SoftEntries.of(inputs, targets.soft_entries(stats, h.dtype))
+    for first, exps in stored:
+        projection.repair_stored_exps(exps, h, w, first, targets, partial, stats)
+        if soft is not None:
+            soft.put(exps, first)
     outputs, more = targets.options.output_names, None
     if stat_rows(outputs):
         part = None
-        if targets.options.reduces_rows and target_logit is not None:
+        if targets.options.reduces_rows:
             part = projection.partial_outputs(partial, target_logit)
         classes = targets.index + targets.first
         more = reduce_outputs(part, classes, targets.class_logits, outputs)

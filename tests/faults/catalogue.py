@@ -346,21 +346,6 @@ KERNELS = (
         ("tests/ops/test_soft_targets.py::test_classes_of_any_layout",),
     ),
     Fault(
-        "workspace-of-a-captured-backward",
-        "kernels",
-        "A captured backward writes to the workspace of an eager forward, also when it replays,"
-        " where that memory is another tensor's.",
-        "ef92be5",
-        (
-            Edit(
-                "ops/operators/kept.py",
-                "return workspace if capture_id() is None else None",
-                "return workspace",
-            ),
-        ),
-        ("tests/ops/test_captured_steps.py::test_a_captured_backward_of_an_eager_forward",),
-    ),
-    Fault(
         "drawn-rows-one-launch-before",
         "kernels",
         "The rows of drawn classes are gathered by the launch before the kernel that reads them as"
@@ -1083,14 +1068,14 @@ PLANNER = (
         (
             Edit(
                 "ops/strategies/windows.py",
-                "        partial = projection.concat_partials(\n            [\n",
-                "        partials = list(\n            [\n",
+                "    partial = projection.concat_partials(\n        [\n",
+                "    partials = list(\n        [\n",
             ),
             Edit(
                 "ops/strategies/windows.py",
-                "        set_soft_excess(projection, inputs.h, w, targets, target_logit)\n",
-                "        partial = projection.concat_partials(partials)\n"
-                "        set_soft_excess(projection, inputs.h, w, targets, target_logit)\n",
+                "    set_soft_excess(projection, inputs.h, w, targets, target_logit)\n",
+                "    partial = projection.concat_partials(partials)\n"
+                "    set_soft_excess(projection, inputs.h, w, targets, target_logit)\n",
             ),
         ),
         ("tests/ops/test_memory_model.py",),

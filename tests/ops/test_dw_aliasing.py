@@ -1,8 +1,5 @@
 """Exponentials in the place of dW are used before they are overwritten."""
 
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 import torch
 from hypothesis import assume, given
@@ -10,13 +7,10 @@ from hypothesis import strategies as st
 
 import cutefce
 from bench.harness.timing import peak_bytes
-from cutefce.cute_kernels.config import PortableTiles, WindowConfig
+from cutefce.cute_kernels.config import PortableTiles
 from cutefce.cute_kernels.integers import round_up
-from cutefce.cute_kernels.workspace import ExpsMemory
 from cutefce.ops.planning.dw_aliasing import DwMemory
 from cutefce.ops.planning.planner import Plan
-from cutefce.ops.planning.window_layout import WindowLayout
-from cutefce.ops.strategies import windows
 from cutefce.ops.strategies.dw_views import aliased_views, free_tail
 from tests.support.reference import random_case
 
@@ -77,32 +71,6 @@ def test_recomputed_windows_use_what_remains(
             assert free_tail(dw, first + width + block, tokens, width + block) is None
             dw.zero_()
         first += width
-
-
-@given(*SIZES, BLOCKS, st.integers(0, 200), st.integers(0, 200))
-def test_a_layout_has_the_windows_of_the_strategy(
-    tokens: int, hidden: int, vocab: int, blocks: int, block: int, fewer: int, kept: int
-) -> None:
-    config, memory = WindowConfig(2 * blocks * block, block), DwMemory(tokens, hidden, vocab, block)
-    aliased = max(memory.most_aliased(blocks * block) - fewer // block * block, 0)
-    kept = min(kept // block * block, round_up(vocab - aliased, block))
-    w = torch.empty(vocab, hidden, device="meta")
-    stored = aliased_views(w, memory, aliased)
-    if kept:
-        stored.append((aliased, w.new_empty(tokens, kept)))
-    inputs: Any = SimpleNamespace(w=w, tokens=tokens, primitives=SimpleNamespace(config=config))
-    columns = windows.iter_windows(inputs, stored, aliased, config.window, in_dw=True)
-    want = [(first, last, exps is None) for first, last, exps in columns]
-    layout = WindowLayout.of(memory, aliased, kept, config.half(config.window))
-    assert want == [(x.first, x.last, x.recomputed) for x in layout.windows]
-    for window, (_, exps) in zip(layout.stored, stored, strict=True):
-        assert (window.offset, window.width) == (exps.storage_offset(), exps.shape[1])
-    for window in layout.windows[len(stored) :]:
-        tail = free_tail(w, window.last, tokens, window.last - window.first)
-        is_in_dw = window.memory == ExpsMemory.DW
-        assert is_in_dw == (tail is not None)
-        assert tail is None or window.offset == tail.storage_offset()
-        assert window.width >= window.last - window.first
 
 
 @given(st.integers(1, 1 << 16), st.integers(8, 1 << 13), st.integers(1 << 12, 1 << 18))

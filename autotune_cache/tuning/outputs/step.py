@@ -1,7 +1,6 @@
 """Outputs of primitives for a tuning case: losses, exponentials and gradients of a step."""
 
 import copy
-import functools
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
@@ -24,7 +23,7 @@ from cutefce.ops.interface.options import LossOptions, TensorOptions
 from cutefce.ops.planning import planner
 from cutefce.ops.planning.chunks.sizes import Chunks
 from cutefce.ops.primitives.cute_projection import CuteProjection
-from cutefce.ops.primitives.interface import AnyPrimitives, forward_unfused
+from cutefce.ops.primitives.interface import AnyPrimitives
 from cutefce.ops.primitives.row_selection import restore_rows, select_on_device
 from cutefce.ops.rows import targets as rows
 from cutefce.ops.rows.coefficients import RowCoefficients
@@ -115,8 +114,6 @@ def step_outputs(
         results |= _forward_outputs(case, inputs)
     if STEP in parts:
         results |= _gradient_outputs(case, inputs)
-    for suffix, loss, *gradients in window_outputs.fused_steps(inputs, case, parts):
-        results |= {f"loss{suffix}": CheckedOutput(loss, 1)} | _gradients(suffix, *gradients)
     if SAMPLES in parts:
         results |= _sampled_outputs(case, inputs)
     if DIVERGENCES in parts:
@@ -161,7 +158,7 @@ def _stored_outputs(
 
 
 def _gradient_outputs(case: TuningCase, inputs: LossInputs[Any, Any]) -> dict[str, CheckedOutput]:
-    """Return the outputs of steps by plans of exact gradients, but for fused steps."""
+    """Return the outputs of steps by plans of exact gradients."""
     upstream, primitives = case.upstream, inputs.primitives
     assert upstream is not None
     w, dtype, window = inputs.w, case.h.dtype, default_plan(case).window
@@ -286,18 +283,16 @@ def _gradients_in_forward_outputs(
 
 
 def _forward_outputs(case: TuningCase, inputs: LossInputs[Any, Any]) -> dict[str, CheckedOutput]:
-    """Return the outputs of forwards without gradients: fused and unfused, of all rows and some."""
-    results, projection = {}, inputs.primitives.projection
-    unfused = functools.partial(forward_unfused, projection)
-    for name, forward in (("no-grad", projection.forward), ("unfused no-grad", unfused)):
-        stats, loss = forward(inputs.h, inputs.w, inputs.targets)
-        results[f"{name} loss"] = CheckedOutput(loss, 1)
-        others = CheckedOutput(stats.sum_exp_others, 1, stats.sum_exp)
-        results[f"{name} sum of the other exponentials"] = others
-        counted, selection = _counting(case, inputs)
-        _, loss = forward(inputs.h, inputs.w, counted.targets)
-        results[f"{name} loss of counted rows"] = CheckedOutput(_restored(loss, selection), 1)
-    return results
+    """Return the outputs of forwards that store nothing, of all rows and of some."""
+    loss, stats = windows.forward(inputs)
+    counted, selection = _counting(case, inputs)
+    of_counted = _restored(windows.forward(counted)[0], selection)
+    others = CheckedOutput(stats.sum_exp_others, 1, stats.sum_exp)
+    return {
+        "no-grad loss": CheckedOutput(loss, 1),
+        "no-grad sum of the other exponentials": others,
+        "no-grad loss of counted rows": CheckedOutput(of_counted, 1),
+    }
 
 
 def _gradients(suffix: str, dx: Tensor | None, dw: Tensor | None) -> dict[str, CheckedOutput]:
