@@ -4,7 +4,6 @@ This module does not import the DSL.
 """
 
 import dataclasses
-from collections.abc import Sequence
 from itertools import cycle, product
 from typing import Any
 
@@ -15,7 +14,7 @@ from cutefce.cute_kernels.arch.base import Arch
 from cutefce.cute_kernels.config import GemmConfig, KernelConfigs
 from cutefce.cute_kernels.kernel_set import kernel_set
 from cutefce.cute_kernels.sampling_set import SORT_SIZES, sampling_kernels
-from cutefce.cute_kernels.spec import FusedBackwardSpec, KernelSpec
+from cutefce.cute_kernels.spec import KernelSpec
 from cutefce.cute_kernels.spec.divergence import divergence_kernels
 from cutefce.cute_kernels.variant import PREBUILT
 
@@ -41,7 +40,7 @@ def all_kernels(arch: Arch) -> list[KernelSpec]:
         kernels += sampling_kernels(arch, exact.row_sums, MANY_TOKENS, size)
     for dtype in arch.dtypes:
         kernels += divergence_kernels(arch, dtype)
-    return without_tuned_backwards(arch, kernels)
+    return list(dict.fromkeys(kernels))
 
 
 def with_gradients(arch: Arch, project_exp: GemmConfig) -> list[KernelConfigs]:
@@ -54,20 +53,6 @@ def with_gradients(arch: Arch, project_exp: GemmConfig) -> list[KernelConfigs]:
     pairs = zip(gradients, cycle(kept), strict=False)
     found = [KernelConfigs(project_exp, each, each, kept_sums=sums) for each, sums in pairs]
     return found or [KernelConfigs(project_exp, None, None)]
-
-
-def without_tuned_backwards(arch: Arch, kernels: Sequence[KernelSpec]) -> list[KernelSpec]:
-    """Return `kernels`, each once, without fused backwards of other than default configurations.
-
-    These combine the configurations of several kernels; a call compiles its own at its first step.
-    """
-    configs = with_gradients(arch, arch.default(MANY_TOKENS))[0]
-    kept = {kernel for dtype in arch.dtypes for kernel in kernel_set(arch, dtype, configs).all()}
-    return [
-        kernel
-        for kernel in dict.fromkeys(kernels)
-        if kernel in kept or not isinstance(kernel, FusedBackwardSpec)
-    ]
 
 
 def shipped_kernels(arch: Arch) -> list[KernelSpec]:
@@ -83,4 +68,4 @@ def shipped_kernels(arch: Arch) -> list[KernelSpec]:
             winner: dict[str, Any] = {key.kernel: entry.config}
             tuned = kernel_set(arch, key.dtype, dataclasses.replace(default, **winner))
             kernels += [*tuned.all(), *tuned.of_soft_targets]
-    return without_tuned_backwards(arch, kernels)
+    return list(dict.fromkeys(kernels))

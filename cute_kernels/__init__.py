@@ -10,7 +10,6 @@
     sm90/, sm100/, rowwise/  the kernels, one a file
     soft_targets/, sampling/, divergence/
                              those of these calls alone, for all architectures
-    fused_forward, _backward host functions that launch several
     jit/                     compiler and library cache
     cache_files              the user's cache folder: trust, locks, atomic writing
     process_cache            what a process computes once

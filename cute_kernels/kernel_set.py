@@ -7,18 +7,15 @@ import dataclasses
 import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import product
 from typing import ClassVar
 
 from cutefce.cute_kernels.arch import arch_named
 from cutefce.cute_kernels.arch.base import Arch
 from cutefce.cute_kernels.config import KernelConfigs
-from cutefce.cute_kernels.parts import FORWARD, FUSED, SAMPLES, SOFT_TARGETS, STEP
+from cutefce.cute_kernels.parts import FORWARD, SAMPLES, SOFT_TARGETS, STEP
 from cutefce.cute_kernels.problem import FLOAT32_LOW_BITS, LOW_BITS, WEIGHT_LOW_BITS, can_keep
 from cutefce.cute_kernels.spec import (
     ClearRowsSpec,
-    FusedBackwardSpec,
-    FusedForwardSpec,
     GatherRowsSpec,
     GradGemmSpec,
     KeptSumsSpec,
@@ -54,18 +51,6 @@ class KernelSet:
     scatter_fp32_rows: ScatterRowsSpec
     """The same for one rank's addend of dX."""
     clear_rows: ClearRowsSpec
-    fused_forward: FusedForwardSpec
-    """The forward without stored exponentials."""
-    fused_selecting_forward: FusedForwardSpec
-    """The same over the rows that count alone."""
-    fused_storing_forward: FusedForwardSpec | None
-    """The forward of a plain loss that stores exponentials; None without kernels of dW."""
-    fused_selecting_storing_forward: FusedForwardSpec | None
-    """The same over the rows that count alone."""
-    fused_backward: FusedBackwardSpec | None
-    """Its backward, but for sums of dX that cuBLAS computes."""
-    fused_selecting_backward: FusedBackwardSpec | None
-    """The same over the rows that count alone."""
     target_logit: TargetLogitSpec
     soft_leads: SoftLeadsSpec
     """Classes of the largest probabilities of soft targets."""
@@ -125,17 +110,6 @@ class KernelSet:
         kernels = zip(self.grad_hidden_keep, self.scale_kept_rows, self.finish_kept, strict=True)
         return {of.finish.low_bits: of for of in map(KeptHiddenKernels._make, kernels)}
 
-    def fused_backward_of(self, selects: bool, hidden_bits: int | None) -> FusedBackwardSpec | None:
-        """Return the backward of a plain loss with `hidden_bits` of dX's sums beside 16."""
-        kernel = self.fused_selecting_backward if selects else self.fused_backward
-        if kernel is None or hidden_bits is None:
-            return kernel
-        add = self.kept_hidden_kernels[hidden_bits].add
-        assert add is not None
-        return dataclasses.replace(
-            kernel, hidden_bits=hidden_bits, hidden_config=add.config, short_config=add.config
-        )
-
     @property
     def grad_weight_kernels(self) -> GradWeightKernels | None:
         """The kernels of dW, None on architectures without them."""
@@ -156,10 +130,6 @@ class KernelSet:
         return found if self.grad_hidden is None else [*found, self.grad_hidden.scaling]
 
     STORED_EXPS_ONLY: ClassVar = (
-        "fused_storing_forward",
-        "fused_selecting_storing_forward",
-        "fused_backward",
-        "fused_selecting_backward",
         "row_sums_and_exps",
         "repair_exps",
         "keep_sums",
@@ -174,8 +144,6 @@ class KernelSet:
     OF_FORWARD: ClassVar = (
         "select_rows",
         "gather_rows",
-        "fused_forward",
-        "fused_selecting_forward",
         "target_logit",
         "row_sums",
         "reduce_partials",
@@ -205,43 +173,19 @@ class KernelSet:
     )
     """Kernels that compute what soft targets change, beside `of_soft_targets`."""
 
-    FUSED_ONLY: ClassVar = (
-        "fused_storing_forward",
-        "fused_selecting_storing_forward",
-        "fused_backward",
-        "fused_selecting_backward",
-    )
-    """Kernels that only fused steps launch."""
-
     def all(self) -> list[KernelSpec]:
         """Return every kernel of the set that a call may launch."""
-        kernels = self._named(field.name for field in dataclasses.fields(self))
-        if can_keep(self.row_sums.dtype):
-            fused = [self.fused_backward_of(*kind) for kind in product((False, True), LOW_BITS)]
-            kernels += [kernel for kernel in fused if kernel is not None]
-        return kernels
+        return self._named(field.name for field in dataclasses.fields(self))
 
     def of_part(self, part: str) -> list[KernelSpec]:
         """Return the kernels of this set that compute a part of calls, of `cute_kernels.parts`."""
-        if part in FUSED:
-            return self._of_fused(*FUSED[part])
         if part == STEP:
-            left_out = *self.FUSED_ONLY, *self.SOFT_ONLY
             fields = (field.name for field in dataclasses.fields(self))
-            return self._named(name for name in fields if name not in left_out)
+            return self._named(name for name in fields if name not in self.SOFT_ONLY)
         if part == SOFT_TARGETS:
             return [*self._named(self.OF_SOFT_TARGETS), *self.of_soft_targets]
         named = {FORWARD: self.OF_FORWARD, SAMPLES: self.OF_SAMPLES}
         return self._named(named.get(part, ()))
-
-    def _of_fused(self, selects: bool, hidden_bits: int | None) -> list[KernelSpec]:
-        """Return what a `FusedStep` launches, and what may form its float32 sums of dX."""
-        backward = self.fused_backward_of(selects, hidden_bits)
-        if backward is None or not can_keep(self.row_sums.dtype):
-            return []
-        forward = "fused_selecting_storing_forward" if selects else "fused_storing_forward"
-        products = () if hidden_bits is not None else ("grad_hidden", "grad_hidden_short")
-        return [backward, *self._named((forward, *products))]
 
     def _named(self, names: Iterable[str]) -> list[KernelSpec]:
         """Return the kernels of fields that calls of this dtype launch."""
@@ -255,24 +199,20 @@ class KernelSet:
 def kernel_set(
     arch: Arch, dtype: str, configs: KernelConfigs, variant: KernelVariant = PLAIN
 ) -> KernelSet:
-    """Return the kernels that `dtype` needs on `arch` with `configs`.
-
-    The fused forward has no row reductions beside Σ exp.
-    """
+    """Return the kernels that `dtype` needs on `arch` with `configs`."""
     transform, reductions = variant.transform, variant.reductions
     assert variant == PLAIN or not configs.project_exp.swaps
     project_exp = arch.name, dtype, configs.project_exp
     project = functools.partial(ProjectExpSpec, *project_exp, transform=transform)
+    gather = GatherRowsSpec(arch.name, dtype)
     hidden, short = (
         None if config is None else GradGemmSpec(arch.name, dtype, config, "hidden", final=False)
         for config in (configs.grad_hidden, configs.grad_hidden_short)
     )
-    forward = FusedForwardSpec(*project_exp, transform)
     weight = sort_targets = None
     keep_hidden: Sequence[GradGemmSpec | None] = [None] * len(LOW_BITS)
     keep: Sequence[GradGemmSpec] = ()
     finish_kept: Sequence[ScaleKeptSpec] = ()
-    storing = backward = None
     again = hidden
     if configs.grad_weight is not None:
         assert configs.kept_sums is not None
@@ -286,25 +226,15 @@ def kernel_set(
         keep_hidden = [dataclasses.replace(of_hidden, low_bits=n) for n in LOW_BITS]
         finish_kept = [ScaleKeptSpec(arch.name, dtype, n) for n in LOW_BITS]
         sort_targets = SortTargetsSpec(arch.name)
-        if variant == PLAIN:
-            storing = dataclasses.replace(forward, stores=True)
-            gemms = configs.grad_weight, again.config, (short or again).config
-            backward = FusedBackwardSpec(arch.name, dtype, *gemms, configs.project_exp)
     narrow = not can_keep(dtype)
     return KernelSet(
-        select_rows=forward.select_rows,
-        gather_rows=forward.gather_rows,
-        gather_scaled_rows=dataclasses.replace(forward.gather_rows, scales=True),
+        select_rows=SelectRowsSpec(arch.name),
+        gather_rows=gather,
+        gather_scaled_rows=dataclasses.replace(gather, scales=True),
         scatter_rows=ScatterRowsSpec(arch.name, dtype),
         scatter_fp32_rows=ScatterRowsSpec(arch.name, "float32"),
         clear_rows=ClearRowsSpec(arch.name, dtype),
-        fused_forward=forward,
-        fused_selecting_forward=dataclasses.replace(forward, selects=True),
-        fused_storing_forward=storing,
-        fused_selecting_storing_forward=storing and dataclasses.replace(storing, selects=True),
-        fused_backward=backward,
-        fused_selecting_backward=backward and dataclasses.replace(backward, selects=True),
-        target_logit=forward.target_logit,
+        target_logit=TargetLogitSpec(arch.name, dtype, transform),
         soft_leads=SoftLeadsSpec(arch.name),
         prepare_soft=PrepareSoftSpec(arch.name),
         soft_logits=SoftLogitsSpec(arch.name, dtype),
@@ -314,7 +244,7 @@ def kernel_set(
         row_sums_and_exps=project(sums=True, store=True, reductions=reductions),
         exps=project(sums=False, store=True),
         repair_exps=project(sums=False, store=True, only_flagged=True),
-        reduce_partials=forward.reduce_partials,
+        reduce_partials=ReducePartialsSpec(arch.name, configs.project_exp.rows),
         row_coefficients=RowCoefficientsSpec(arch.name, narrow=narrow),
         probability_coefficients=RowCoefficientsSpec(arch.name, in_reference=True, narrow=narrow),
         scale_rows=ScaleAddRowsSpec(arch.name, dtype, dtype),

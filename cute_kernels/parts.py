@@ -6,7 +6,6 @@ A call needs the parts that it launches, with its own configurations.
 from collections.abc import Iterable
 
 from cutefce.cute_kernels.config import GemmConfig, KernelConfigs
-from cutefce.cute_kernels.problem import LOW_BITS
 
 FORWARD = "forward"
 """Losses without gradients."""
@@ -17,21 +16,7 @@ SAMPLES = "samples"
 """Sampled gradients."""
 DIVERGENCES = "divergences"
 """Rows of two models' logits, and logits, whatever the configurations."""
-
-
-def fused_part(selects: bool, hidden_bits: int | None) -> str:
-    """Return the part of a plain step in two launch calls, with the choices of `FusedStep`."""
-    rows = ", selected rows" * selects
-    return f"fused step{rows}, {16 + (16 if hidden_bits is None else hidden_bits)} bits"
-
-
-FUSED = {
-    fused_part(selects, bits): (selects, bits)
-    for selects in (False, True)
-    for bits in (None, *LOW_BITS)
-}
-"""Whether rows are selected, and the bits of dX's sums beside 16, by part."""
-PARTS = FORWARD, STEP, *FUSED, SOFT_TARGETS, SAMPLES, DIVERGENCES
+PARTS = FORWARD, STEP, SOFT_TARGETS, SAMPLES, DIVERGENCES
 
 
 def parts_of(part: str) -> tuple[str, ...]:

@@ -42,14 +42,6 @@ MIN_SELECTED, MAX_SELECTED = 512, 1 << 19
 each block of `select_rows` reads the targets of all."""
 
 
-def selects_rows(tokens: int, hidden: int) -> bool:
-    """Return whether kernels gather the rows that count and compute no others.
-
-    They index the elements of a workspace by int32.
-    """
-    return MIN_SELECTED <= tokens <= MAX_SELECTED and tokens * hidden < 1 << 31
-
-
 @dataclass(frozen=True)
 class Problem:
     """One linear cross entropy: `tokens` rows of `hidden` features against `vocab` classes."""
@@ -79,8 +71,12 @@ class Problem:
 
     @property
     def selects_rows(self) -> bool:
-        """Whether kernels serve it and select rows."""
-        return self.arch is not None and selects_rows(self.tokens, self.hidden)
+        """Whether kernels serve it, and gather the rows that count and compute no others.
+
+        They index the elements of these by int32.
+        """
+        is_small = self.tokens * self.hidden < 1 << 31
+        return self.arch is not None and is_small and MIN_SELECTED <= self.tokens <= MAX_SELECTED
 
     @property
     def item_bytes(self) -> int:

@@ -1,7 +1,8 @@
-"""Layout of the small buffers and tables that the host and the kernels share."""
+"""Layout of the small buffers that the host and the kernels share."""
 
 from enum import IntEnum
-from typing import Any
+
+from cutefce.cute_kernels.integers import ceil_div, round_up
 
 
 class Stat(IntEnum):
@@ -77,93 +78,19 @@ class Semaphore(IntEnum):
     """One flag a row block: 1 if its exponentials must be stored again."""
 
 
-FIRST_FLAG = int(Semaphore.REPAIR_FLAGS)
-
 SPLIT_K_COUNTERS = 1
 """Offset of a gradient GEMM's counters, one a warp: the K splits it has added so far."""
 
 
-def forward_semaphore_count(tokens: Any, block_rows: int) -> Any:
-    """Return the size of a forward's int32 buffer for row blocks of `block_rows` tokens.
-
-    Takes Python or device integers.
-    """
-    return FIRST_FLAG + (tokens + block_rows - 1) // block_rows
+def forward_semaphore_count(tokens: int, block_rows: int) -> int:
+    """Return the size of a forward's int32 buffer for row blocks of `block_rows` tokens."""
+    return Semaphore.REPAIR_FLAGS + ceil_div(tokens, block_rows)
 
 
 LOW_ALIGNMENT = 16
 """Rows of the low bits of kept sums are multiples of these bytes, which kernels read at a time."""
 
 
-def low_bytes(hidden: Any, low_bits: int) -> Any:
-    """Return the bytes of the low bits of a row of `hidden` sums.
-
-    Takes Python or device integers.
-    """
-    used = (hidden * low_bits + 7) // 8
-    return (used + LOW_ALIGNMENT - 1) // LOW_ALIGNMENT * LOW_ALIGNMENT
-
-
-class ExpsMemory(IntEnum):
-    """Where the exponentials of a window are during a step."""
-
-    DW = 0
-    """In the memory of dW."""
-    KEPT = 1
-    """In that of kept columns."""
-    BUFFER = 2
-    """In the workspace of the backward, which computes them again."""
-
-
-class GradHidden(IntEnum):
-    """Which kernel adds a window's part to the sums of dX."""
-
-    GIVEN = 0
-    """None: the sums are complete before the kernels are launched."""
-    LONG = 1
-    """The one for many columns."""
-    SHORT = 2
-    """The one for few."""
-
-
-class Window(IntEnum):
-    """Fields of a window in the tables that host functions read, rows of int64 in host memory."""
-
-    FIRST = 0
-    """Its first column."""
-    COLUMNS = 1
-    """Its columns; in a forward those summed, up to the next window or the last column."""
-    MEMORY = 2
-    """An `ExpsMemory`."""
-    OFFSET = 3
-    """Elements of that memory before its exponentials."""
-    PITCH = 4
-    """Elements of a row of them; of stored ones, the columns that have memory."""
-    ROWS = 5
-    """Rows of that memory: N, or the most that count in steps with this window."""
-    SELECTS = 6
-    """That of a `RowCount`: 0, or one more than the fewest rows in steps with this window."""
-
-
-class ForwardWindow(IntEnum):
-    """Further fields of a window in a forward."""
-
-    SPLITS = len(Window)
-    """Vocabulary splits."""
-    MOST_SPLITS = SPLITS + 1
-    """The most of them, if rows are selected."""
-    STORED = SPLITS + 2
-    """Columns whose exponentials may be repaired."""
-    REPAIR_SPLITS = SPLITS + 3
-    """Vocabulary splits of the repair."""
-
-
-class BackwardWindow(IntEnum):
-    """Further fields of a window in a backward."""
-
-    RECOMPUTED = len(Window)
-    """Whether exponentials are computed again."""
-    GRAD_HIDDEN = RECOMPUTED + 1
-    """A `GradHidden`."""
-    K_SPLITS = RECOMPUTED + 2
-    """K splits of that kernel."""
+def low_bytes(hidden: int, low_bits: int) -> int:
+    """Return the bytes of the low bits of a row of `hidden` sums."""
+    return round_up(ceil_div(hidden * low_bits, 8), LOW_ALIGNMENT)

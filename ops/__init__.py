@@ -16,6 +16,5 @@
     parallel/     across ranks: vocabulary and tokens sharded over a process group
 
 `schema.py` makes operators' schemas of the option records; `dtypes.py` has their names and those of
-sums; `launch_graphs.py` replays launches that recur; `torch_compat.py` has every private name of
-torch that the package uses.
+sums; `torch_compat.py` has every private name of torch that the package uses.
 """

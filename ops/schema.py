@@ -13,13 +13,12 @@ from typing import Any, TypeVar, cast
 R = TypeVar("R", bound="OperatorRecord")
 
 
-def argument(kind: str, *, in_key: bool = True, is_public: bool = True, **options: Any) -> Any:
+def argument(kind: str, *, is_public: bool = True, **options: Any) -> Any:
     """Return a dataclass field that is an operator's argument of the schema type `kind`.
 
-    `in_key` says that checks or the choice of primitives depend on it, `is_public` that users of
-    `torch.ops.cutefce` can give it.
+    `is_public` says that users of `torch.ops.cutefce` can give it.
     """
-    metadata = {"schema": kind, "in_key": in_key, "is_public": is_public}
+    metadata = {"schema": kind, "is_public": is_public}
     return dataclasses.field(metadata=metadata, **options)
 
 
@@ -55,10 +54,6 @@ class OperatorRecord:
         """Return the arguments in the schema's order."""
         return _getter(cast(Any, type(self)))(self)
 
-    def key(self) -> tuple[Any, ...]:
-        """Return the arguments that checks and the choice of primitives depend on."""
-        return _key_getter(cast(Any, type(self)))(self)
-
     @classmethod
     def from_keywords(cls: type[R], keywords: Mapping[str, Any]) -> R:
         """Return the record of its arguments in `keywords`; the others have their defaults."""
@@ -87,19 +82,7 @@ def _spans(kinds: tuple[type[Any], ...]) -> tuple[int, list[tuple[Callable[..., 
 
 @cache
 def _getter(cls: type[OperatorRecord]) -> Callable[[OperatorRecord], tuple[Any, ...]]:
-    return _attributes(cls.names())
-
-
-@cache
-def _key_getter(cls: type[OperatorRecord]) -> Callable[[OperatorRecord], tuple[Any, ...]]:
-    return _attributes(tuple(f.name for f in _arguments(cls) if f.metadata["in_key"]))
-
-
-def _attributes(names: tuple[str, ...]) -> Callable[[OperatorRecord], tuple[Any, ...]]:
-    """Return a function of a record that returns a tuple of these attributes."""
-    if len(names) == 1:
-        return lambda record: (getattr(record, names[0]),)
-    return operator.attrgetter(*names)
+    return operator.attrgetter(*cls.names())
 
 
 @cache

@@ -167,13 +167,8 @@ def apply_function(function: type[torch.autograd.Function], *arguments: Any) -> 
     if torch._C._are_functorch_transforms_active() or torch.compiler.is_compiling():
         result: tuple[Any, ...] = function.apply(*arguments)
         return result
-    return apply_to_live(function, *torch._functorch.utils.unwrap_dead_wrappers(arguments))
-
-
-def apply_to_live(function: type[torch.autograd.Function], *arguments: Any) -> tuple[Any, ...]:
-    """Do what `apply_function` does of arguments that no transform has left behind."""
     run: Callable[..., tuple[Any, ...]] = cast(Any, super(torch.autograd.Function, function)).apply
-    return run(*arguments)
+    return run(*torch._functorch.utils.unwrap_dead_wrappers(arguments))
 
 
 def is_in_autograd_function() -> bool:
@@ -255,12 +250,6 @@ def capture_id() -> int | None:
 
     _, _, number, *_ = runtime.cudaStreamGetCaptureInfo(torch.cuda.current_stream().cuda_stream)
     return int(number)
-
-
-def current_raw_stream(device: int) -> int:
-    """Return the address of the current stream of a GPU, without making a `Stream` of it."""
-    address: int = torch._C._cuda_getCurrentRawStream(device)
-    return address
 
 
 def has_triton() -> bool:

@@ -18,6 +18,7 @@ from cutefce.cute_kernels.config import PortableTiles
 from cutefce.cute_kernels.jit import cache as jit_cache
 from cutefce.ops.primitives import elementwise
 from tests.support import backends
+from tests.support.undefined import make_undefined
 from tests.support.backends import Backend
 from tests.support.layouts import SMALL_TILES
 
@@ -109,6 +110,13 @@ def few_compilations(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyP
     """
     if request.config.getoption("gpu") and "compiled_rows" not in request.node.keywords:
         monkeypatch.setattr(elementwise, "_has_triton", lambda: False)
+
+
+@pytest.fixture(autouse=True)
+def undefined_memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU, have what programs exchange be NaN before it is written, and after it was read."""
+    if not request.config.getoption("gpu"):
+        make_undefined(monkeypatch)
 
 
 @pytest.fixture(autouse=True)

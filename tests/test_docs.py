@@ -7,6 +7,7 @@ import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
@@ -231,6 +232,16 @@ def test_runnable_snippets_run(page: Path) -> None:
     for kind, text in fences(page):
         if kind == "python run":
             exec(compile(text, names(page), "exec"), {})
+
+
+@pytest.mark.gpu
+def test_a_replayed_step_has_the_results_of_its_data() -> None:
+    (text,) = (text for kind, text in fences(ROOT / "docs" / "kernels.md") if kind == "python gpu")
+    found: dict[str, Any] = {}
+    exec(compile(text, "docs/kernels.md", "exec"), found)
+    want = found["step"]()
+    for name, x in zip(("loss", "dx", "dw"), want, strict=True):
+        assert torch.equal(found[name], x), name
 
 
 def signatures() -> Iterator[tuple[str, ast.arguments]]:

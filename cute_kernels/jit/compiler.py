@@ -17,8 +17,6 @@ SYMBOL = "kernel"
 """Name of the exported function."""
 
 MODULES: dict[type, str] = {
-    spec.FusedForwardSpec: "fused_forward",
-    spec.FusedBackwardSpec: "fused_backward",
     spec.SelectRowsSpec: "rowwise.select_rows",
     spec.GatherRowsSpec: "rowwise.gather_rows",
     spec.ScatterRowsSpec: "rowwise.scatter_rows",

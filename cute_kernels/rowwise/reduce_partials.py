@@ -33,11 +33,9 @@ def compile_signature(kernel: spec.ReducePartialsSpec) -> tuple[Any, tuple[Any, 
     stats = matrix(Float32, NUM_STATS, rows, aligned=False)
     inputs = partials, vector(Float32, rows), vector(Int64, rows)
     outputs = stats, scalar(Float32), vector(Int32, cute.sym_int())
-    assert not (kernel.scatter and kernel.terms)
-    order = vector(Int64, rows) if kernel.scatter else None
     class_logits = vector(Float32, rows) if kernel.class_row else None
     more = Int64(0), Int32(0), terms_argument(kernel.terms), class_logits, current_stream()
-    return ReducePartials(kernel), (*inputs, *outputs, order, *more)
+    return ReducePartials(kernel), (*inputs, *outputs, *more)
 
 
 class ReducePartials:
@@ -55,7 +53,6 @@ class ReducePartials:
         stats: cute.Tensor,
         reduced: cute.Tensor,
         semaphores: cute.Tensor,
-        order: cute.Tensor | None,
         ignored: Int64,
         mean: Int32,
         terms: Terms | None,
@@ -68,15 +65,14 @@ class ReducePartials:
         block is flagged for repair.  The loss is 0 where target (N,) is `ignored`, whatever the
         sums; T is NaN unless the loss is below `GRADIENT_LOSS`.  `reduced` () receives the sum of
         losses, or their mean over the targets that are not `ignored`.  These have `terms`, which
-        depend on `class_logits` (N,), if given; the statistics are of cross entropies.  With
-        `order` (N,), the statistics of row i are those of token order_i.
+        depend on `class_logits` (N,), if given; the statistics are of cross entropies.
 
         semaphores are laid out as in `workspace.Semaphore`.  Each parameter is one argument that
         the host passes by position.
         """
         blocks = (logit.shape[0] + WARPS - 1) // WARPS
         results, given = (stats, reduced, semaphores), (terms, class_logits)
-        self.kernel(partials, logit, target, results, order, ignored, mean, given).launch(
+        self.kernel(partials, logit, target, results, ignored, mean, given).launch(
             grid=[blocks, 1, 1], block=[32 * WARPS, 1, 1], stream=stream, **USE_PDL
         )
 
@@ -87,7 +83,6 @@ class ReducePartials:
         logit: cute.Tensor,
         target: cute.Tensor,
         results: Any,
-        order: Any,
         ignored: Int64,
         mean: Int32,
         given: Any,
@@ -107,10 +102,7 @@ class ReducePartials:
             count = partials.shape[1]
             if target[row] == ignored:
                 count = Int32(0)  # sums of an ignored row may be NaN
-            place = Int64(row)
-            if cutlass.const_expr(order is not None):
-                place = order[row]
-            self.reduce_row(partials, count, logit, (stats, place), semaphores, row)
+            self.reduce_row(partials, count, logit, stats, semaphores, row)
         others = cute.arch.grid_dim()[0] - 1
         if others > 0:  # a single block saves the round trips to memory
             cute.arch.fence_acq_rel_gpu()
@@ -134,12 +126,11 @@ class ReducePartials:
         partials: cute.Tensor,
         count: Int32,
         logit: cute.Tensor,
-        result: Any,
+        stats: cute.Tensor,
         semaphores: cute.Tensor,
         row: Int32,
     ) -> None:
-        """Reduce the first `count` partials of one row; `result` are (stats, column)."""
-        stats, place = result
+        """Reduce the first `count` partials of one row."""
         lane = cute.arch.lane_idx()
         largest = -Float32.inf
         for i in cutlass.range(lane, count, 32, unroll=4):
@@ -162,8 +153,8 @@ class ReducePartials:
             row_sum += exp2(partials[row, i] - shift)
         row_sum = cute.arch.warp_reduction_sum(row_sum)
         if lane == 0:
-            stats[Stat.REFERENCE, place] = reference
-            stats[Stat.SUM_EXP_OTHERS, place] = row_sum
+            stats[Stat.REFERENCE, row] = reference
+            stats[Stat.SUM_EXP_OTHERS, row] = row_sum
             # exp(r - ρ) - 1 is exactly 0 where the target's logit is the reference
             excess = row_sum
             if distance != 0.0:
@@ -171,11 +162,11 @@ class ReducePartials:
             loss = distance + log1p(excess)
             if target_logit == LOWEST_LOGIT:
                 loss = loss * Float32.inf  # NaN where no logit is higher
-            stats[Stat.LOSS, place] = loss
+            stats[Stat.LOSS, row] = loss
             total = Float32.nan
             if loss < GRADIENT_LOSS:
                 total = row_sum + exp2(-shift)
-            stats[Stat.SUM_EXP, place] = total
+            stats[Stat.SUM_EXP, row] = total
 
     @cute.jit
     def reduce_losses(

@@ -4,7 +4,6 @@ This package does not import the DSL.
 """
 
 from cutefce.cute_kernels.spec.divergence import DivergenceRowsSpec
-from cutefce.cute_kernels.spec.fused import FusedBackwardSpec, FusedForwardSpec
 from cutefce.cute_kernels.spec.gemm import GradGemmSpec, ProjectExpSpec
 from cutefce.cute_kernels.spec.rowwise import (
     COUNTED,
@@ -42,8 +41,6 @@ __all__ = [
     "ChooseClassesSpec",
     "ClearRowsSpec",
     "DivergenceRowsSpec",
-    "FusedBackwardSpec",
-    "FusedForwardSpec",
     "GatherRowsSpec",
     "GradGemmSpec",
     "KeptSumsSpec",
@@ -82,8 +79,6 @@ KernelSpec = (
     | PutSoftSpec
     | ScaleSoftSpec
     | ReducePartialsSpec
-    | FusedForwardSpec
-    | FusedBackwardSpec
     | ScaleAddRowsSpec
     | KeptSumsSpec
     | ScaleKeptSpec

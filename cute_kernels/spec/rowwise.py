@@ -112,8 +112,6 @@ class ReducePartialsSpec:
     arch: str
     rows: int
     """Rows of a row block."""
-    scatter: bool = False
-    """Whether a vector says which token the statistics of each row are of."""
     terms: bool = False
     """Whether losses have terms beside the cross entropy, the same for all tokens."""
     class_row: bool = False

@@ -3,8 +3,6 @@
 operators.py       schemas and implementations
 meta.py            their fake implementations
 autograd.py        the derivative of the loss
-plain_step.py      a repeated training step, of which everything is resolved
-fused.py           forward and backward of a plain step, one host call each
 operands.py        the operands of strategies: tokens, targets, primitives
 agreement.py       what ranks of a call must agree on
 kept.py            what a forward keeps for its backward

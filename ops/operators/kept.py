@@ -17,7 +17,7 @@ from torch import Tensor
 from cutefce.ops.planning.planner import Plan
 from cutefce.ops.program.run import Left
 from cutefce.ops.rows.loss_parts import LossParts
-from cutefce.ops.rows.selection import PackedSelection, RowSelection
+from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.statistics import RowStats
 from cutefce.ops.sampling.kernels import KernelSamples
 from cutefce.ops.sampling.samples import Samples
@@ -34,17 +34,14 @@ class Kept:
     """(D,) that of `LossInputs`."""
     soft: LossParts | None = None
     """Soft targets with their logits, and the terms that they make."""
-    selected: RowSelection | PackedSelection | None = None
-    """Which tokens were computed, as the forward has made it; None for all."""
+    selection: RowSelection | None = None
+    """Which tokens were computed; None for all."""
     stats: RowStats | None = None
     """Statistics of these tokens, in their order; None for those of all."""
+    arch: str | None = None
+    """Architecture of the kernels that served the forward; None of the portable path."""
     left: Left | None = None
     """What a program has left."""
-    @property
-    def selection(self) -> RowSelection | None:
-        """Which tokens were computed; None for all."""
-        selected = self.selected
-        return selected.unpack() if isinstance(selected, PackedSelection) else selected
 
     def take_left(self) -> Left | None:
         """Return what a program has left; later backwards get None of what this one overwrites."""

@@ -19,7 +19,7 @@ from cutefce.ops.primitives.dispatch import (
     primitives_for,
     problem_of,
 )
-from cutefce.ops.primitives.row_selection import select_rows
+from cutefce.ops.primitives.row_selection import select_rows, with_aligned_rows
 from cutefce.ops.rows.loss_parts import check_soft_values, without_weightless
 from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.sampling.samples import Sampling
@@ -35,30 +35,28 @@ def prepare(
     y: Tensor,
     options: LossOptions,
     tensors: TensorOptions,
-    plan: Plan | None,
+    plan: Plan,
     known: Kept | None = None,
 ) -> tuple[LossInputs[Any, Any], RowSelection | None]:
     """Return the operands as strategies take them, and which tokens they are, None for all.
 
-    Without a plan these are all.  In a backward, `known` is what its forward has found out.  If
-    that has the sums of the gradients, the hidden states are those given: what is left of the
-    backward does not read them.
+    In a backward, `known` is what its forward has found out.  If that has the sums of the
+    gradients, the hidden states are those given: what is left of the backward does not read them.
     """
     gathers = known is None or not known.plan.in_forward
-    h, grads = shard.gather_hidden(h) if gathers else h, NO_GRADIENTS
-    if plan is not None:
-        grads = plan.gradients
-    problem = problem_of(h, w, *grads, len(y))
-    is_sampled = plan is not None and plan.is_sampled
+    h = shard.gather_hidden(h) if gathers else h
+    if known is not None and known.arch is not None:
+        w = with_aligned_rows(w)  # hooks of saved tensors may restore another layout
+    problem = problem_of(h, w, *plan.gradients, len(y))
     if problem.arch is not None:
-        given = h.device, options, tensors, is_sampled
-        if tensors.is_dense or options_unsupported_reason(problem, *given) is not None:
+        given = h.device, options, tensors, plan.is_sampled
+        is_unserved = tensors.is_dense or (known is not None and known.arch is None)
+        if is_unserved or options_unsupported_reason(problem, *given) is not None:
             problem = replace(problem, arch=None)
     selection = None if known is None else known.selection
     if known is None:
         check_soft_values(y, options, tensors, shard.total_vocab(w))
-        if plan is not None:
-            selection = _select(shard, problem, y, options, tensors, plan)
+        selection = _select(shard, problem, y, options, tensors, plan)
     if selection is not None:
         y, tensors = selection.targets, selection.take_options(tensors)
         if not selection.is_on_device and gathers:
@@ -78,12 +76,12 @@ def prepare(
     own_sums = tensors.weight_cast is not None or tensors.accumulate_into is not None
     dw_dtype = sum_dtype(w.dtype) if own_sums else w.dtype
     dtypes = shard.dx_dtype(h.dtype), dw_dtype
-    buffer = tensors.accumulate_into if grads[1] else None
+    buffer = tensors.accumulate_into if plan.grad_weight else None
     operands = shard.primitives(own), h, w, targets, *dtypes, buffer, class_row
     sampling = None
-    if is_sampled and known is None:
+    if plan.is_sampled and known is None:
         sampling = _sampling(shard, w, y, options, tensors, selection)
-    return LossInputs(*operands, sampling), selection
+    return LossInputs(*operands, sampling, problem.arch), selection
 
 
 def _sampling(

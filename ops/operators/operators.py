@@ -63,19 +63,10 @@ def forward(h: Tensor, w: Tensor, y: Tensor, *arguments: Any) -> Tensor:
     refuse_tangents()
     same = {} if sharding.group is None else agreed_forward(y, options, tensors)
     shard = shard_of(sharding, h, w, **same)
-    plan = None
-    if (
-        y.device.type == "cpu"
-        or sharding.is_sharded
-        or options.transforms_logits
-        or options.label_smoothing
-        or (tensors.temperature is not None)
-        or (tensors.target_probs is not None)
-    ):  # otherwise the kernels' fused forward selects
-        step = StepOptions(MINIMUM, *NO_GRADIENTS)
-        plan = plan_of(h, w, y, step, options, tensors, sharding)
+    step = StepOptions(MINIMUM, *NO_GRADIENTS)
+    plan = plan_of(h, w, y, step, options, tensors, sharding)
     inputs, selection = prepare(shard, h, w, y, options, tensors, plan)
-    loss = inputs.primitives.projection.forward(inputs.h, inputs.w, inputs.targets)[1]
+    loss, _, _ = programs.forward(inputs, plan)
     return restored(loss, selection, options)
 
 
@@ -93,8 +84,9 @@ def loss_forward(h: Tensor, w: Tensor, y: Tensor, *arguments: Any) -> tuple[Tens
     shard = shard_of(sharding, h, w, **same)
     inputs, selection = prepare(shard, h, w, y, options, tensors, plan)
     loss, stats, results = run_forward(inputs, plan)
+    results.arch = inputs.arch
     if selection is not None:
-        results.selected, results.stats = results.selected or selection, stats
+        results.selection, results.stats = selection, stats
         stats = stats.restore(selection)
     kept.keep(stats.rows, results)
     return restored(loss, selection, options), stats.rows

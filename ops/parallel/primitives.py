@@ -6,12 +6,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor
 
-from cutefce.ops.primitives.interface import (
-    PartialT,
-    Projection,
-    WrappedProjection,
-    forward_unfused,
-)
+from cutefce.ops.primitives.interface import PartialT, WrappedProjection
 from cutefce.ops.rows.outputs import PartialOutputs
 from cutefce.ops.rows.statistics import RowStats
 from cutefce.ops.rows.targets import Targets
@@ -88,9 +83,6 @@ class ShardProjection(WrappedProjection[PartialT]):
         # contiguous parts of a token are added in the same order for all tokens
         parts = iter(self.shard.all_gather(given).permute(2, 1, 0).contiguous())
         return PartialOutputs(*(None if x is None else next(parts) for x in own))
-
-    def forward(self, h: Tensor, w: Tensor, targets: Targets) -> tuple[RowStats, Tensor]:
-        return forward_unfused(cast(Projection[PartialT], self), h, w, targets)
 
     def reduce_partials(
         self, partial: PartialT, target_logit: Tensor, targets: Targets

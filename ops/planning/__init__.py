@@ -11,6 +11,5 @@ step_memory.py          what single steps take of it
 soft_memory.py          that of soft targets, and of the targets' part of dW
 sample_sizes.py         entries that a token may keep, columns that its lse is estimated of
 dw_aliasing.py          how many exponentials fit into dW's memory
-window_layout.py        the windows of a plain step, and where the exponentials of each are
 divergence/             plans of divergences of two heads
 """

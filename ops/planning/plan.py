@@ -70,13 +70,6 @@ class Plan:
         return self.strategy == "gradients_in_forward"
 
     @property
-    def stores_windows(self) -> bool:
-        """Whether dX and dW are formed over windows, and the exponentials of some are stored."""
-        if self.strategy != "windows" or self.grad_bias:
-            return False
-        return self.grad_hidden and self.grad_weight and self.aliased + self.kept > 0
-
-    @property
     def has_windows(self) -> bool:
         """Whether fewer than all columns have memory of their own for exponentials."""
         return self.kept < self.vocab

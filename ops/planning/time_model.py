@@ -71,9 +71,6 @@ SAMPLING_TIME = 0.035
 ENTRY_TIME, LIST_BYTES = 0.66, 400
 """Bytes of rows of w or h that an entry moves, over theirs: some are in the L2 cache; and those
 that sorting and listing it is worth.  dX of 256 entries takes 2.8 ms, dW 2.5, lists 0.2 to 0.7."""
-SELECTED_WINDOW_SECONDS = 1.2e-4
-"""Of a window where few of many rows count, whose GEMMs fill no whole waves.  Steps of 410 to 4096
-of 8192 rows in 13 windows take 0.15 to 0.24 ms a window more than with everything kept."""
 CLUSTERS, TILE = 66, 256
 """Clusters of two SMs of an H200, and rows and columns of their tiles of dX.  The K of tiles that
 are added to kept sums is not split."""
@@ -104,17 +101,6 @@ def windows_seconds(
     if hidden_bits is not None and p.arch is not None:
         idle = max(idle, _idle_seconds(p, p.tokens, *_kept_tile(p, window)))
     return _seconds(p, columns, moved) + windows * rates(p)[2] + idle
-
-
-def layout_seconds(p: Problem, rows: int, windows: int, recomputed: int) -> float:
-    """Return the time of a step of which `rows` rows count, with `recomputed` columns.
-
-    For comparing layouts of one plan.
-    """
-    flop_rate, byte_rate, *_ = rates(p)
-    products = 2 * rows * p.hidden * (3 * p.vocab + recomputed) / flop_rate
-    sums = 2 * windows * rows * p.hidden * p.accumulator_bytes / byte_rate
-    return products + sums + windows * SELECTED_WINDOW_SECONDS
 
 
 def chunked_seconds(p: Problem, chunks: Chunks, window: int, stored: int) -> float:

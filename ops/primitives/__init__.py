@@ -6,7 +6,6 @@ dispatch.py                which implementation serves a call, and why
 cute_projection.py         launches of the kernels: exponentials, row sums, loss
 cute_gradients.py          launches of the kernels: dX and dW
 cute_rowwise.py            launches of the kernels: row-wise steps of both
-fused/                     launches of a plain step that stores exponentials: two calls
 portable_projection.py     the same in torch
 portable_gradients.py
 row_selection.py           which tokens are computed

@@ -250,15 +250,12 @@ def is_small(tokens: int, hidden: int, columns: int) -> bool:
     return tokens * hidden * columns <= SMALL_PRODUCT
 
 
-def grad_hidden_kernel(
-    kernels: KernelSet, columns: int, own: bool, short: int | None = None
-) -> GradGemmSpec | None:
+def grad_hidden_kernel(kernels: KernelSet, columns: int, own: bool) -> GradGemmSpec | None:
     """Return the kernel of dX's sums over `columns` of exponentials; None if cuBLAS adds them.
 
-    With `own`, cuBLAS adds those of float16 alone.  Fewer columns than `short`, or by default
-    `KernelConfigs.SHORT`, have another kernel.
+    With `own`, cuBLAS adds those of float16 alone.
     """
-    is_short = columns < (KernelConfigs.SHORT if short is None else short)
+    is_short = columns < KernelConfigs.SHORT
     spec = kernels.grad_hidden_short if is_short else kernels.grad_hidden
     return spec or (kernels.grad_hidden_again if own and can_keep(kernels.row_sums.dtype) else None)
 

@@ -9,8 +9,7 @@ launched and exits at once where no block is flagged, so that nothing synchroniz
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,11 +18,9 @@ from cutefce.cute_kernels.config import GemmConfig
 from cutefce.cute_kernels.integers import ceil_div
 from cutefce.cute_kernels.jit.cache import compiled
 from cutefce.cute_kernels.kernel_set import KernelSet
-from cutefce.cute_kernels.problem import selects_rows
 from cutefce.cute_kernels.schedule.order import choose_vocab_splits, most_vocab_splits
 from cutefce.cute_kernels.spec import ProjectExpSpec
 from cutefce.cute_kernels.workspace import forward_semaphore_count
-from cutefce.ops.primitives.interface import forward_unfused
 from cutefce.ops.primitives.row_selection import (
     far_rows,
     gather_rows,
@@ -202,25 +199,6 @@ class CuteProjection(SamplingSteps, CuteSoftTargetSteps):
         total = torch.logsumexp(partial.sums * math.log(2), 1) / math.log(2)
         return PartialLse(gather(total).t().contiguous(), partial.semaphores)
 
-    def forward(self, h: Tensor, w: Tensor, targets: Targets) -> tuple[RowStats, Tensor]:
-        if targets.selection is not None or not targets.has_own_logits:
-            return forward_unfused(self, h, w, targets)
-        (tokens, hidden), splits = h.shape, self._vocab_splits(h, w)
-        kernels, most, logits = self.kernels, splits, targets.logits
-        # factors of tokens would have to be in the order of the selection
-        selects = selects_rows(tokens, hidden) and (logits is None or logits.row_scale is None)
-        kernel = kernels.fused_selecting_forward if selects else kernels.fused_forward
-        if selects:
-            most = max(splits, self._most_splits(h, w.shape[0]))
-        workspace = h.new_empty(kernel.workspace_size(tokens, hidden, most), dtype=torch.float32)
-        stats, reduced = RowStats.empty(workspace, tokens), workspace.new_empty(())
-        tensors = h, w, targets.index, workspace, stats.rows, reduced
-        numbers = targets.options.ignore_index, splits, most, self.clusters
-        transform = None if targets.logits is None else launch_transform(targets, (0, w.shape[0]))
-        launch = self._launch_selecting_forward if selects else self._launch_fused_forward
-        launch(*tensors, None, None, transform, *numbers, int(targets.divides_by_count))
-        return stats, reduce_losses(stats, targets, reduced if targets.terms is None else None)
-
     def recompute_exp(
         self,
         h: Tensor,
@@ -251,7 +229,7 @@ class CuteProjection(SamplingSteps, CuteSoftTargetSteps):
         if terms is not None and terms.numbers is not None and targets.options.is_scalar:
             kernel = replace(kernel, terms=True, class_row=terms.has_class_row)
             given, class_logits = terms.numbers, targets.class_logits
-        compiled(kernel)(*tensors, None, *numbers, given, class_logits)
+        compiled(kernel)(*tensors, *numbers, given, class_logits)
         is_reduced = terms is None or kernel.terms
         return stats, reduce_losses(stats, targets, reduced if is_reduced else None)
 
@@ -282,15 +260,6 @@ class CuteProjection(SamplingSteps, CuteSoftTargetSteps):
         if self.clears and exps is not None and targets.selection is not None:
             compiled(self.kernels.clear_rows)(exps, targets.selection.count)
 
-    # looked up once: the call cache reuses this object, and hashing a spec takes CPU time
-    @cached_property
-    def _launch_selecting_forward(self) -> Callable[..., None]:
-        return cast(Callable[..., None], compiled(self.kernels.fused_selecting_forward))
-
-    @cached_property
-    def _launch_fused_forward(self) -> Callable[..., None]:
-        return cast(Callable[..., None], compiled(self.kernels.fused_forward))
-
     def _take_semaphores(self, h: Tensor, config: GemmConfig | None = None) -> Tensor:
         rows = min((config or self.config).rows, self.config.rows)
         count: int = forward_semaphore_count(h.shape[0], rows)
@@ -298,6 +267,3 @@ class CuteProjection(SamplingSteps, CuteSoftTargetSteps):
 
     def _vocab_splits(self, h: Tensor, w: Tensor) -> int:
         return choose_vocab_splits(h.shape[0], w.shape[0], self.config, self.clusters)
-
-    def _most_splits(self, h: Tensor, vocab: int) -> int:
-        return int(most_vocab_splits(h.shape[0], vocab, self.config))

@@ -39,9 +39,8 @@ class Gradients(Protocol[TargetGradT]):
     ) -> bool:
         """Write `exps` (N, K) @ w (K, D) to `sums` (N, D), or add it if `accumulate`.
 
-        `in_windows` says that these are some columns of a step, all of whose windows one host
-        function may compute, without cuBLAS, with the same bits.  With `selection`, rows of tokens
-        that do not count are undefined.
+        `in_windows` says that these are some columns of a step, whose products kernels add without
+        cuBLAS.  With `selection`, rows of tokens that do not count are undefined.
 
         Return whether `exps` are multiplied by `factor` (N,) afterwards, as they are where the
         kernel of the product can do so.

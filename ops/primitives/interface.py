@@ -130,10 +130,6 @@ class Projection(Protocol[PartialT]):
         """Return the reductions that were computed beside the row sums, of all partials."""
         ...
 
-    def forward(self, h: Tensor, w: Tensor, targets: Targets) -> tuple[RowStats, Tensor]:
-        """Do `target_logit`, `project_exp` of all columns and `reduce_partials`; store nothing."""
-        ...
-
     def recompute_exp(
         self,
         h: Tensor,
@@ -214,16 +210,3 @@ def set_soft_excess(
     """
     if targets.soft is not None and targets.soft.excess is None:
         targets.soft.excess = projection.soft_excess(h, w, targets, target_logit)
-
-
-def forward_unfused(
-    projection: Projection[PartialT], h: Tensor, w: Tensor, targets: Targets
-) -> tuple[RowStats, Tensor]:
-    """Do what `Projection.forward` does, step by step."""
-    logit, own = projection.target_logit(h, w, targets), h
-    if targets.selection is not None:
-        own = projection.select(h, targets.selection)
-    expect_soft_logits(projection, targets)
-    partial = projection.project_exp(own, w, (0, w.shape[0]), logit, targets)
-    set_soft_excess(projection, h, w, targets, logit)
-    return projection.reduce_partials(partial, logit, targets)

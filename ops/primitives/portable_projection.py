@@ -25,7 +25,6 @@ from cutefce.ops.primitives.elementwise import (
     gathered_dot_,
     scale_rows_in_place_,
 )
-from cutefce.ops.primitives.interface import forward_unfused
 from cutefce.ops.primitives.portable_gradients import (
     apply_rowwise,
     matmul_into,
@@ -190,9 +189,6 @@ class PortableProjection(PortableSamplingSteps, SoftTargetSteps):
         sums = (partial.sums * _exp_difference(partial.references, references[:, None])).sum(1)
         shards = gather(torch.stack([sums, references]))
         return PartialSums(shards[:, 0].t(), shards[:, 1].t())
-
-    def forward(self, h: Tensor, w: Tensor, targets: Targets) -> tuple[RowStats, Tensor]:
-        return forward_unfused(self, h, w, targets)
 
     def recompute_exp(
         self,

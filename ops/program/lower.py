@@ -383,7 +383,9 @@ class _Lowering:
             self.list_targets(factors)
         # nothing else is in the memory of dX until its sums are finished
         home = Home.DX if p.grad_hidden and not self.sums_in_dx else None
-        in_exps, scaled, plain = self.factors_in_exps, (), ()
+        in_exps = self.factors_in_exps
+        scaled: tuple[str, ...] = ()
+        plain: tuple[str, ...] = ()
         if early and p.grad_weight and not in_exps:
             scaled = self.gather("scaled", self.every, (factors,), home)
         if not all(n.is_stored for n in early) or (p.grad_weight and early and in_exps):

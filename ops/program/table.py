@@ -88,15 +88,15 @@ def project(call: Call, s: Step) -> None:
     projection, stores = x.primitives.projection, any(n.startswith("exps") for n in s.writes)
     exps = exps_of(call, s, s.writes, whole=True) if stores else None
     if "logits" in s.reads:
-        given: Any = states, x.w, s.columns, call.values["logits"], x.targets
-        call.values["partials"].append(projection.project_exp(*given, exps))
+        given: Any = states, x.w, s.columns, call.values["logits"], x.targets, exps
+        call.values["partials"].append(projection.project_exp(*given))
         leave_out_entries(call, s, exps)
         return
     assert exps is not None
     reference, targets = call.values["stats"].reference, x.targets
     if s.far and "exps" not in s.writes:
-        given = exps, states, x.w, s.columns[0], targets, call.values["partial"]
-        projection.repair_stored_exps(*given, call.values["stats"])
+        of_all = targets, call.values["partial"], call.values["stats"]
+        projection.repair_stored_exps(exps, states, x.w, s.columns[0], *of_all)
         return
     if s.far:  # of windows that are not stored
         targets = copy.copy(targets)
@@ -247,7 +247,8 @@ def list_targets(call: Call, s: Step) -> None:
     as_sums = into is not None or x.dw_dtype != x.w.dtype
     every = every_row(x, scaling.every)
     operands: Any = terms, scaling.grad_scale, every, x.targets.selection, as_sums
-    call.values["weight"] = WeightGradient(gradients, out, *operands, into is not None)
+    adds = into is not None
+    call.values["weight"] = WeightGradient(gradients, out, *operands, adds=adds)
 
 
 def gemm_hidden(call: Call, s: Step) -> None:

@@ -5,9 +5,7 @@ order, and on a CPU no others.
 """
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from cutefce.cute_kernels.integers import ceil_div
@@ -96,27 +94,3 @@ class RowSelection:
                 counts = counts.sum(0, keepdim=True, dtype=counts.dtype)
         own = self.order[rows], self.targets[rows]
         return replace(self, order=own[0], targets=own[1], counts=counts)
-
-
-class PackedSelection(NamedTuple):
-    """A selection of one chunk on a GPU, in one tensor: three take more CPU time to allocate."""
-
-    memory: Tensor
-    """(2 N + 1,) int64: the order, the targets, and in 32 bits of the last element the count."""
-    arch: str
-
-    @staticmethod
-    def empty(y: Tensor, arch: str) -> "PackedSelection":
-        """Return memory for a selection of targets y (N,) int64."""
-        return PackedSelection(y.new_empty(2 * y.shape[0] + 1), arch)
-
-    def parts(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return order, targets and count, in the same memory."""
-        tokens = len(self.memory) // 2
-        order, targets, last = self.memory.split((tokens, tokens, 1))
-        return order, targets, last.view(torch.int32)[:1]
-
-    def unpack(self) -> RowSelection:
-        """Return the selection, in the same memory."""
-        tokens = len(self.memory) // 2
-        return RowSelection(*self.parts(), tokens, tokens, self.arch)

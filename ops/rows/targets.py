@@ -122,11 +122,6 @@ class Targets:
         return plain and self.options.reduction != OUTPUTS
 
     @property
-    def has_own_logits(self) -> bool:
-        """Whether losses depend on the target's logit and the log-sum-exp alone."""
-        return self.class_row is None and self.soft is None
-
-    @property
     def is_uniform(self) -> bool:
         """Whether all tokens' losses have the same terms, of raw logits and without outputs."""
         same = self.terms is None or self.terms.numbers is not None

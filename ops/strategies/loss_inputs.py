@@ -36,6 +36,8 @@ class LossInputs(Generic[PartialT, TargetGradT]):
     """(D,) Σ_v κ_v W_v over this rank's classes, for losses that depend on it."""
     sampling: Sampling | None = None
     """How a forward chooses entries, with sampled gradients."""
+    arch: str | None = None
+    """Architecture of the kernels that serve the call; None of the portable path."""
 
     @property
     def tokens(self) -> int:

@@ -25,7 +25,6 @@ from cutefce.ops.primitives.interface import (
     PartialT,
     Projection,
     WrappedProjection,
-    forward_unfused,
 )
 from cutefce.ops.primitives.weighted_sum import RowFactors
 from cutefce.ops.program import windows as programs
@@ -51,10 +50,6 @@ class SamplingForward(WrappedProjection[PartialT]):
     sampling: Sampling
     found: list[tuple[Any, Tensor, Tensor]]
     """Receives the entries, as `own` returns them, with their h and w."""
-
-    def forward(self, h: Tensor, w: Tensor, targets: Targets) -> tuple[RowStats, Tensor]:
-        """Do the steps of a forward one by one."""
-        return forward_unfused(cast(Projection[PartialT], self), h, w, targets)
 
     def project_exp(
         self,

@@ -146,10 +146,7 @@ def test_everything_that_lookups_choose_as_shipped_is_compiled_ahead(file: Path)
             problem = Problem(tokens, hidden, vocab, dtype, "cuda", arch=arch.name)
             configs = lookup.kernel_configs(problem, gpu)
             kernels = kernel_set.kernel_set(arch, dtype, configs).all()
-            # a call compiles a backward of several tuned configurations at its first step
-            assert built.issuperset(k for k in kernels if not isinstance(k, spec.FusedBackwardSpec))
-        backwards = [k for k in built if isinstance(k, spec.FusedBackwardSpec)]
-        assert bool(backwards) == arch.forms_weight_gradient
+            assert built.issuperset(kernels)
 
 
 def test_an_edited_configuration_is_launched(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

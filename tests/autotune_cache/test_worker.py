@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-import torch
 
 from cutefce.autotune_cache.tuning import targets, timing, worker
 from cutefce.autotune_cache.tuning.shapes import SMALL_PROBLEMS
@@ -101,9 +100,6 @@ def launched(no_results: None, monkeypatch: pytest.MonkeyPatch) -> set[spec.Kern
             kernels.add(kernel)
             if isinstance(kernel, spec.SelectRowsSpec | spec.SoftLeadsSpec | spec.PrepareSoftSpec):
                 model_of(kernel)(*arguments)
-            if isinstance(kernel, spec.FusedForwardSpec) and kernel.stores and kernel.selects:
-                *_, stored = arguments[:8]
-                torch.arange(len(stored[0]), out=stored[0])
 
         return launch
 

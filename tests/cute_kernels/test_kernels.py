@@ -1,7 +1,6 @@
 """The kernels: every configuration, sizes past 2³¹, repair, and the choice of implementation."""
 
 import dataclasses
-import itertools
 import math
 from typing import Any
 
@@ -19,7 +18,7 @@ from cutefce.cute_kernels.config import GemmConfig, KernelConfigs
 from cutefce.cute_kernels.integers import round_up
 from cutefce.cute_kernels.jit import cache as jit_cache
 from cutefce.cute_kernels.jit.compiler import report
-from cutefce.cute_kernels.problem import GRADIENT_LOSS, LOW_BITS, MIN_SELECTED, Problem
+from cutefce.cute_kernels.problem import GRADIENT_LOSS, Problem
 from cutefce.cute_kernels.variant import (
     IDENTITY,
     PLAIN,
@@ -32,8 +31,6 @@ from cutefce.cute_kernels.variant import (
 from cutefce.cute_kernels.workspace import NUM_STATS, Semaphore, Stat, forward_semaphore_count
 from cutefce.ops.dtypes import dtype_name
 from cutefce.ops.interface.options import LossOptions
-from cutefce.ops.planning.dw_aliasing import DwMemory
-from cutefce.ops.planning.window_layout import WindowLayout
 from cutefce.ops.primitives import (
     cute_gradients,
     cute_projection,
@@ -42,10 +39,7 @@ from cutefce.ops.primitives import (
 )
 from cutefce.ops.primitives.cute_projection import PartialLse
 from cutefce.ops.primitives.dispatch import kernel_primitives
-from cutefce.ops.primitives.fused import hidden_product
-from cutefce.ops.primitives.fused import step as fused_step
-from cutefce.ops.primitives.fused.step import FusedStep
-from cutefce.ops.primitives.interface import AnyPrimitives, forward_unfused
+from cutefce.ops.primitives.interface import AnyPrimitives
 from cutefce.ops.rows.coefficients import RankOne, RowCoefficients
 from cutefce.ops.rows.targets import Targets
 from tests.support import rank_one
@@ -130,37 +124,6 @@ def test_every_configuration(
     smallest = 2.0**-24 if dtype == torch.float16 else 1e-30
     got = buffer[:, : shape[2]].double()
     torch.testing.assert_close(got, exact, rtol=1.01 * rounding, atol=smallest)
-
-
-@pytest.mark.gpu
-@with_kernels
-@pytest.mark.parametrize(
-    ("shape", "reduction"),
-    [
-        *((shape, "mean") for shape in RAGGED.values()),
-        ((257, 72, 3001), "sum"),
-        ((2500, 136, 5000), "none"),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
-def test_the_fused_forward_equals_its_kernels(
-    config: GemmConfig, shape: tuple[int, int, int], reduction: str
-) -> None:
-    case = random_case(*shape, dtype=torch.bfloat16, device="cuda")
-    case.h[::5] *= 100.0  # some of these rows lie far above their targets
-    steps = primitives(config, torch.bfloat16).projection
-    targets = Targets(case.y, shape[2], LossOptions(reduction))
-    stats, loss = steps.forward(case.h, case.w, targets)
-    expected = forward_unfused(steps, case.h, case.w, targets)
-    if shape[0] < MIN_SELECTED:
-        assert torch.equal(stats.rows, expected[0].rows)
-        assert torch.equal(loss, expected[1])
-    else:  # sums, and references of far rows, are those of other vocabulary splits
-        counted = case.y >= 0
-        lses = stats.lse[counted], expected[0].lse[counted]
-        torch.testing.assert_close(*lses, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(loss, expected[1], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.gpu
@@ -309,15 +272,14 @@ class Launches:
         jit_cache.compiled(kernel)(*tensors, self.transform, reductions, None, None, *numbers)
         return sums, exps, reductions
 
-    def fused_forward(self) -> Tensor:
-        """Return the statistics."""
-        kernel = self.kernels.fused_forward
-        size = kernel.workspace_size(self.tokens, self.case.h.shape[1], self.splits)
-        workspace = torch.empty(size, device="cuda")
+    def statistics(self, logit: Tensor) -> Tensor:
+        """Return those of a forward that stores nothing."""
+        sums, _, _ = self.project_exp(self.kernels.row_sums, logit)
         stats = torch.empty(NUM_STATS, self.tokens, device="cuda")
-        tensors = self.case.h, self.case.w, self.case.y, workspace, stats, stats.new_empty(())
-        numbers = -100, self.splits, self.splits, self.clusters, 0
-        jit_cache.compiled(kernel)(*tensors, None, None, self.transform, *numbers)
+        results = stats, stats.new_empty(()), self.semaphores()
+        more = -100, 0, None, None
+        kernel = jit_cache.compiled(self.kernels.reduce_partials)
+        kernel(sums, logit, self.case.y, *results, *more)
         return stats
 
 
@@ -371,7 +333,7 @@ def check_transform(
             allowed = rounding * want + cancelled + (2.0**-24 if narrow else 1e-30)
             assert bool(((got[:, : len(case.w)] - want).abs() <= allowed).all())
             assert not got[:, len(case.w) :].any()
-    stats = launches.fused_forward()
+    stats = launches.statistics(logit)
     loss = torch.logsumexp(u, 1) - exact_logit
     torch.testing.assert_close(
         stats[Stat.LOSS].double()[active], loss[active], rtol=1e-5, atol=5e-5
@@ -559,7 +521,7 @@ def test_a_bad_row_stays_alone(value: float, strict: None) -> None:
 @with_kernels
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_diverged_rows_in_every_configuration(config: GemmConfig) -> None:
-    """With stored exponentials, without them, and fused."""
+    """With stored exponentials and without them."""
     steps = primitives(config, torch.bfloat16).projection
     for name in names(torch.bfloat16):
         case = broken_case(name, torch.bfloat16, "cuda")
@@ -573,8 +535,6 @@ def test_diverged_rows_in_every_configuration(config: GemmConfig) -> None:
             assert_same_kind(losses, want)
             bad = ~(want < GRADIENT_LOSS)
             assert torch.equal(stats.sum_exp.isnan(), bad), name
-        fused, _ = steps.forward(case.h, case.w, targets)
-        torch.testing.assert_close(fused.rows, stats.rows, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.gpu
@@ -585,7 +545,10 @@ def test_sums_of_ignored_rows_are_not_read(config: GemmConfig) -> None:
     for name in names(torch.bfloat16):
         case = broken_case(name, torch.bfloat16, "cuda")
         case.y[ROW] = -100
-        stats, _ = steps.forward(case.h, case.w, Targets(case.y, 333, NONE))
+        targets = Targets(case.y, 333, NONE)
+        logit = steps.target_logit(case.h, case.w, targets)
+        partial = steps.project_exp(case.h, case.w, (0, 333), logit, targets)
+        stats, _ = steps.reduce_partials(partial, logit, targets)
         assert stats.rows[:, ROW].tolist() == [math.inf, 0.0, 1.0, 0.0], name
 
 
@@ -742,7 +705,7 @@ def test_launch_arguments_match_the_kernels(arch: Arch, monkeypatch: pytest.Monk
 
         return launch
 
-    for module in (cute_gradients, cute_projection, cute_rowwise, fused_step, hidden_product):
+    for module in (cute_gradients, cute_projection, cute_rowwise):
         monkeypatch.setattr(module, "compiled", on_a_cpu)
     case = random_case(300, 64, 1500, dtype=torch.bfloat16)
     tiles = widest_window(Problem(300, 64, 1500, "bfloat16", "cuda"))
@@ -800,15 +763,6 @@ def test_launch_arguments_match_the_kernels(arch: Arch, monkeypatch: pytest.Monk
     if default.grad_weight:
         names += ["GradGemm", "SortTargets", *["GradGemm"] * 3]
         names += [*["GradGemm"] * 2, "ScaleKept"] * 2 + ["GradGemm"] * 2
-    if default.grad_weight:
-        kernels = kernel_set.kernel_set(arch, "bfloat16", default)
-        problem = Problem(300, 64, 1500, "bfloat16", "cuda", arch=arch.name)
-        for kind in itertools.product((False, True), (None, *LOW_BITS)):
-            layout = WindowLayout.of(DwMemory(300, 64, 1500, 16), 64, 512, 256)
-            step = FusedStep(problem, kernels, 132, [layout], *kind)
-            _, saved = step.forward(case.h, case.w, case.y, LossOptions())
-            step.backward(logit[0], case.h, case.w, case.y, saved, LossOptions())
-        names += ["FusedForward", "FusedBackward"] * 6
     assert [kernel.__name__ for kernel in launched] == [f"{name}Spec" for name in names]
 
 
@@ -828,50 +782,16 @@ def test_variants_do_not_swap_operands(tokens: int) -> None:
 def test_a_variant_is_that_of_the_kernels_that_take_it(arch: Arch) -> None:
     configs = arch.default_configs(tokens=8192, hidden=4096, num_sms=132)
     plain = kernel_set.kernel_set(arch, "bfloat16", configs)
-    assert plain.row_sums == plain.fused_forward.project_exp
     variant = KernelVariant(TRANSFORMS["all"], REDUCTIONS["all"])
     kernels = kernel_set.kernel_set(arch, "bfloat16", configs, variant)
     with_sums = kernels.row_sums, kernels.row_sums_and_exps
     assert {kernel.reductions for kernel in with_sums} == {variant.reductions}
-    forward, without_sums = kernels.fused_forward, (kernels.exps, kernels.repair_exps)
-    assert {kernel.reductions for kernel in (forward.project_exp, *without_sums)} == {SUM_ONLY}
-    with_logits = *with_sums, *without_sums, forward, forward.project_exp, kernels.target_logit
+    without_sums = kernels.exps, kernels.repair_exps
+    assert {kernel.reductions for kernel in without_sums} == {SUM_ONLY}
+    with_logits = *with_sums, *without_sums, kernels.target_logit
     assert {kernel.transform for kernel in with_logits} == {variant.transform}
     others_ = {kernel for kernel in kernels.all() if not hasattr(kernel, "transform")}
-    # a variant has no fused step
-    kinds = itertools.product((False, True), (None, *LOW_BITS))
-    steps = {plain.fused_backward_of(*kind) for kind in kinds if plain.fused_backward}
-    without = {kernel for kernel in plain.all() if not hasattr(kernel, "transform")}
-    assert others_ == without - steps
-
-
-@pytest.mark.parametrize("arch", ARCHS, ids=lambda arch: arch.name)
-def test_fused_steps_launch_the_kernels_of_separate_ones(arch: Arch) -> None:
-    configs = arch.default_configs(tokens=8192, hidden=4096, num_sms=132)
-    kernels = kernel_set.kernel_set(arch, "bfloat16", configs)
-    for selects in (False, True):
-        forward, backward = kernels.fused_storing_forward, kernels.fused_backward
-        if selects:
-            forward = kernels.fused_selecting_storing_forward
-            backward = kernels.fused_selecting_backward
-        if kernels.grad_weight_kernels is None:
-            assert forward is None and backward is None
-            continue
-        assert forward is not None and backward is not None
-        assert (forward.selects, backward.selects) == (selects, selects)
-        names = ("target_logit", "reduce_partials", "repair_exps", "select_rows", "gather_rows")
-        assert all(getattr(forward, name) == getattr(kernels, name) for name in names)
-        assert forward.project_exp == kernels.row_sums_and_exps
-        of_both = ["row_coefficients", "sort_targets", "grad_weight", "finish_dx", "exps"]
-        of_both += ["grad_hidden", "grad_hidden_short", "gather_rows"]
-        assert all(getattr(backward, name) == getattr(kernels, name) for name in of_both)
-        scales = kernels.gather_scaled_rows if selects else kernels.scale_rows
-        assert backward.scale_rows == scales
-        assert backward.probability_coefficients == kernels.probability_coefficients
-        for bits, of_kept in kernels.kept_hidden_kernels.items():
-            keeping = kernels.fused_backward_of(selects, bits)
-            assert keeping is not None and keeping in kernels.all()
-            assert (keeping.grad_hidden, keeping.scale_sums, keeping.finish_dx) == of_kept
+    assert others_ == {kernel for kernel in plain.all() if not hasattr(kernel, "transform")}
 
 
 def test_partials_of_all_ranks_are_gathered() -> None:

@@ -10,7 +10,7 @@ import torch
 from cutefce.cute_kernels.integers import ceil_div, round_up
 from cutefce.cute_kernels.spec import ProjectExpSpec
 from cutefce.cute_kernels.variant import IDENTITY, LogitTransform
-from cutefce.cute_kernels.workspace import FIRST_FLAG
+from cutefce.cute_kernels.workspace import Semaphore
 
 SLOPE = 0.3
 """s of a softcap."""
@@ -120,7 +120,7 @@ class Case:
             target=self.y.numpy(),
             sums=np.full(shape, np.nan, np.float32) if kernel.sums else None,
             exps=exps if kernel.store else None,
-            semaphores=np.full(FIRST_FLAG + blocks, semaphore, np.int32),
+            semaphores=np.full(Semaphore.REPAIR_FLAGS + blocks, semaphore, np.int32),
             first=self.first,
             vocab_splits=vocab_splits,
             transform=self.transform,

@@ -30,7 +30,6 @@ from cutefce.cute_kernels.spec import (
 )
 from cutefce.cute_kernels.variant import LogitTransform
 from cutefce.cute_kernels.workspace import (
-    FIRST_FLAG,
     NO_CLASS,
     Coefficient,
     Semaphore,
@@ -62,7 +61,7 @@ from tests.emulation.core import Stuck
 from tests.emulation.hopper import run
 from tests.support.backends import PTX
 from tests.support.kept_sums import split_sums
-from tests.support.layouts import CHUNKS, COLUMNS, pinned, windows_in_chunks
+from tests.support.layouts import CHUNKS, COLUMNS, Layout, pinned, windows_in_chunks
 from tests.support.options import exact, options_case
 from tests.support.reference import assert_as_accurate, by_layout, random_case
 from tests.support.tiers import rest_slow
@@ -233,8 +232,8 @@ def check_reduced_partials(rows: int, **how: Any) -> None:
     target[1], logit[1], partials[1] = -100, torch.inf, torch.nan
     partials[rows - 1, 66] = 300.0
     stats, loss = torch.zeros(4, rows), torch.zeros(())
-    semaphores = torch.zeros(FIRST_FLAG + 1, dtype=torch.int32)
-    operands = partials, logit, target, stats, loss, semaphores, None, -100, 1
+    semaphores = torch.zeros(Semaphore.REPAIR_FLAGS + 1, dtype=torch.int32)
+    operands = partials, logit, target, stats, loss, semaphores, -100, 1
     run(kernel, *operands, None, None, **how)
     assert semaphores[Semaphore.REPAIR_ROWS] == rows
     others = (partials.double() * math.log(2)).logsumexp(1)
@@ -272,8 +271,8 @@ def test_reduced_losses_with_terms(given: tuple[float, float], possible: bool) -
         kernels_of(PINGPONG).reduce_partials, terms=terms is not None, class_row=smoothing > 0
     )
     stats, loss = torch.zeros(4, 45), torch.zeros(())
-    semaphores = torch.zeros(FIRST_FLAG + 1, dtype=torch.int32)
-    operands = partials, logit, target, stats, loss, semaphores, None, -100, 1
+    semaphores = torch.zeros(Semaphore.REPAIR_FLAGS + 1, dtype=torch.int32)
+    operands = partials, logit, target, stats, loss, semaphores, -100, 1
     more = None if terms is None else terms.numbers, class_logits if smoothing else None
     run(kernel, *operands, *more)
     targets = Targets(target, 9, options, TensorOptions(), lambda: LossParts(terms))
@@ -679,21 +678,28 @@ def test_scaled_exponentials_with_entries_of_soft_targets(
 EMULATED = PTX["emulated sm_90a"]
 
 
+OF_EVERY_KIND = Layout(aliased=64, kept=64)
+"""Columns in the memory of dW, in their own, and computed again."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("selects", [True, False], ids=["counted rows", "all rows"])
+@pytest.mark.parametrize("bits", [None, 4], ids=["float32 sums of dX", "20 bits"])
 @pytest.mark.parametrize("config", [COOPERATIVE, TALL, SWAPPED], ids=str)
-def test_fused_forward(config: GemmConfig, selects: bool) -> None:
-    case = random_case(150, 72, 333, dtype=torch.bfloat16, ignored=0.6 if selects else 0.1)
-    kernels, splits, most = kernels_of(config), 1, 3 if selects else 1
-    kernel = kernels.fused_selecting_forward if selects else kernels.fused_forward
-    stats, loss = torch.zeros(4, 150), torch.zeros(())
-    workspace = torch.full((kernel.workspace_size(150, 72, most),), torch.nan)
-    operands = case.h, case.w, case.y, workspace, stats, loss
-    run(kernel, *operands, None, None, None, -100, splits, most, 2, 1)
-    want = F.cross_entropy(case.h.double() @ case.w.double().t(), case.y, reduction="none")
-    torch.testing.assert_close(stats[Stat.LOSS].double(), want, rtol=1e-5, atol=1e-5)
-    mean = want.sum() / (case.y >= 0).sum()
-    torch.testing.assert_close(loss.double(), mean, rtol=1e-5, atol=1e-5)
+def test_windows_of_every_kind(
+    config: GemmConfig,
+    bits: int | None,
+    small_tiles: PortableTiles,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With two kernels of dX, for few columns and for many, and with tokens of far references."""
+    monkeypatch.setattr(KernelConfigs, "SHORT", 70)
+    gemm = COOPERATIVE if config.swaps else config
+    configs = KernelConfigs(config, gemm, gemm, TALL, KEPT_192)
+    EMULATED.serve(monkeypatch, small_tiles, configs=configs)
+    case = random_case(70, 48, 333, dtype=torch.bfloat16, ignored=0.5)
+    case.h[::9] *= 60
+    got = by_layout(case, dataclasses.replace(OF_EVERY_KIND, hidden_bits=bits))
+    assert_as_accurate(got, case, ("loss", "dx", "dw"))
 
 
 @pytest.fixture

@@ -1,108 +1,16 @@
 """Exponentials in the place of dW are used before they are overwritten."""
 
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 import torch
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 import cutefce
 from bench.harness.timing import peak_bytes
-from cutefce.cute_kernels.config import PortableTiles, WindowConfig
-from cutefce.cute_kernels.integers import round_up
-from cutefce.cute_kernels.workspace import ExpsMemory
+from cutefce.cute_kernels.config import PortableTiles
 from cutefce.ops.planning.dw_aliasing import DwMemory
 from cutefce.ops.planning.planner import Plan
-from cutefce.ops.planning.window_layout import WindowLayout
-from cutefce.ops.strategies import windows
-from cutefce.ops.strategies.dw_views import aliased_views, free_tail
 from tests.support.reference import random_case
-
-SIZES = st.integers(1, 40), st.integers(1, 40), st.integers(1, 200), st.integers(1, 12)
-BLOCKS = st.integers(1, 4)
-"""Tokens, hidden, vocab, and blocks of a window; columns of a block."""
-
-
-@given(*SIZES, BLOCKS, st.integers(0, 200))
-def test_nothing_is_overwritten_before_it_was_used(
-    tokens: int, hidden: int, vocab: int, blocks: int, block: int, fewer: int
-) -> None:
-    least, memory = blocks * block, DwMemory(tokens, hidden, vocab, block)
-    columns = memory.most_aliased(least) - fewer // block * block
-    assume(columns > 0)
-    widths, dw = memory.aliased_widths(columns), torch.zeros(vocab, hidden)
-    assert sum(widths) == columns and min(widths[:-1], default=least) >= least
-    views = aliased_views(dw, memory, columns)
-    assert [first for first, _ in views] == [sum(widths[:i]) for i in range(len(widths))]
-    for (first, exps), width in zip(views, widths, strict=True):
-        assert exps.shape == (tokens, width) and not exps.any(), "they do not overlap"
-        exps.fill_(1 + first)
-    for (first, exps), width in zip(views, widths, strict=True):
-        dw[first : first + width] = -1
-        assert (exps == 1 + first).all()
-
-
-@given(*SIZES, BLOCKS)
-def test_one_block_more_would_be(
-    tokens: int, hidden: int, vocab: int, blocks: int, block: int
-) -> None:
-    """Either the first or the last window would have to be narrower."""
-    least = blocks * block
-    assume(vocab > least)
-    columns = DwMemory(tokens, hidden, vocab, block).most_aliased(least) + block
-    start = vocab * hidden - columns * tokens
-    last = vocab * hidden - least * tokens
-    assert start < least * hidden or last < columns * hidden
-
-
-@given(*SIZES, BLOCKS, st.integers(0, 200))
-def test_recomputed_windows_use_what_remains(
-    tokens: int, hidden: int, vocab: int, blocks: int, block: int, done: int
-) -> None:
-    least, memory = blocks * block, DwMemory(tokens, hidden, vocab, block)
-    first, buffer = done // block * block, memory.buffer_columns(done // block * block, least)
-    widths, dw = memory.recomputed_widths(first, least), torch.zeros(vocab, hidden)
-    assert sum(widths) == max(vocab - first, 0) and all(width > 0 for width in widths)
-    in_dw = True
-    for width in widths:
-        tail = free_tail(dw, first + width, tokens, width)
-        assert tail is not None or width <= buffer <= round_up(least, block)
-        in_dw = in_dw and memory.widest(first) >= least
-        assert (width <= least) if not in_dw else (width % block == 0 and tail is not None)
-        if in_dw and tail is not None:
-            tail.fill_(1)
-            assert not dw[: first + width].any()
-            assert free_tail(dw, first + width + block, tokens, width + block) is None
-            dw.zero_()
-        first += width
-
-
-@given(*SIZES, BLOCKS, st.integers(0, 200), st.integers(0, 200))
-def test_a_layout_has_the_windows_of_the_strategy(
-    tokens: int, hidden: int, vocab: int, blocks: int, block: int, fewer: int, kept: int
-) -> None:
-    config, memory = WindowConfig(2 * blocks * block, block), DwMemory(tokens, hidden, vocab, block)
-    aliased = max(memory.most_aliased(blocks * block) - fewer // block * block, 0)
-    kept = min(kept // block * block, round_up(vocab - aliased, block))
-    w = torch.empty(vocab, hidden, device="meta")
-    stored = aliased_views(w, memory, aliased)
-    if kept:
-        stored.append((aliased, w.new_empty(tokens, kept)))
-    inputs: Any = SimpleNamespace(w=w, tokens=tokens, primitives=SimpleNamespace(config=config))
-    columns = windows.iter_windows(inputs, stored, aliased, config.window, in_dw=True)
-    want = [(first, last, exps is None) for first, last, exps in columns]
-    layout = WindowLayout.of(memory, aliased, kept, config.half(config.window))
-    assert want == [(x.first, x.last, x.recomputed) for x in layout.windows]
-    for window, (_, exps) in zip(layout.stored, stored, strict=True):
-        assert (window.offset, window.width) == (exps.storage_offset(), exps.shape[1])
-    for window in layout.windows[len(stored) :]:
-        tail = free_tail(w, window.last, tokens, window.last - window.first)
-        is_in_dw = window.memory == ExpsMemory.DW
-        assert is_in_dw == (tail is not None)
-        assert tail is None or window.offset == tail.storage_offset()
-        assert window.width >= window.last - window.first
 
 
 @given(st.integers(1, 1 << 16), st.integers(8, 1 << 13), st.integers(1 << 12, 1 << 18))

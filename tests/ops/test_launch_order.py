@@ -117,6 +117,38 @@ def test_launches_of_steps(
         assert re.fullmatch(expected, names), names
 
 
+@pytest.mark.parametrize("selects", [False, True], ids=["all rows", "selected rows"])
+@pytest.mark.parametrize("workspace", ["min", 40 << 10, "max"])
+def test_a_repeat_launches_the_kernels_of_the_first_step(
+    workspace: int | str,
+    selects: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    small_tiles: PortableTiles,
+) -> None:
+    """And no others, so that a CUDA graph may be captured after one eager step."""
+    pytest.importorskip("cutlass")
+    launched: set[KernelSpec] = set()
+
+    def recorded(kernel: KernelSpec) -> Callable[..., None]:
+        def launch(*arguments: Any) -> None:
+            launched.add(kernel)
+            model_of(kernel)(*arguments)
+
+        return launch
+
+    arch = arch_named("sm_90a")
+    serve_calls(monkeypatch, arch, small_tiles, selects=selects, replacement=recorded)
+    h = torch.randn(150, 64, dtype=torch.bfloat16, requires_grad=True)
+    w = torch.randn(333, 64, dtype=torch.bfloat16, requires_grad=True)
+    y = torch.randint(333, (150,))
+    steps = []
+    for _ in range(2):
+        launched.clear()
+        cutefce.linear_cross_entropy(h, w, y, workspace=workspace).backward()
+        steps.append(set(launched))
+    assert steps[0] == steps[1] != set()
+
+
 @pytest.mark.parametrize("outputs", [False, True], ids=["soft targets", "outputs"])
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 def test_parts_of_soft_targets_are_made_once(

@@ -435,15 +435,6 @@ def test_lse_is_returned() -> None:
         assert torch.equal(function(*x.leaves, x.case.y, **SAMPLED), loss)
 
 
-def test_the_option_is_in_the_key_of_cached_calls() -> None:
-    options = (
-        LossOptions(),
-        LossOptions(gradient="sampled"),
-        LossOptions(gradient="sampled", samples=64),
-    )
-    assert len({own.key() for own in options}) == 3
-
-
 def checkpointed(*arguments: Any, **options: Any) -> Tensor:
     result: Tensor = checkpoint(eager, *arguments, use_reentrant=False, **options)
     return result

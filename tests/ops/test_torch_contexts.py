@@ -265,6 +265,20 @@ def test_saved_tensors_may_come_back_with_another_layout(
         assert have_same_bits((loss, *gradients(loss, h, w)), want)
 
 
+@each_workspace
+@pytest.mark.filterwarnings("ignore:cutefce. served by the portable path")
+def test_a_weight_may_come_back_as_kernels_read_it(
+    workspace: int | str, device: str, kernels: pytest.MonkeyPatch
+) -> None:
+    """Though the forward could not read it: its backward is of the same path."""
+    h, w, y = operands(device)
+    w = unaligned(w.detach()).requires_grad_()
+    want = step(h, w, y, workspace=workspace)
+    with saved_tensors_hooks(lambda x: x, lambda x: x.clone() if x.dtype == w.dtype else x):
+        loss = cutefce.linear_cross_entropy(h, w, y, workspace=workspace)
+    assert have_same_bits((loss, *gradients(loss, h, w)), want)
+
+
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_the_forward_on_kernels_is_what_its_fake_says(
     reduction: str, device: str, kernels: pytest.MonkeyPatch

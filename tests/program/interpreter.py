@@ -175,8 +175,8 @@ class Call:
             case Kind.CLEAR:
                 v(s.writes[0]).fill_(0)
             case Kind.PROJECT:
-                names = "logits", "stats", "numbers", "factors"
-                (reference,) = [n for n in s.reads if n in names]
+                relative = "logits", "stats", "numbers", "factors"
+                (reference,) = [n for n in s.reads if n in relative]
                 column = RELATIVE_TO if reference in ("numbers", "factors") else REFERENCE
                 u = h @ w[c:d].T + bias[c:d] - v(reference)[r, column, None]
                 here = own & (y >= c) & (y < d)

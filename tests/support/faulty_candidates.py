@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from cutefce.cute_kernels.config import GemmConfig
 from cutefce.cute_kernels.problem import Problem
 from cutefce.cute_kernels.spec import KernelSpec
 from cutefce.ops.primitives.dispatch import portable_primitives
-from cutefce.ops.primitives.interface import AnyPrimitives, Primitives, forward_unfused
+from cutefce.ops.primitives.interface import AnyPrimitives, Primitives
 
 
 class Kind(IntEnum):
@@ -71,9 +71,6 @@ class FaultyProjection:
             _limit_memory(1 << 30)
             self.held.append(torch.empty(300 << 20, dtype=torch.uint8))
         return self.own.project_exp(h, w, window, reference, target, exps)
-
-    def forward(self, *arguments: Any) -> Any:
-        return forward_unfused(cast(Any, self), *arguments)
 
     def reduce_partials(self, *arguments: Any) -> Any:
         stats, loss = self.own.reduce_partials(*arguments)

@@ -4,12 +4,10 @@ They round where the kernels round, and read and write the same memory; all sums
 first partial, the other partials are empty.
 """
 
-import ctypes
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
-from enum import IntEnum
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -31,15 +29,10 @@ from cutefce.cute_kernels.problem import (
 )
 from cutefce.cute_kernels.variant import SUM_ONLY
 from cutefce.cute_kernels.workspace import (
-    BackwardWindow,
     Coefficient,
-    ExpsMemory,
-    ForwardWindow,
-    GradHidden,
     Semaphore,
     SoftRow,
     Stat,
-    Window,
 )
 from cutefce.ops.divergence import logits, row_kernel
 from cutefce.ops.dtypes import dtype_name
@@ -52,8 +45,6 @@ from cutefce.ops.primitives import (
     dispatch,
     row_selection,
 )
-from cutefce.ops.primitives.fused import hidden_product
-from cutefce.ops.primitives.fused import step as fused_step
 from cutefce.ops.rows.kept_sums import joined_sums, round_at_random_
 from cutefce.ops.rows.loss_terms import LossTerms
 from cutefce.ops.rows.statistics import RowStats
@@ -81,8 +72,6 @@ def model_of(kernel: spec.KernelSpec) -> Callable[..., None]:
         spec.ScaleSoftSpec: _scale_soft,
         spec.ProjectExpSpec: _project_exp,
         spec.ReducePartialsSpec: _reduce_partials,
-        spec.FusedForwardSpec: _fused_forward,
-        spec.FusedBackwardSpec: _fused_backward,
         spec.ScaleAddRowsSpec: _scale_add_rows,
         spec.KeptSumsSpec: _kept_sums,
         spec.ScaleKeptSpec: _scale_kept,
@@ -386,13 +375,11 @@ def _reduce_partials(
     stats: Tensor,
     reduced: Tensor,
     semaphores: Tensor,
-    order: Tensor | None,
     ignored: int,
     mean: int,
     terms: tuple[float, ...] | None = None,
     class_logits: Tensor | None = None,
 ) -> None:
-    assert (order is not None) == kernel.scatter
     assert (terms is not None) == kernel.terms
     assert (class_logits is not None) == kernel.class_row
     assert semaphores[Semaphore.DONE_COUNTER] == 0
@@ -423,197 +410,6 @@ def _reduce_partials(
         losses = torch.where(stats[Stat.LOSS] == torch.inf, by_lse * stats[Stat.LOSS], losses)
         losses = torch.where(target == ignored, 0, losses)
     reduced.copy_(losses.sum() / count)
-    if order is not None:
-        stats[:, order] = stats.clone()
-
-
-def _fused_forward(
-    kernel: spec.FusedForwardSpec,
-    h: Tensor,
-    w: Tensor,
-    target: Tensor,
-    workspace: Tensor,
-    stats: Tensor,
-    reduced: Tensor,
-    stored: tuple[Tensor, Tensor, int, int] | None,
-    stored_order: tuple[Tensor, Tensor, Tensor] | None,
-    transform: Transform | None,
-    ignored: int,
-    vocab_splits: int,
-    most_splits: int,
-    clusters: int,
-    mean: int,
-) -> None:
-    (tokens, hidden), partials = h.shape, most_splits * kernel.config.partials_per_row
-    memories = () if stored is None else stored[:2]
-    table = [] if stored is None else window_rows(*stored[2:], ForwardWindow)
-    size = kernel.workspace_size(tokens, hidden, most_splits, max(len(table), 1))
-    assert len(workspace) == size
-    assert kernel.selects or vocab_splits == most_splits
-    assert kernel.stores == (stored is not None)
-    assert (stored_order is not None) == (kernel.stores and kernel.selects)
-    order, selected, dense, counts = target, target, h, torch.zeros(1, dtype=torch.int32)
-    if kernel.selects:
-        workspace = workspace[kernel.selection_size(tokens, hidden) :]
-        dense, unstored = h.clone(), (target.clone(), target.clone(), counts)
-        order, selected, counts = stored_order or unstored
-        operands = target, order, selected, counts, tokens, ignored
-        model_of(kernel.select_rows)(*operands)
-        model_of(kernel.gather_rows)(dense, h, order, None, counts)
-    count = len(workspace) - tokens * (1 + partials)
-    logit, sums, rest = workspace.split([tokens, tokens * partials, count])
-    sums, semaphores = sums.view(tokens, partials), rest.view(torch.int32)
-    places = transform, order, ignored, int(kernel.selects)
-    model_of(kernel.target_logit)(h, w, selected, logit, semaphores, *places)
-    more = transform, None, None, None, counts, int(kernel.selects)
-    if stored is None:
-        into = sums, None, semaphores, *more, 0, vocab_splits, clusters
-        model_of(kernel.project_exp)(dense, w, logit, selected, *into)
-    pitch, done = kernel.semaphore_pitch(tokens), 0
-    for i, row in enumerate(table):
-        first, columns = row[Window.FIRST], row[Window.COLUMNS]
-        part, exps, rows = w[first : first + columns], _exps_of(row, memories), row[Window.ROWS]
-        assert first or done in (0, partials)
-        begin = done if first else 0
-        done = begin + row[ForwardWindow.MOST_SPLITS] * kernel.config.partials_per_row
-        own = sums[:rows, begin:done], exps, semaphores[i * pitch : (i + 1) * pitch]
-        numbers = row[Window.SELECTS], first, row[ForwardWindow.SPLITS], clusters
-        of_rows = dense[:rows], part, logit[:rows], selected[:rows]
-        model_of(kernel.project_exp)(*of_rows, *own, *more[:-1], *numbers)
-    assert not table or done == partials
-    scatter = order if kernel.selects and not kernel.stores else None
-    results = stats, reduced, semaphores, scatter
-    model_of(kernel.reduce_partials)(sums, logit, selected, *results, ignored, mean)
-    for row in table:
-        first, columns = row[Window.FIRST], row[ForwardWindow.STORED]
-        part, exps, rows = w[first : first + columns], _exps_of(row, memories), row[Window.ROWS]
-        of_rows = dense[:rows], part, stats[Stat.REFERENCE, :rows], selected[:rows]
-        numbers = row[Window.SELECTS], first, row[ForwardWindow.REPAIR_SPLITS], clusters
-        model_of(kernel.repair_exps)(*of_rows, None, exps, semaphores, *more[:-1], *numbers)
-
-
-def window_rows(address: int, windows: int, fields: type[IntEnum]) -> list[list[int]]:
-    """Return the rows of a table that a host function gets."""
-    count = len(Window) + len(fields)
-    numbers = list((ctypes.c_int64 * (count * windows)).from_address(address))
-    return [numbers[i * count : (i + 1) * count] for i in range(windows)]
-
-
-def _exps_of(row: Sequence[int], memories: Sequence[Tensor]) -> Tensor:
-    """Return the exponentials (M, K) of a row of a table."""
-    memory, rows, width = memories[row[Window.MEMORY]], row[Window.ROWS], row[Window.PITCH]
-    return memory.view(-1)[row[Window.OFFSET] :][: rows * width].view(rows, width)
-
-
-def _fused_backward(
-    kernel: spec.FusedBackwardSpec,
-    h: Tensor,
-    w: Tensor,
-    target: Tensor,
-    stored_order: tuple[Tensor, Tensor, Tensor] | None,
-    stats: Tensor,
-    upstream: Tensor,
-    kept: Tensor,
-    dx: Tensor,
-    dw: Tensor,
-    workspace: Tensor,
-    address: int,
-    windows: int,
-    probabilities: int,
-    buffer_columns: int,
-    gathers: int,
-    ignored: int,
-    mean: int,
-    num_sms: int,
-) -> None:
-    (tokens, hidden), vocab, selects = h.shape, len(w), int(kernel.selects)
-    more = windows, num_sms, buffer_columns, bool(gathers)
-    assert len(workspace) == kernel.workspace_size((tokens, hidden, vocab), *more)
-    assert (stored_order is not None) == kernel.selects
-    sums: Any = _sums_of(kernel, workspace, tokens, hidden)
-    in_reference = probabilities < windows
-    assert not (in_reference and gathers) and (upstream.shape[0] == 1 or not in_reference)
-    first_kernel = kernel.probability_coefficients if in_reference else kernel.row_coefficients
-    coefficients, grad_scale = torch.empty(first_kernel.planes, tokens), torch.empty(1)
-    of_dx, of_dw, pitch = kernel.semaphore_places(tokens, num_sms)
-    semaphores = torch.empty(windows * pitch, dtype=torch.int32)
-    order, index, count = stored_order or (target, target, semaphores)
-    results = coefficients, grad_scale, semaphores
-    numbers = count, selects, ignored, mean, vocab, None
-    model_of(first_kernel)(stats, index, upstream, *results, *numbers)
-    scale, at_target = coefficients[Coefficient.DX_SCALE], coefficients[Coefficient.DX_TARGET]
-    row_scale, of_target, reference = scale, at_target, stats[Stat.REFERENCE]
-    if in_reference:
-        row_scale, of_target = coefficients[Coefficient.DW_SCALE : Coefficient.DW_TARGET + 1]
-        reference = coefficients[Coefficient.REFERENCE]
-    dense, states = h, dx
-    if kernel.selects:
-        model_of(kernel.scale_rows)(dx, h, order, row_scale, count)
-        dense = dx if in_reference else torch.full_like(h, torch.nan)
-        if gathers:
-            model_of(kernel.gather_rows)(dense, h, order, None, count)
-    else:
-        model_of(kernel.scale_rows)(dx, h, None, row_scale, None, None, None, None, 0)
-    csr = target.clone(), torch.empty(vocab + 1, dtype=torch.int32), torch.empty(tokens)
-    model_of(kernel.sort_targets)(index, of_target, order, *csr, ignored, selects)
-    buffer = h.new_empty(tokens, buffer_columns)
-    for i, row in enumerate(window_rows(address, windows, BackwardWindow)):
-        if i == probabilities:
-            if kernel.hidden_bits is None:
-                none = (None,) * 4
-                model_of(kernel.scale_sums)(sums, sums, None, row_scale, *none, 0)
-            else:
-                model_of(kernel.scale_sums)(*sums[:2], row_scale)
-            if kernel.selects:
-                model_of(kernel.gather_rows)(dx, h, order, None, count)
-            else:
-                states = h
-        first, columns = row[Window.FIRST], row[Window.COLUMNS]
-        part = w[first : first + columns]
-        exps, rows = _exps_of(row, (dw, kept, buffer))[:, :columns], row[Window.ROWS]
-        counted = count, row[Window.SELECTS]
-        own = semaphores[i * pitch : (i + 1) * pitch].split([of_dx, of_dw - of_dx, pitch - of_dw])
-        if row[BackwardWindow.RECOMPUTED]:
-            assert row[Window.MEMORY] != ExpsMemory.KEPT and i >= probabilities * in_reference
-            of_rows = dense[:rows], part, reference[:rows], index[:rows]
-            of_all = None, exps, own[0], *(None,) * 4, *counted, first
-            splits = ceil_div(columns, kernel.exps_config.columns)
-            clusters = num_sms // kernel.exps_config.cluster
-            model_of(kernel.exps)(*of_rows, *of_all, splits, clusters)
-        kind = row[BackwardWindow.GRAD_HIDDEN]
-        assert kind != GradHidden.GIVEN or windows == 1
-        if kind != GradHidden.GIVEN:
-            gemm = kernel.grad_hidden if kind == GradHidden.LONG else kernel.grad_hidden_short
-            clusters = num_sms // gemm.config.cluster
-            k_splits = row[BackwardWindow.K_SPLITS] if kernel.hidden_bits is None else None
-            launch = *counted, clusters, k_splits, int(first == 0)
-            to = sums[:rows] if kernel.hidden_bits is None else _first(sums, rows)
-            model_of(gemm)(exps, part.t(), to, None, None, own[1], *launch)
-        targets = csr[0], csr[1][first : first + columns + 1], csr[2], h, grad_scale
-        clusters = num_sms // kernel.config.cluster
-        operands = exps.t(), states[:rows].t(), dw[first : first + columns]
-        last = targets, None, own[2], *counted, clusters, None, None
-        model_of(kernel.grad_weight)(*operands, *last)
-    if kernel.hidden_bits is None:
-        model_of(kernel.finish_dx)(dx, sums, w, scale, at_target, index, None, order, selects)
-    else:
-        by_row = w, index, scale, at_target, None, order, selects
-        model_of(kernel.finish_dx)(dx, *sums[:2], *by_row)
-
-
-def _sums_of(kernel: spec.FusedBackwardSpec, workspace: Tensor, tokens: int, hidden: int) -> Any:
-    """Return dX's sums (N, D) in a workspace: float32, or what a GEMM of kept ones gets."""
-    if kernel.hidden_bits is None:
-        return workspace[: tokens * hidden].view(tokens, hidden)
-    size, columns = tokens * hidden // 2, hidden * kernel.hidden_bits // 8
-    upper = workspace[:size].view(torch.bfloat16).view(tokens, hidden)
-    low = workspace[size : kernel.sums_size(tokens, hidden)].view(torch.uint8).view(tokens, -1)
-    return upper, low[:, :columns], None
-
-
-def _first(sums: tuple[Tensor, Tensor, None], rows: int) -> tuple[Tensor, Tensor, None]:
-    """Return the first `rows` of kept sums."""
-    return sums[0][:rows], sums[1][:rows], None
 
 
 def _scale_add_rows(
@@ -895,6 +691,6 @@ def use_models(
 ) -> None:
     """Launch the models, or another replacement, in the place of compiled kernels: unverified."""
     monkeypatch.setattr(dispatch, "_unproven_reason", lambda *_: None)
-    modules = cute_projection, cute_gradients, cute_rowwise, fused_step, hidden_product
+    modules = cute_projection, cute_gradients, cute_rowwise
     for module in (*modules, row_selection, sampling, logits, row_kernel, soft_rows, soft_kernels):
         monkeypatch.setattr(module, "compiled", replacement)

@@ -4,7 +4,7 @@ Algorithms 1 and 2 of "From Projection to Prediction: Beyond Logits for Scalable
 (arXiv 2511.17599), window by window: the forward keeps a running maximum m and sum a of every row
 and, separately, the target's logit; the backward computes every logit again and forms
 g_v = Γ (exp(z_v - m) / a - [v = y]) in the inputs' dtype.  Only tests and
-benchmarks call this.  Algorithms 3 and 4 are `strategies.gradients_in_forward`.
+benchmarks call this.  Algorithms 3 and 4 are programs of chunks (`ops.program`).
 """
 
 import torch
@@ -13,8 +13,8 @@ from torch import Tensor
 from cutefce.ops.dtypes import sum_dtype
 from cutefce.ops.primitives.portable_gradients import matmul_into
 from cutefce.ops.primitives.portable_projection import PartialSums, PortableProjection
+from cutefce.ops.program.layout import even_windows
 from cutefce.ops.rows.targets import Targets
-from cutefce.ops.strategies.windows import split_windows
 
 NO_TARGET = -1
 
@@ -27,7 +27,7 @@ def algorithm_1(
     m = torch.full_like(target_logit, -torch.inf)
     a = torch.zeros_like(m)
     nothing = Targets(torch.full_like(targets.index, NO_TARGET), targets.vocab, targets.options)
-    for first, last in split_windows(w.shape[0], 0, window):
+    for first, last in even_windows(0, w.shape[0], window, 1):
         # every logit lies above a reference of -inf, so that each block uses its own maximum
         below = torch.full_like(m, -torch.inf)
         pieces = projection.project_exp(h, w, (first, last), below, nothing)
@@ -60,7 +60,7 @@ def algorithm_2(
     gamma = torch.where(targets.active, upstream, 0)
     nothing = Targets(torch.full_like(targets.index, NO_TARGET), targets.vocab, targets.options)
     exps = torch.empty(h.shape[0], window, dtype=dtype, device=h.device)
-    for first, last in split_windows(w.shape[0], 0, window):
+    for first, last in even_windows(0, w.shape[0], window, 1):
         projection.recompute_exp(h, w, (first, last), m, nothing, exps)
         g = exps[:, : last - first] * (gamma / a)[:, None]
         column = torch.arange(first, last, device=h.device)

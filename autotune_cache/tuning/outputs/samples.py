@@ -16,14 +16,16 @@ from cutefce.cute_kernels.arch.base import Arch
 from cutefce.cute_kernels.kernel_set import KernelSet
 from cutefce.cute_kernels.sampling_set import sampling_kernels
 from cutefce.cute_kernels.spec import KernelSpec
+from cutefce.ops.planning.plan import Plan
 from cutefce.ops.planning.sample_sizes import slots
 from cutefce.ops.primitives.cute_projection import CuteProjection
 from cutefce.ops.primitives.interface import WrappedProjection
+from cutefce.ops.program import windows as programs
 from cutefce.ops.rows.targets import Targets
 from cutefce.ops.sampling.interface import SamplingProjection
 from cutefce.ops.sampling.kernels import KernelSamples
 from cutefce.ops.sampling.samples import Sampling
-from cutefce.ops.strategies import sampled, windows
+from cutefce.ops.strategies import sampled
 from cutefce.ops.strategies.loss_inputs import LossInputs
 
 ALL, FEW = 1 << 24, 64
@@ -59,24 +61,24 @@ def kernels(arch: Arch, exact: KernelSet) -> list[KernelSpec]:
 
 
 def gradients_of_all(
-    inputs: LossInputs[Any, Any], upstream: Tensor, window: int
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Return losses (N,), dX and dW of a call that keeps all entries."""
-    dw = torch.empty_like(inputs.w)
+    inputs: LossInputs[Any, Any], upstream: Tensor, plan: Plan
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return losses (N,), dX and dW of a call that keeps all entries; `plan` is an exact one."""
     if not isinstance(inputs.primitives.projection, CuteProjection):
-        loss, stats = windows.forward(inputs)
-        return loss, windows.backward(inputs, stats, (), upstream, window, True, dw), dw
-    inputs = _with_low_estimates(inputs)
-    loss, stats, samples = sampled.forward(inputs, _sampling(inputs, ALL))
-    assert isinstance(samples, KernelSamples)
-    return loss, sampled.backward(inputs, stats, samples, upstream, True, dw, None), dw
+        loss, stats, left = programs.forward(inputs, plan)
+        dx, dw, _ = programs.backward(left, inputs, upstream, stats)
+        return loss, dx, dw
+    inputs, dw = _with_low_estimates(inputs), torch.empty_like(inputs.w)
+    loss, stats, samples = sampled.forward(inputs, _sampling(inputs, ALL), plan)
+    given = stats, samples, upstream, plan.window, True, dw, None
+    return loss, sampled.backward(inputs, *given), dw
 
 
-def entries_of_few(inputs: LossInputs[Any, Any]) -> Tensor:
+def entries_of_few(inputs: LossInputs[Any, Any], plan: Plan) -> Tensor:
     """Return (2,) float64: how many entries are kept, and Σ of their columns over V."""
     if isinstance(inputs.primitives.projection, CuteProjection):
         inputs = _with_low_estimates(inputs)
-    _, _, samples = sampled.forward(inputs, _sampling(inputs, FEW))
+    _, _, samples = sampled.forward(inputs, _sampling(inputs, FEW), plan)
     if isinstance(samples, KernelSamples):
         columns, counts = samples.entries >> 32, samples.counts
     else:

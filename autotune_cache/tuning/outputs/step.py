@@ -1,7 +1,6 @@
 """Outputs of primitives for a tuning case: losses, exponentials and gradients of a step."""
 
 import copy
-import functools
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,7 +10,6 @@ from torch import Tensor
 
 from cutefce.autotune_cache import defaults
 from cutefce.autotune_cache.tuning.outputs import samples as sampled_outputs
-from cutefce.autotune_cache.tuning.outputs import windows as window_outputs
 from cutefce.autotune_cache.tuning.outputs.divergences import divergence_outputs, logits_outputs
 from cutefce.autotune_cache.tuning.outputs.soft_targets import LOGIT_ROUNDINGS, soft_outputs
 from cutefce.autotune_cache.tuning.targets.base import CheckedOutput, TuningCase
@@ -22,22 +20,19 @@ from cutefce.cute_kernels.problem import LOW_BITS, Problem, can_keep
 from cutefce.ops.dtypes import sum_dtype
 from cutefce.ops.interface.options import LossOptions, TensorOptions
 from cutefce.ops.planning import planner
-from cutefce.ops.planning.chunks.sizes import Chunks
 from cutefce.ops.primitives.cute_projection import CuteProjection
-from cutefce.ops.primitives.interface import AnyPrimitives, forward_unfused
+from cutefce.ops.primitives.interface import AnyPrimitives
 from cutefce.ops.primitives.row_selection import restore_rows, select_on_device
+from cutefce.ops.program import windows as programs
+from cutefce.ops.program.run import Call
 from cutefce.ops.rows import targets as rows
 from cutefce.ops.rows.coefficients import RowCoefficients
 from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.statistics import RowStats
 from cutefce.ops.rows.targets import Targets
-from cutefce.ops.strategies import windows
-from cutefce.ops.strategies.dw_views import aliased_views, memory_of
-from cutefce.ops.strategies.gradients_in_forward import gradients_in_forward
-from cutefce.ops.strategies.hidden_sums import HiddenSums
 from cutefce.ops.strategies.loss_inputs import LossInputs
-from cutefce.ops.strategies.weight_sums import WeightSums
 
+Inputs = LossInputs[Any, Any]
 IGNORED = -100
 FLOOR = torch.finfo(torch.float16).smallest_normal
 """Of relative errors of gradients that were rounded to 16 bits."""
@@ -50,7 +45,7 @@ def make_targets(case: TuningCase, reduction: str = "none") -> Targets:
 
 def loss_inputs(
     case: TuningCase, primitives: AnyPrimitives, reduction: str = "none"
-) -> LossInputs[Any, Any]:
+) -> Inputs:
     """Return the operands of a step with this `reduction`."""
     h, w = primitives.projection.prepare(case.h, case.w)
     return LossInputs(primitives, h, w, make_targets(case, reduction), h.dtype, h.dtype)
@@ -67,30 +62,34 @@ def smallest_plan(problem: Problem, configs: Sequence[WindowConfig]) -> planner.
     return planner.make_plan(problem, configs, planner.MINIMUM, scalar_upstream=True)
 
 
-def _stored(case: TuningCase) -> list[tuple[int, Tensor]]:
-    """Return buffers for stored exponentials with their first columns.
+def layout(
+    inputs: Inputs, window: int | None = None, kept: int = 0, chunk: int | None = None, **more: Any
+) -> planner.Plan:
+    """Return a plan of windows of some columns; with `chunk`, of chunks of as many tokens."""
+    grads: Any = {"grad_hidden": True, "grad_weight": True} | more
+    tokens, vocab = inputs.tokens, len(inputs.w)
+    strategy = "windows" if chunk is None else "gradients_in_forward"
+    given = strategy, window or vocab, 0, kept, chunk or tokens
+    return planner.Plan(*given, **grads, vocab=vocab, tokens=tokens)
 
-    Small problems have two buffers, like steps whose exponentials alias dW.
-    """
-    kept, block = default_plan(case).kept, defaults.widest_window(case.problem).reference_block
-    first = 0 if case.upstream is None else kept // 2 // block * block
-    parts = (0, first), (first, kept - first)
-    return [(start, case.h.new_empty(case.problem.tokens, size)) for start, size in parts if size]
+
+def step_of(
+    inputs: Inputs, plan: planner.Plan, upstream: Tensor, selection: RowSelection | None = None
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return losses, dX and dW of a plan; `selection` is that of tokens in chunks."""
+    loss, stats, left = programs.forward(inputs, plan)
+    if selection is not None:
+        inputs.targets.selection = None
+    dx, dw, _ = programs.backward(left, inputs, upstream, stats, selection)
+    return loss, dx, dw
 
 
 def smallest_step(
     case: TuningCase, primitives: AnyPrimitives
-) -> tuple[Tensor, Tensor | None, Tensor]:
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Run a step with the smallest workspace; return losses (N,) and dX, dW of their mean."""
-    config, window = primitives.config, primitives.config.window
-    plan, inputs = smallest_plan(case.problem, (config,)), loss_inputs(case, primitives)
-    h, dw = inputs.h, torch.empty_like(inputs.w)
-    memory = memory_of(dw, len(h), config.reference_block)
-    stored = aliased_views(dw, memory, plan.aliased)
-    loss, stats = windows.forward(inputs, stored)
-    upstream = make_targets(case, "mean").loss_scale(sum_dtype(h.dtype))
-    step = stats, stored, upstream, window, True
-    return loss, windows.backward(inputs, *step, dw, None, plan.aliased, plan.hidden_bits), dw
+    plan, inputs = smallest_plan(case.problem, (primitives.config,)), loss_inputs(case, primitives)
+    return step_of(inputs, plan, make_targets(case, "mean").loss_scale(sum_dtype(case.h.dtype)))
 
 
 def smallest_step_outputs(case: TuningCase, primitives: AnyPrimitives) -> dict[str, CheckedOutput]:
@@ -115,8 +114,6 @@ def step_outputs(
         results |= _forward_outputs(case, inputs)
     if STEP in parts:
         results |= _gradient_outputs(case, inputs)
-    for suffix, loss, *gradients in window_outputs.fused_steps(inputs, case, parts):
-        results |= {f"loss{suffix}": CheckedOutput(loss, 1)} | _gradients(suffix, *gradients)
     if SAMPLES in parts:
         results |= _sampled_outputs(case, inputs)
     if DIVERGENCES in parts:
@@ -132,57 +129,48 @@ def step_outputs(
     return results
 
 
-def _stored_outputs(
-    case: TuningCase, inputs: LossInputs[Any, Any]
-) -> tuple[dict[str, CheckedOutput], RowStats, list[tuple[int, Tensor]]]:
-    """Return losses, stored and recomputed exponentials; the statistics, and what is stored."""
+def _stored_outputs(case: TuningCase, inputs: Inputs) -> tuple[dict[str, CheckedOutput], RowStats]:
+    """Return losses, stored and recomputed exponentials; and the statistics."""
     vocab, dtype = case.problem.vocab, case.h.dtype
-    (h, w), stored, window = (inputs.h, inputs.w), _stored(case), default_plan(case).window
-    loss, stats = windows.forward(inputs, stored)
-    recomputed = h.new_empty(h.shape[0], window)
-    first, last = list(windows.split_windows(vocab, 0, window))[-1]
+    h, w, plan = inputs.h, inputs.w, default_plan(case)
+    loss, stats, left = programs.forward(inputs, layout(inputs, kept=plan.kept))
+    recomputed = h.new_empty(h.shape[0], plan.window)
+    first = (vocab - 1) // plan.window * plan.window
     rows = stats.reference, inputs.targets, recomputed
-    inputs.primitives.projection.recompute_exp(h, w, (first, last), *rows)
+    inputs.primitives.projection.recompute_exp(h, w, (first, vocab), *rows)
     # the smallest float16 exponentials underflow, relative to sums of at most FLOAT16_TOTAL
     floor = 2.0**-28 if dtype == torch.float16 else 1e-30
     results = {
         "loss": CheckedOutput(loss, 1),
         "sum of the other exponentials": CheckedOutput(stats.sum_exp_others, 1, stats.sum_exp),
         "recomputed exponentials": CheckedOutput(
-            recomputed[:, : last - first], 1, stats.sum_exp, floor
+            recomputed[:, : vocab - first], 1, stats.sum_exp, floor
         ),
     }
-    if stored:
-        parts = [exps for _, exps in stored]
-        kept = torch.cat(parts, 1) if len(parts) > 1 else parts[0]
+    if plan.kept:
+        kept = Call(left.program, inputs, left.memory).view("exps of 0")
         # the portable path rounds again when it changes the reference
         results["stored exponentials"] = CheckedOutput(kept[:, :vocab], 2, stats.sum_exp, floor)
-    return results, stats, stored
+    return results, stats
 
 
-def _gradient_outputs(case: TuningCase, inputs: LossInputs[Any, Any]) -> dict[str, CheckedOutput]:
-    """Return the outputs of steps by plans of exact gradients, but for fused steps."""
-    upstream, primitives = case.upstream, inputs.primitives
+def _gradient_outputs(case: TuningCase, inputs: Inputs) -> dict[str, CheckedOutput]:
+    """Return the outputs of steps by plans of exact gradients."""
+    upstream, primitives, plan = case.upstream, inputs.primitives, default_plan(case)
     assert upstream is not None
-    w, dtype, window = inputs.w, case.h.dtype, default_plan(case).window
-    results, stats, stored = _stored_outputs(case, inputs)
-    dw = torch.empty_like(w)
-    dx = windows.backward(inputs, stats, stored, upstream, window, True, dw)
-    results |= _gradients("", dx, dw)
-    dw = torch.empty_like(w)
-    dx = windows.backward(inputs, stats, (), upstream.new_ones(()), window, True, dw)
-    results |= _gradients(" of the sum, from probabilities", dx, dw)
-    sum_type = stats.rows.dtype
-    sums, in_sums = w.new_empty(w.shape, dtype=sum_type), replace(inputs, dw_dtype=sum_type)
-    dx = windows.backward(in_sums, stats, (), upstream, window, True, sums)
-    results |= _gradients(" in the dtype of sums, then rounded", dx, sums.to(dtype))
+    w, dtype, window = inputs.w, case.h.dtype, plan.window
+    results, stats = _stored_outputs(case, inputs)
+    results |= _gradients("", *step_of(inputs, layout(inputs, window, plan.kept), upstream)[1:])
+    recomputed = layout(inputs, window)
+    of_sum = step_of(inputs, recomputed, upstream.new_ones(()))
+    results |= _gradients(" of the sum, from probabilities", *of_sum[1:])
+    in_sums = replace(inputs, dw_dtype=stats.rows.dtype)
+    _, dx, dw = step_of(in_sums, recomputed, upstream)
+    assert dw is not None
+    results |= _gradients(" in the dtype of sums, then rounded", dx, dw.to(dtype))
     if can_keep(case.problem.dtype):
-        block = defaults.widest_window(case.problem).reference_block
-        results |= _gradients_in_forward_outputs(inputs, block)
-        kept = window_outputs.hidden_of_windows_in_chunks(inputs, case.problem.arch, block)
-        results["dX of windows in chunks"] = _gradient(kept)
-        for suffix, dx, kept_dw in window_outputs.of_windows(inputs, case.problem.arch, block):
-            results |= _gradients(suffix, dx, kept_dw)
+        results |= _gradients_in_forward_outputs(case, inputs)
+        results |= _gradients_of_windows(case, inputs)
     results |= _counted_rows_outputs(case, primitives, "")
     results |= _counted_rows_outputs(case, _clearing(primitives), ", the others cleared")
     sums, coefficients = inputs.h.to(upstream.dtype), RowCoefficients(upstream, upstream)
@@ -191,13 +179,13 @@ def _gradient_outputs(case: TuningCase, inputs: LossInputs[Any, Any]) -> dict[st
     return results | {"partial dX of a rank": CheckedOutput(partial, 1, relative_to_row=True)}
 
 
-def _sampled_outputs(case: TuningCase, inputs: LossInputs[Any, Any]) -> dict[str, CheckedOutput]:
+def _sampled_outputs(case: TuningCase, inputs: Inputs) -> dict[str, CheckedOutput]:
     """Return the outputs of sampled gradients."""
     assert case.upstream is not None
-    window = default_plan(case).window
-    loss, dx, dw = sampled_outputs.gradients_of_all(inputs, case.upstream, window)
+    plan = layout(inputs, default_plan(case).window)
+    loss, dx, dw = sampled_outputs.gradients_of_all(inputs, case.upstream, plan)
     results = {"sampled loss": CheckedOutput(loss, 1)} | _gradients(" of samples", dx, dw)
-    entries = sampled_outputs.entries_of_few(inputs)
+    entries = sampled_outputs.entries_of_few(inputs, plan)
     results["sampled entries"] = CheckedOutput(entries, sampled_outputs.FLIPS)
     for name, values in sampled_outputs.estimates(inputs).items():
         results[name] = CheckedOutput(values, 1, floor=1.0)
@@ -220,14 +208,14 @@ def _partly_ignored(case: TuningCase) -> Tensor:
 
 
 def _counting(
-    case: TuningCase, inputs: LossInputs[Any, Any]
-) -> tuple[LossInputs[Any, Any], RowSelection | None]:
-    """Return operands with more tokens ignored, of which kernels select the others."""
-    y, selection = _partly_ignored(case), None
+    case: TuningCase, inputs: Inputs, y: Tensor, chunk: int | None = None
+) -> tuple[Inputs, RowSelection | None]:
+    """Return operands with targets y (N,), of which kernels select those that are not ignored."""
+    selection = None
     if isinstance(inputs.primitives.projection, CuteProjection):
-        selection = select_on_device(case.problem.arch or "", y, IGNORED, len(y))
+        selection = select_on_device(case.problem.arch or "", y, IGNORED, chunk or len(y))
         y = selection.targets
-    targets = Targets(y, case.problem.vocab, LossOptions("none", IGNORED))
+    targets = Targets(y, case.problem.vocab, inputs.targets.options)
     targets.selection = selection
     return replace(inputs, targets=targets), selection
 
@@ -237,15 +225,12 @@ def _counted_rows_outputs(
 ) -> dict[str, CheckedOutput]:
     """Return losses and gradients of a step with ignored tokens, which kernels leave out."""
     assert case.upstream is not None
-    window, upstream, stored = default_plan(case).window, case.upstream, _stored(case)
-    inputs, selection = _counting(case, loss_inputs(case, primitives))
-    counts = (_partly_ignored(case) != IGNORED)[:, None]
+    plan, upstream, y = default_plan(case), case.upstream, _partly_ignored(case)
+    inputs, selection = _counting(case, loss_inputs(case, primitives), y)
+    counts = (y != IGNORED)[:, None]
     if selection is not None:
         upstream = selection.take(upstream)
-    loss, stats = windows.forward(inputs, stored)
-    dw = torch.empty_like(inputs.w)
-    dx = windows.backward(inputs, stats, stored, upstream, window, True, dw)
-    assert dx is not None
+    loss, dx, dw = step_of(inputs, layout(inputs, plan.window, plan.kept), upstream)
     loss, suffix = _restored(loss, selection), f" of counted rows{how}"
     results = {f"loss{suffix}": CheckedOutput(loss, 1)} | _gradients(suffix, dx, dw)
     for name, dtype in (("partial dX", upstream.dtype), ("moved rows", inputs.h.dtype)):
@@ -261,43 +246,63 @@ def _restored(loss: Tensor, selection: RowSelection | None) -> Tensor:
     return loss if selection is None else selection.restore(loss)
 
 
-def _gradients_in_forward_outputs(
-    inputs: LossInputs[Any, Any], block: int
-) -> dict[str, CheckedOutput]:
-    """Return dX and dW of the summed losses, computed in the forward of two chunks of tokens."""
-    h, w, targets = inputs.h, inputs.w, inputs.targets
-    stored, chunks = round_up(w.shape[0], block), Chunks.even(len(h), ceil_div(len(h), 2))
-    loss_scale = targets.loss_scale(sum_dtype(h.dtype))
+def _gradients_in_forward_outputs(case: TuningCase, inputs: Inputs) -> dict[str, CheckedOutput]:
+    """Return dX and dW of the summed losses, computed in the forward of two chunks of tokens.
+
+    dW's sums are kept in its memory and beside it, or are dW.  dX alone is also computed in windows
+    of the chunks.
+    """
+    w, block = inputs.w, defaults.widest_window(case.problem).reference_block
+    chunk, every = ceil_div(inputs.tokens, 2), round_up(len(w), block)
     results: dict[str, CheckedOutput] = {}
-    # sums that are kept in dW's memory and beside it, and those that are dW
-    kinds = [(f", with {16 + n} bits of dW's sums", w.dtype, n) for n in (0, *LOW_BITS)]
-    for suffix, dtype, bits in (*kinds, (", in the dtype of sums", loss_scale.dtype, 8)):
-        dx = HiddenSums.empty(torch.empty_like(h), loss_scale.dtype)
-        dw = WeightSums.empty(torch.empty_like(w, dtype=dtype), loss_scale.dtype, bits, chunks=2)
-        stats = gradients_in_forward(inputs, loss_scale, stored, stored, chunks, dx, dw, None)
-        finished_dx = dx.finish(inputs, stats, loss_scale)
-        finished_dw = dw.finish(inputs.primitives.gradients, loss_scale).to(w.dtype)
-        name = f" of gradients in the forward{suffix}"
-        results |= _gradients(name, finished_dx, finished_dw)
-        if not bits:  # rounding at random errs by up to twice as much, in each chunk
-            at_random = results[f"dW{name}"]
-            results[f"dW{name}"] = replace(at_random, roundings=at_random.roundings + 4)
+    kinds = [(f", with {16 + n} bits of dW's sums", w.dtype, n) for n in LOW_BITS]
+    sums = sum_dtype(w.dtype)
+    scale = inputs.targets.loss_scale(sums)
+    for suffix, dtype, bits in (*kinds, (", in the dtype of sums", sums, LOW_BITS[-1])):
+        plan = layout(inputs, every, every, chunk=chunk, low_bits=bits)
+        _, dx, dw = step_of(replace(inputs, dw_dtype=dtype), plan, scale)
+        assert dw is not None
+        results |= _gradients(f" of gradients in the forward{suffix}", dx, dw.to(w.dtype))
+    window = round_up(ceil_div(len(w), 3), block)
+    if window < len(w):
+        counted, selection = _counting(case, inputs, inputs.targets.index, chunk)
+        plan = layout(counted, window, window, chunk=chunk, grad_weight=False)
+        _, dx, _ = step_of(counted, plan, scale, selection)
+        assert dx is not None
+        results["dX of windows in chunks"] = _gradient(dx)
     return results
 
 
-def _forward_outputs(case: TuningCase, inputs: LossInputs[Any, Any]) -> dict[str, CheckedOutput]:
-    """Return the outputs of forwards without gradients: fused and unfused, of all rows and some."""
-    results, projection = {}, inputs.primitives.projection
-    unfused = functools.partial(forward_unfused, projection)
-    for name, forward in (("no-grad", projection.forward), ("unfused no-grad", unfused)):
-        stats, loss = forward(inputs.h, inputs.w, inputs.targets)
-        results[f"{name} loss"] = CheckedOutput(loss, 1)
-        others = CheckedOutput(stats.sum_exp_others, 1, stats.sum_exp)
-        results[f"{name} sum of the other exponentials"] = others
-        counted, selection = _counting(case, inputs)
-        _, loss = forward(inputs.h, inputs.w, counted.targets)
-        results[f"{name} loss of counted rows"] = CheckedOutput(_restored(loss, selection), 1)
+def _gradients_of_windows(case: TuningCase, inputs: Inputs) -> dict[str, CheckedOutput]:
+    """Return dX and dW of the summed losses, of windows over which sums of dX are kept.
+
+    A third of the columns, in whole blocks, is stored; the others are computed again, as
+    probabilities.
+    """
+    block = defaults.widest_window(case.problem).reference_block
+    window = round_up(ceil_div(len(inputs.w), 3), block)
+    inputs, _ = _counting(case, inputs, inputs.targets.index)
+    one = inputs.h.new_ones((), dtype=sum_dtype(inputs.h.dtype))
+    results: dict[str, CheckedOutput] = {}
+    for bits in LOW_BITS:
+        kept = bits if inputs.h.dtype == torch.bfloat16 else None
+        _, dx, dw = step_of(inputs, layout(inputs, window, window, hidden_bits=kept), one)
+        results |= _gradients(f" of windows, with {16 + bits} bits of dX's sums", dx, dw)
     return results
+
+
+def _forward_outputs(case: TuningCase, inputs: Inputs) -> dict[str, CheckedOutput]:
+    """Return the outputs of forwards that store nothing, of all rows and of some."""
+    plan = layout(inputs, grad_hidden=False, grad_weight=False)
+    loss, stats, _ = programs.forward(inputs, plan)
+    counted, selection = _counting(case, inputs, _partly_ignored(case))
+    of_counted = _restored(programs.forward(counted, plan)[0], selection)
+    others = CheckedOutput(stats.sum_exp_others, 1, stats.sum_exp)
+    return {
+        "no-grad loss": CheckedOutput(loss, 1),
+        "no-grad sum of the other exponentials": others,
+        "no-grad loss of counted rows": CheckedOutput(of_counted, 1),
+    }
 
 
 def _gradients(suffix: str, dx: Tensor | None, dw: Tensor | None) -> dict[str, CheckedOutput]:

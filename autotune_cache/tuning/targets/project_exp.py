@@ -16,7 +16,7 @@ from cutefce.autotune_cache.tuning.targets.base import (
 from cutefce.cute_kernels.config import GemmConfig
 from cutefce.cute_kernels.problem import Problem
 from cutefce.ops.primitives.interface import AnyPrimitives
-from cutefce.ops.strategies import windows
+from cutefce.ops.rows.blocks import blocks
 
 
 class ProjectExpTarget(TuningTarget):
@@ -53,7 +53,7 @@ class ProjectExpTarget(TuningTarget):
         logits = case.h.new_empty(tokens, width)
 
         def multiply() -> None:
-            for first, last in windows.split_windows(vocab, 0, width):
-                torch.mm(case.h, case.w[first:last].t(), out=logits[:, : last - first])
+            for columns in blocks(vocab, width):
+                torch.mm(case.h, case.w[columns].t(), out=logits[:, : columns.stop - columns.start])
 
         return multiply

@@ -23,7 +23,7 @@ from cutefce.cute_kernels.problem import Problem
 from cutefce.cute_kernels.spec import KernelSpec
 from cutefce.ops.primitives.dispatch import kernel_primitives
 from cutefce.ops.primitives.interface import AnyPrimitives
-from cutefce.ops.strategies import windows
+from cutefce.ops.rows.blocks import blocks
 
 
 class WindowTarget(TuningTarget):
@@ -74,11 +74,11 @@ class WindowTarget(TuningTarget):
         dx, dw = torch.empty_like(h), torch.empty_like(w)
 
         def multiply() -> None:
-            for first, last in windows.split_windows(problem.vocab, 0, width):
-                some = exps[:, : last - first]
-                torch.mm(h, w[first:last].t(), out=some)
-                torch.mm(some, w[first:last], out=dx)
-                torch.mm(some.t(), h, out=dw[first:last])
+            for columns in blocks(problem.vocab, width):
+                some = exps[:, : columns.stop - columns.start]
+                torch.mm(h, w[columns].t(), out=some)
+                torch.mm(some, w[columns], out=dx)
+                torch.mm(some.t(), h, out=dw[columns])
 
         return multiply
 

@@ -1,0 +1,39 @@
+"""Programs whose memory is NaN where no buffer lives."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from cutefce.ops.program.run import Call
+from cutefce.ops.program.steps import Home, Step
+
+UNDEFINED = 255
+"""The byte of which NaN is made, in every dtype."""
+
+
+def allocate(call: Call, home: Home) -> None:
+    """Allocate an arena in which nothing is defined."""
+    size = call.program.arenas[home]
+    call.memory[home] = call.inputs.h.new_full((size,), UNDEFINED, dtype=torch.uint8)
+
+
+def run(call: Call, steps: Sequence[Step], scratch: Home, table: Mapping[Any, Any]) -> None:
+    """Do what `Call.run` does; clear each buffer after the last step that names it."""
+    program = call.program
+    call.allocate(scratch)
+    start = len(program.forward) if steps is program.backward else 0
+    for number, step in enumerate(steps, start):
+        table[step.kind](call, step)
+        for name in {*step.reads, *step.writes}:
+            buffer, last = program.buffers[name], program.lives[name][1]
+            if last == number and buffer.home is scratch:
+                call.memory[scratch][buffer.offset : buffer.end] = UNDEFINED
+    del call.memory[scratch]
+
+
+def make_undefined(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let programs run on such memory."""
+    monkeypatch.setattr(Call, "allocate", allocate)
+    monkeypatch.setattr(Call, "run", run)
