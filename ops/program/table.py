@@ -246,9 +246,16 @@ def list_targets(call: Call, s: Step) -> None:
         terms = gradients.target_grad(x.h, scaling.target, x.targets)
     as_sums = into is not None or x.dw_dtype != x.w.dtype
     every = every_row(x, scaling.every)
-    operands: Any = terms, scaling.grad_scale, every, x.targets.selection, as_sums
-    adds = into is not None
-    call.values["weight"] = WeightGradient(gradients, out, *operands, adds=adds)
+    call.values["weight"] = WeightGradient(
+        gradients,
+        out,
+        terms,
+        scaling.grad_scale,
+        every,
+        x.targets.selection,
+        as_sums=as_sums,
+        adds=into is not None,
+    )
 
 
 def gemm_hidden(call: Call, s: Step) -> None:
