@@ -248,6 +248,7 @@ def _loss(
     """
     report = report_errors.of(group, linear_weight)
     try:
+        checks.check_transform("linear_cross_entropy")
         checks.refuse_options(options)
         checks.check_type("return_lse", return_lse)
         if workspace is not None:

@@ -134,12 +134,14 @@ def _evaluate(
         options = LossOptions.from_keywords(arguments)
         tensors = TensorOptions.from_keywords(arguments)
         sharding = Sharding.from_keywords(arguments)
+    returns_outputs = options.reduction == OUTPUTS
+    with report_errors(sharding.group):
+        checks.check_transform("linear_log_probs" if returns_outputs else "linear_cross_entropy")
     h, w = autocast(input, linear_weight)
     if target is None or tensors.soft_targets:
         with report_errors(sharding.group):
             parts = sharding.ranks() if sharding.sequence_parallel else 1
-            is_loss = options.reduction != OUTPUTS
-            check = check_soft_targets if is_loss else check_output_classes
+            check = check_output_classes if returns_outputs else check_soft_targets
             target = check(target, h, options, tensors, parts)
     y, grad, bias, own = target, torch.is_grad_enabled(), tensors.linear_bias, w
     grad_hidden, grad_weight = grad and h.requires_grad, grad and w.requires_grad
@@ -147,18 +149,13 @@ def _evaluate(
     needs_grad = grad_hidden or grad_weight or grad_bias
     more = tensors.pack() if arguments else ()
     direct = can_bypass_dispatcher(h, w, y, *more)
-    if not direct and torch_compat.is_transformed():
-        checks.check_transform()
-        # tensors of a transform do not tell what is differentiated outside of it
-        needs_grad = grad_hidden = grad_weight = True
-        grad_bias = bias is not None
     if w.dtype != h.dtype and is_mixed(h, w):
         w = w.detach().to(h.dtype)
         if grad_weight:
             tensors = dataclasses.replace(tensors, weight_cast=w)
         else:
             own = w
-    if is_probabilities(y) and options.reduction != OUTPUTS:
+    if is_probabilities(y) and not returns_outputs:
         with report_errors(sharding.group):
             ranks = sharding.ranks()
             parts = ranks if sharding.sequence_parallel else 1
@@ -213,7 +210,7 @@ def _evaluate(
     else:
         copied = copied_item_bytes(input, rows), copied_item_bytes(linear_weight, w)
         step = StepOptions(budget, grad_hidden, grad_weight, grad_bias, *copied)
-        run = row_outputs if options.reduction == OUTPUTS else loss_and_stats
+        run = row_outputs if returns_outputs else loss_and_stats
         result, *rest = run(rows, own, y_rows, *step.pack(), *packed)
         call_cache.store(key, rows, w, y_rows, options, step)
     if options.reduction == "none":
@@ -223,8 +220,6 @@ def _evaluate(
 
 def needs_operator(h: Tensor, w: Tensor, y: Tensor, *, is_plain: bool) -> bool:
     """Whether something must see an operator; calling its function directly takes less CPU time."""
-    if torch_compat.is_transformed():
-        return False  # transforms see the derivatives of a function, not of an operator it calls
     if not is_plain or torch.compiler.is_compiling() or torch_compat.has_function_mode():
         return True
     return not can_bypass_dispatcher(h, w, y)

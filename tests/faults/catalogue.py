@@ -626,37 +626,6 @@ NUMERICS = (
         ),
     ),
     Fault(
-        "tangents-of-a-float16-mean",
-        "numerics",
-        "The tangent of a mean over many float16 tokens is 0, as rows of dX are rounded to 0"
-        " before they are multiplied.",
-        "6dc1709",
-        (
-            Edit(
-                "ops/operators/autograd.py",
-                "factors = torch.where(scale == 0, upstream, upstream / scale), upstream, upstream",
-                "factors = upstream, upstream, upstream",
-            ),
-        ),
-        ("tests/ops/test_transforms.py::test_tangents_of_float16_means_over_many_tokens",),
-    ),
-    Fault(
-        "gradient-through-vmap",
-        "numerics",
-        "The gradient of a vmap is zero, as tensors of a transform do not tell what is"
-        " differentiated outside of it.",
-        "307abf7",
-        (
-            Edit(
-                "ops/interface/call.py",
-                "        needs_grad = grad_hidden = grad_weight = True\n"
-                "        grad_bias = bias is not None\n",
-                "",
-            ),
-        ),
-        ("tests/ops/test_transforms.py::test_backward_through_vmap",),
-    ),
-    Fault(
         "saved-tensors-unpacked-twice",
         "numerics",
         "The backward of log-probabilities unpacks what it saved twice, which an activation"
@@ -871,7 +840,7 @@ OPTIONS = (
                 "            check_dense_target(y, h, linear_weight, options, parts, ranks)\n",
             ),
         ),
-        ("tests/ops/test_dense_targets.py::test_transforms_and_a_wide_weight",),
+        ("tests/ops/test_dense_targets.py::test_a_wide_weight",),
     ),
 )
 
@@ -1065,20 +1034,6 @@ RANKS = (
 )
 
 PLANNER = (
-    Fault(
-        "samples-that-live-as-long-as-their-batch",
-        "planner",
-        "What vmap keeps of each sample for its backward lives as long as the whole batch.",
-        "6dc1709",
-        (
-            Edit(
-                "ops/operators/autograd.py",
-                "    return loss, stats.clone()\n",
-                "    return loss, stats\n",
-            ),
-        ),
-        ("tests/ops/test_transforms.py::test_samples_keep_nothing_for_each_other",),
-    ),
     Fault(
         "vectors-of-tokens",
         "planner",
