@@ -10,8 +10,6 @@ from torch import Tensor
 from cutefce.cute_kernels.parts import SOFT_TARGETS
 from cutefce.cute_kernels.workspace import NUM_STATS, Stat
 from cutefce.ops import torch_compat
-from cutefce.ops.dense_targets.checks import check_dense_target, is_probabilities
-from cutefce.ops.dense_targets.targets import possible_leads
 from cutefce.ops.interface import call_cache, checks, option_checks
 from cutefce.ops.interface.options import (
     OPTIONS,
@@ -20,6 +18,7 @@ from cutefce.ops.interface.options import (
     StepOptions,
     TensorOptions,
 )
+from cutefce.ops.interface.probabilities import is_probabilities, loss_of_probabilities
 from cutefce.ops.interface.soft_targets import check_output_classes, check_soft_targets
 from cutefce.ops.operators import flops  # noqa: F401  (registers)
 from cutefce.ops.operators.autograd import loss_and_stats, row_outputs
@@ -59,7 +58,8 @@ def loss(
     Args:
         input: (..., D) hidden states, bfloat16, float16, float32 or float64.
         linear_weight: (V, D), of input's dtype and device.
-        target: (...) integer class indices in [0, V), or `ignore_index`; None with soft targets.
+        target: (...) integer class indices in [0, V), or `ignore_index`, or (..., V) probabilities;
+            None with soft targets.
         workspace: peak memory in bytes, beyond inputs and gradients, that the call may use for
             speed, or the least that any plan takes; "min", "max", or None for `planner.DEFAULT`.
         arguments: the fields of `LossOptions`, `TensorOptions` and `Sharding`, by name.
@@ -73,6 +73,8 @@ def loss(
         IndexError: on a CPU, for a target outside [0, V).  On a GPU, which is not synchronized,
             such a token's loss and the gradients that it takes part in are NaN.
     """
+    if target is not None and is_probabilities(target):
+        return loss_of_probabilities(input, linear_weight, target, workspace, arguments)[0]
     return _evaluate(input, linear_weight, target, workspace, arguments)[0]
 
 
@@ -85,13 +87,13 @@ def loss_and_lse(
     **arguments: Any,
 ) -> tuple[Tensor, Tensor]:
     """Return `loss` and the log-sum-exps (...) of the logits, 0 if ignored, without gradient."""
+    if target is not None and is_probabilities(target):
+        return loss_of_probabilities(input, linear_weight, target, workspace, arguments)
     result, more = _evaluate(input, linear_weight, target, workspace, arguments, with_stats=True)
     (stats,) = more
     lse = torch.where(_is_active(stats), RowStats(stats).lse, 0).detach()
-    if target is not None and not is_probabilities(target):
-        return result, lse.reshape(target.shape)
-    classes = arguments["target_indices"] if target is None else target
-    return result, lse.reshape(classes.shape[:-1])
+    shape = arguments["target_indices"].shape[:-1] if target is None else target.shape
+    return result, lse.reshape(shape)
 
 
 def log_probs(
@@ -155,13 +157,7 @@ def _evaluate(
             tensors = dataclasses.replace(tensors, weight_cast=w)
         else:
             own = w
-    if is_probabilities(y) and not returns_outputs:
-        with report_errors(sharding.group):
-            ranks = sharding.ranks()
-            parts = ranks if sharding.sequence_parallel else 1
-            check_dense_target(y, h, w, options, parts, ranks)
-        tensors, y = dataclasses.replace(tensors, target_probs=y), y.argmax(-1)
-    is_plain = not (more or tensors.is_dense) or (options.is_plain and tensors.is_plain)
+    is_plain = not more or (options.is_plain and tensors.is_plain)
     key = None
     if direct and is_plain and not sharding.is_sharded and not with_stats and own is w:
         copied = copied_item_bytes(input, h), copied_item_bytes(linear_weight, w)
@@ -187,9 +183,7 @@ def _evaluate(
             # a forward that runs twice would add twice
             tensors = dataclasses.replace(tensors, grad_output=None)
         budget = checks.workspace_bytes(workspace)
-    if tensors.is_dense:
-        y = possible_leads(y.flatten(), tensors).reshape(y.shape)
-    elif tensors.target_indices is not None and tensors.target_probs is not None:
+    if tensors.target_indices is not None and tensors.target_probs is not None:
         soft = tensors.target_indices, tensors.target_probs
         rows = _flat(h, w, y)[0]
         arch = arch_of(rows, w, SOFT_TARGETS) if direct else None  # compilers know no kernels

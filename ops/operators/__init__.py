@@ -3,6 +3,7 @@
 operators.py       schemas and implementations
 meta.py            their fake implementations
 autograd.py        the derivative of the loss
+probabilities.py   losses of probabilities of all classes, and their derivative
 plain_step.py      a repeated training step, of which everything is resolved
 fused.py           forward and backward of a plain step, one host call each
 operands.py        the operands of strategies: tokens, targets, primitives

@@ -54,7 +54,7 @@ def prepare(
     is_sampled = plan is not None and plan.is_sampled
     if problem.arch is not None:
         given = h.device, options, tensors, is_sampled
-        if tensors.is_dense or options_unsupported_reason(problem, *given) is not None:
+        if options_unsupported_reason(problem, *given) is not None:
             problem = replace(problem, arch=None)
     selection = None if known is None else known.selection
     if known is None:

@@ -180,7 +180,6 @@ def backward(
         own = _Phase(before, stats.reference, scaling.relative)
         phases = [own, _Phase(later, scaling.reference, None)]
     every = None if dw is None else every_row(inputs, scaling.every)
-    inputs = inputs.with_gradient(scaling.gradient)
     elsewhere = in_reference or sampled is not None or scaling.factor is not None
     soft = SoftEntries.of(inputs, scaling.entries, in_reference=elsewhere)
     if sampled is not None and targets.soft is not None and scaling.entries is not None:

@@ -698,24 +698,6 @@ OPTIONS = (
         ("tests/ops/test_options.py::test_a_mean_over_weights_that_add_up_to_0_is_not_0",),
     ),
     Fault(
-        "lead-that-cannot-be",
-        "options",
-        "With z_loss, a token without probabilities above 0 has no loss, as its logits are relative"
-        " to a class that a bias of -inf excludes.",
-        "0ab726c",
-        (
-            Edit(
-                "ops/dense_targets/targets.py",
-                "return torch.where(probs.gather(1, y[:, None])[:, 0] == 0, bias.argmax(), y)",
-                "return y",
-            ),
-        ),
-        (
-            "tests/ops/test_dense_targets.py::test_leads_of_no_probability",
-            "tests/ops/test_dense_targets.py::test_a_class_that_cannot_be",
-        ),
-    ),
-    Fault(
         "sampled-entries-of-capped-logits",
         "options",
         "The kernel that sorts sampled entries leaves out the derivative of the softcap.",
@@ -827,21 +809,6 @@ OPTIONS = (
         ),
         ("tests/ops/test_compile.py::test_float_denominators_share_graphs",),
     ),
-    Fault(
-        "probabilities-beside-a-wide-weight",
-        "options",
-        "Probabilities beside a float32 weight and 16-bit hidden states are refused, as they are"
-        " checked before the weight is cast.",
-        "c8b9c00",
-        (
-            Edit(
-                "ops/interface/call.py",
-                "            check_dense_target(y, h, w, options, parts, ranks)\n",
-                "            check_dense_target(y, h, linear_weight, options, parts, ranks)\n",
-            ),
-        ),
-        ("tests/ops/test_dense_targets.py::test_a_wide_weight",),
-    ),
 )
 
 RANKS = (
@@ -920,21 +887,6 @@ RANKS = (
             "tests/parallel/test_parallel_calls.py"
             "::test_ranks_that_copy_different_operands_plan_alike",
         ),
-    ),
-    Fault(
-        "lead-that-cannot-be-on-a-rank",
-        "ranks",
-        "With z_loss on ranks, a token without probabilities above 0 has no loss, as its lead is"
-        " the first rank's class, which a bias of -inf excludes.",
-        "0ab726c",
-        (
-            Edit(
-                "ops/parallel/shard.py",
-                "best = torch.where(is_none, of_ranks[:, 1].argmax(0), of_ranks[:, 0].argmax(0))",
-                "best = of_ranks[:, 0].argmax(0)",
-            ),
-        ),
-        ("tests/parallel/test_dense_targets_on_ranks.py::test_no_class_of_a_rank_can_be",),
     ),
     Fault(
         "error-of-what-a-backward-unpacks",

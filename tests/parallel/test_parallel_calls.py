@@ -331,6 +331,21 @@ def refused_transforms() -> list[str]:
     return messages
 
 
+def refused_probabilities() -> str:
+    """Return what probabilities of all classes raise."""
+    with pytest.raises(NotImplementedError) as caught:
+        cutefce.linear_cross_entropy(
+            torch.randn(8, 16), torch.randn(5, 16), torch.rand(8, 5), group=group(2)
+        )
+    return str(caught.value)
+
+
+def test_probabilities_are_refused(ranks: Ranks) -> None:
+    for message in ranks.run(2, refused_probabilities):
+        assert message.startswith("group: got '")
+        assert "with probabilities of all classes as the target, expected None" in message
+
+
 def test_transforms_of_a_group_are_refused(ranks: Ranks) -> None:
     for of_call, of_backward in ranks.run(2, refused_transforms):
         assert of_call.startswith("linear_cross_entropy: got a call under a transform")
