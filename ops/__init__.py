@@ -10,8 +10,7 @@
     primitives/   4. the steps, on the CuTe DSL kernels or in plain torch
     sampling/     sampled gradients: how entries of the softmax are chosen, and their products
     rows/         per-token data of all steps: targets, options, statistics, coefficients
-    soft_targets/, dense_targets/
-                  targets that are probabilities, of K classes or of all
+    soft_targets/ targets that are probabilities of K classes
     divergence/   the call of two heads, linear_divergence, from its arguments to its tiles
     parallel/     across ranks: vocabulary and tokens sharded over a process group
 

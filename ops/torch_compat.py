@@ -56,14 +56,9 @@ def has_function_mode() -> bool:
     return torch._C._is_torch_function_mode_enabled()
 
 
-def is_forward_mode() -> bool:
-    """Whether a level of forward-mode differentiation is active."""
-    return forward_ad._current_level >= 0
-
-
 def computes_tangents() -> bool:
     """Whether operators called here compute tangents, beside their results."""
-    return is_forward_mode() and torch._C._is_fwd_grad_enabled()
+    return forward_ad._current_level >= 0 and torch._C._is_fwd_grad_enabled()
 
 
 def is_transformed() -> bool:
@@ -79,12 +74,6 @@ def is_transformed() -> bool:
 def is_batched_backward() -> bool:
     """Whether autograd batches the upstream gradients of a backward, `is_grads_batched`."""
     return bool(_included_keys().has(_BATCHING))
-
-
-def is_dispatched() -> bool:
-    """Whether a transform has passed an operator on, so that its own functions are out of reach."""
-    front = torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode
-    return torch._C._dispatch_tls_is_dispatch_key_excluded(front)
 
 
 def shares_memory(a: Tensor, b: Tensor) -> bool:
@@ -164,7 +153,7 @@ def apply_function(function: type[torch.autograd.Function], *arguments: Any) -> 
 
     Torch binds them to the names of its parameters first, which takes CPU time.
     """
-    if torch._C._are_functorch_transforms_active() or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
         result: tuple[Any, ...] = function.apply(*arguments)
         return result
     run: Callable[..., tuple[Any, ...]] = cast(Any, super(torch.autograd.Function, function)).apply

@@ -18,9 +18,9 @@ from cutefce.cute_kernels.config import PortableTiles
 from cutefce.cute_kernels.jit import cache as jit_cache
 from cutefce.ops.primitives import elementwise
 from tests.support import backends
-from tests.support.undefined import make_undefined
 from tests.support.backends import Backend
 from tests.support.layouts import SMALL_TILES
+from tests.support.undefined import make_undefined
 
 if TYPE_CHECKING:
     from tests.support.ranks import Ranks

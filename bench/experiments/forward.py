@@ -15,11 +15,6 @@ import cutefce
 from bench.harness.cli import Output, gpu_only, per_shape, repeats_option
 from bench.harness.problems import Shape, random_inputs
 from bench.harness.timing import Call, interleaved, peak_bytes, preceding_gemms
-from cutefce.ops.interface.options import LossOptions
-from cutefce.ops.primitives.dispatch import primitives_for, problem_of
-from cutefce.ops.rows.targets import Targets
-from cutefce.ops.strategies import windows
-from cutefce.ops.strategies.loss_inputs import LossInputs
 
 SHAPES = tuple(
     Shape(tokens, hidden, vocab, "bfloat16")
@@ -90,15 +85,13 @@ def _calls(shape: Shape) -> dict[str, Call]:
     h, w, y = random_inputs(shape, "cuda")
     z = h.new_empty(shape.tokens, shape.vocab)
     cutefce.set_strict(True)
-    primitives = primitives_for(h, w, problem_of(h, w, False, False))
 
     def loss() -> None:
         with torch.no_grad():
             torch.ops.cutefce.loss(h, w, y)
 
     def with_exps_stored() -> None:
-        targets = Targets(y, shape.vocab, LossOptions())
-        windows.forward(LossInputs(primitives, h, w, targets, h.dtype, h.dtype), [(0, z)])
+        cutefce.linear_cross_entropy(h.requires_grad_(), w.requires_grad_(), y, workspace="max")
 
     calls: dict[str, Call] = {"GEMM": lambda: torch.mm(h, w.t(), out=z), "cutefce": loss}
     if z.nbytes <= MAX_STORED_BYTES:

@@ -24,7 +24,7 @@ from cutefce.cute_kernels.integers import round_up
 from cutefce.cute_kernels.kernel_set import kernel_set
 from cutefce.ops.primitives.dispatch import gpu_of, kernel_primitives, problem_of
 from cutefce.ops.primitives.interface import AnyPrimitives
-from cutefce.ops.strategies import windows
+from cutefce.ops.program import windows as programs
 
 SHAPES = tuple(dict.fromkeys((*forward.SHAPES, *MODELS, *paper_grid.SHAPES["cuda"])))
 
@@ -104,14 +104,13 @@ def run(shape: Shape, repeats: int) -> list[Row]:
 
 
 def _forward(case: TuningCase, primitives: AnyPrimitives) -> None:
-    windows.forward(outputs.loss_inputs(case, primitives, "mean"))
+    inputs = outputs.loss_inputs(case, primitives, "mean")
+    programs.forward(inputs, outputs.layout(inputs, grad_hidden=False, grad_weight=False))
 
 
 def _step(case: TuningCase, primitives: AnyPrimitives) -> None:
     inputs = outputs.loss_inputs(case, primitives, "mean")
-    h, w, config = inputs.h, inputs.w, inputs.primitives.config
-    exps = h.new_empty(h.shape[0], round_up(w.shape[0], config.reference_block))
-    stored, dw = [(0, exps)], torch.empty_like(w)
-    _, stats = windows.forward(inputs, stored)
-    upstream = stats.rows.new_ones(())
-    windows.backward(inputs, stats, stored, upstream, config.window, True, dw)
+    config = primitives.config
+    kept = round_up(len(inputs.w), config.reference_block)
+    one = inputs.h.new_ones((), dtype=torch.float32)
+    outputs.step_of(inputs, outputs.layout(inputs, config.window, kept), one)

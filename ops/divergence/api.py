@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from cutefce.ops import torch_compat
 from cutefce.ops.divergence import checks as own_checks
 from cutefce.ops.divergence import flops  # noqa: F401  (registers, as what it imports does)
 from cutefce.ops.interface import checks
@@ -90,11 +89,7 @@ def linear_divergence(
     The formulas of the gradients are in docs/distillation.md.
     """
     with report_errors(group):
-        if torch_compat.is_transformed():
-            raise NotImplementedError(
-                "linear_divergence: got a call under a transform of torch.func or in forward mode, "
-                "expected torch.autograd in reverse mode"
-            )
+        checks.check_transform("linear_divergence")
         given = student_input, student_weight, teacher_input, teacher_weight
         biases = student_bias, teacher_bias
         heads, name = own_checks.checked_heads(given, target, biases, group, shards)

@@ -5,6 +5,7 @@ log_probs.py       linear_log_probs
 module.py          LinearCrossEntropyLoss
 plan.py            plan, backend_for, set_strict: how a call would run
 positions.py       losses of K dimensions
+probabilities.py   losses of probabilities of all classes
 scalars.py         numbers as tensors
 call.py            torch.ops.cutefce.loss: check, run
 options.py         the options as records: schema, checks

@@ -144,9 +144,9 @@ def linear_cross_entropy(  # type: ignore[misc]
             error.  None keeps more bits.  Calls without such sums ignore it.  For bfloat16 alone,
             not with `accumulate_into`.
         group: process group whose ranks hold consecutive parts (V_k, D) of the weight, in rank
-            order, of the bias, and of probabilities (..., V_k).  Class indices are global; they and
-            all other arguments, weight (V,) of all classes too, are the same on every rank, and so
-            are the loss and the gradient of input.
+            order, and of the bias.  Class indices are global; they and all other arguments, weight
+            (V,) of all classes too, are the same on every rank, and so are the loss and the
+            gradient of input.
         shards: V_k of every rank; None if they are equal.
         sequence_parallel: input holds this rank's equal share of the first dimension, in rank
             order, and so does its gradient.  Targets, and losses with "none", are those of all
@@ -242,6 +242,7 @@ def _loss(
     """
     report = report_errors.of(group, linear_weight)
     try:
+        checks.check_transform("linear_cross_entropy")
         checks.refuse_options(options)
         checks.check_type("return_lse", return_lse)
         if workspace is not None:

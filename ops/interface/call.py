@@ -10,8 +10,6 @@ from torch import Tensor
 from cutefce.cute_kernels.parts import SOFT_TARGETS
 from cutefce.cute_kernels.workspace import NUM_STATS, Stat
 from cutefce.ops import torch_compat
-from cutefce.ops.dense_targets.checks import check_dense_target, is_probabilities
-from cutefce.ops.dense_targets.targets import possible_leads
 from cutefce.ops.interface import checks, option_checks
 from cutefce.ops.interface.options import (
     OPTIONS,
@@ -20,6 +18,7 @@ from cutefce.ops.interface.options import (
     StepOptions,
     TensorOptions,
 )
+from cutefce.ops.interface.probabilities import is_probabilities, loss_of_probabilities
 from cutefce.ops.interface.soft_targets import check_output_classes, check_soft_targets
 from cutefce.ops.operators import flops  # noqa: F401  (registers)
 from cutefce.ops.operators.autograd import loss_and_stats, row_outputs
@@ -57,7 +56,8 @@ def loss(
     Args:
         input: (..., D) hidden states, bfloat16, float16, float32 or float64.
         linear_weight: (V, D), of input's dtype and device.
-        target: (...) integer class indices in [0, V), or `ignore_index`; None with soft targets.
+        target: (...) integer class indices in [0, V), or `ignore_index`, or (..., V) probabilities;
+            None with soft targets.
         workspace: peak memory in bytes, beyond inputs and gradients, that the call may use for
             speed, or the least that any plan takes; "min", "max", or None for `planner.DEFAULT`.
         arguments: the fields of `LossOptions`, `TensorOptions` and `Sharding`, by name.
@@ -71,6 +71,8 @@ def loss(
         IndexError: on a CPU, for a target outside [0, V).  On a GPU, which is not synchronized,
             such a token's loss and the gradients that it takes part in are NaN.
     """
+    if target is not None and is_probabilities(target):
+        return loss_of_probabilities(input, linear_weight, target, workspace, arguments)[0]
     return _evaluate(input, linear_weight, target, workspace, arguments)[0]
 
 
@@ -83,13 +85,13 @@ def loss_and_lse(
     **arguments: Any,
 ) -> tuple[Tensor, Tensor]:
     """Return `loss` and the log-sum-exps (...) of the logits, 0 if ignored, without gradient."""
+    if target is not None and is_probabilities(target):
+        return loss_of_probabilities(input, linear_weight, target, workspace, arguments)
     result, more = _evaluate(input, linear_weight, target, workspace, arguments, with_stats=True)
     (stats,) = more
     lse = torch.where(_is_active(stats), RowStats(stats).lse, 0).detach()
-    if target is not None and not is_probabilities(target):
-        return result, lse.reshape(target.shape)
-    classes = arguments["target_indices"] if target is None else target
-    return result, lse.reshape(classes.shape[:-1])
+    shape = arguments["target_indices"].shape[:-1] if target is None else target.shape
+    return result, lse.reshape(shape)
 
 
 def log_probs(
@@ -132,12 +134,14 @@ def _evaluate(
         options = LossOptions.from_keywords(arguments)
         tensors = TensorOptions.from_keywords(arguments)
         sharding = Sharding.from_keywords(arguments)
+    returns_outputs = options.reduction == OUTPUTS
+    with report_errors(sharding.group):
+        checks.check_transform("linear_log_probs" if returns_outputs else "linear_cross_entropy")
     h, w = autocast(input, linear_weight)
     if target is None or tensors.soft_targets:
         with report_errors(sharding.group):
             parts = sharding.ranks() if sharding.sequence_parallel else 1
-            is_loss = options.reduction != OUTPUTS
-            check = check_soft_targets if is_loss else check_output_classes
+            check = check_output_classes if returns_outputs else check_soft_targets
             target = check(target, h, options, tensors, parts)
     y, grad, bias, own = target, torch.is_grad_enabled(), tensors.linear_bias, w
     grad_hidden, grad_weight = grad and h.requires_grad, grad and w.requires_grad
@@ -145,23 +149,12 @@ def _evaluate(
     needs_grad = grad_hidden or grad_weight or grad_bias
     more = tensors.pack() if arguments else ()
     direct = can_bypass_dispatcher(h, w, y, *more)
-    if not direct and torch_compat.is_transformed():
-        checks.check_transform()
-        # tensors of a transform do not tell what is differentiated outside of it
-        needs_grad = grad_hidden = grad_weight = True
-        grad_bias = bias is not None
     if w.dtype != h.dtype and is_mixed(h, w):
         w = w.detach().to(h.dtype)
         if grad_weight:
             tensors = dataclasses.replace(tensors, weight_cast=w)
         else:
             own = w
-    if is_probabilities(y) and options.reduction != OUTPUTS:
-        with report_errors(sharding.group):
-            ranks = sharding.ranks()
-            parts = ranks if sharding.sequence_parallel else 1
-            check_dense_target(y, h, w, options, parts, ranks)
-        tensors, y = dataclasses.replace(tensors, target_probs=y), y.argmax(-1)
     ranks = sharding.ranks()
     with report_errors(sharding.group):
         options.check()
@@ -180,9 +173,7 @@ def _evaluate(
             # a forward that runs twice would add twice
             tensors = dataclasses.replace(tensors, grad_output=None)
         budget = checks.workspace_bytes(workspace)
-    if tensors.is_dense:
-        y = possible_leads(y.flatten(), tensors).reshape(y.shape)
-    elif tensors.target_indices is not None and tensors.target_probs is not None:
+    if tensors.target_indices is not None and tensors.target_probs is not None:
         soft = tensors.target_indices, tensors.target_probs
         rows = _flat(h, w, y)[0]
         arch = arch_of(rows, w, SOFT_TARGETS) if direct else None  # compilers know no kernels
@@ -202,7 +193,7 @@ def _evaluate(
     else:
         copied = copied_item_bytes(input, rows), copied_item_bytes(linear_weight, w)
         step = StepOptions(budget, grad_hidden, grad_weight, grad_bias, *copied)
-        run = row_outputs if options.reduction == OUTPUTS else loss_and_stats
+        run = row_outputs if returns_outputs else loss_and_stats
         result, *rest = run(rows, own, y_rows, *step.pack(), *packed)
     if options.reduction == "none":
         result = result.reshape(y.shape)
@@ -211,8 +202,6 @@ def _evaluate(
 
 def needs_operator(h: Tensor, w: Tensor, y: Tensor, *, is_plain: bool) -> bool:
     """Whether something must see an operator; calling its function directly takes less CPU time."""
-    if torch_compat.is_transformed():
-        return False  # transforms see the derivatives of a function, not of an operator it calls
     if not is_plain or torch.compiler.is_compiling() or torch_compat.has_function_mode():
         return True
     return not can_bypass_dispatcher(h, w, y)

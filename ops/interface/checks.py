@@ -103,12 +103,12 @@ def type_error(**arguments: Any) -> TypeError | None:
     return None
 
 
-def check_transform() -> None:
-    """Raise NotImplementedError where a transform cannot see the derivatives of the loss."""
-    if torch_compat.is_dispatched():
+def check_transform(name: str) -> None:
+    """Raise NotImplementedError for a call of the function `name` under a transform."""
+    if torch_compat.is_transformed():
         raise NotImplementedError(
-            "torch.ops.cutefce.loss: got a call under a transform of torch.func, expected "
-            "cutefce.linear_cross_entropy there, and no torch.compile around the transform"
+            f"{name}: got a call under a transform of torch.func or in forward mode, expected "
+            "torch.autograd in reverse mode"
         )
 
 
@@ -154,11 +154,6 @@ def check_head(h: Tensor, w: Tensor) -> None:
 
 def check_accumulates(linear_weight: Tensor) -> None:
     """Raise unless the weight has a gradient that a backward can add to a buffer."""
-    if torch_compat.is_transformed() or torch_compat.is_forward_mode():
-        raise NotImplementedError(
-            "accumulate_into: got a buffer under a transform or in forward mode, expected None: "
-            "it is written by a backward alone"
-        )
     if not linear_weight.requires_grad:
         raise ValueError(
             "accumulate_into: got a buffer for a linear_weight that does not require grad, "

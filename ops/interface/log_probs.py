@@ -7,10 +7,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from cutefce.ops import torch_compat
 from cutefce.ops.interface import checks, option_checks
 from cutefce.ops.interface.api import raise_named
-from cutefce.ops.interface.call import log_probs
 from cutefce.ops.interface.scalars import with_tensors
 from cutefce.ops.interface.soft_targets import one_class
 from cutefce.ops.parallel.consistency import report_errors
@@ -97,6 +95,7 @@ def linear_log_probs(
     """
     report = report_errors.of(group, linear_weight)
     try:
+        checks.check_transform("linear_log_probs")
         checks.check_type("outputs", outputs)
         option_checks.check_vocab(linear_weight, outputs)
         option_checks.check_outputs(outputs, softcap)
@@ -113,9 +112,8 @@ def linear_log_probs(
         some = one_class(target, given)
         call = localize(input, linear_weight, some, group, shards, sequence_parallel)
         tensors = localize_options(call, with_tensors(given, input))
-        run = log_probs if torch_compat.is_transformed() else torch.ops.cutefce.log_probs
         names = [name for name in checks.OUTPUTS if name in outputs]
-        own, lse, entropy, *stored = run(
+        own, lse, entropy, *stored = torch.ops.cutefce.log_probs(
             call.h,
             call.w,
             None if target is None else call.y,

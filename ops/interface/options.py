@@ -143,8 +143,7 @@ class TensorOptions(OperatorRecord):
     target_indices: Tensor | None = argument("Tensor?", default=None)
     """(N, K) classes of each token's soft targets; without probabilities those of outputs."""
     target_probs: Tensor | None = argument("Tensor?", default=None)
-    """(N, K) their probabilities, 0 of a class that does not count; or, without `target_indices`,
-    (N, V) of all of this rank's classes."""
+    """(N, K) their probabilities, 0 of a class that does not count."""
     seed: Tensor | None = argument("Tensor?", is_public=False, default=None)
     """(2,) int32 seed of sampled gradients, drawn from torch's generator; None for exact ones."""
     weight_cast: Tensor | None = argument("Tensor?", is_public=False, default=None)
@@ -161,11 +160,6 @@ class TensorOptions(OperatorRecord):
         per_token = self.temperature is not None and self.temperature.ndim > 0
         factors = self.weight, self.token_weights, self.target_probs
         return per_token or any(x is not None for x in factors)
-
-    @property
-    def is_dense(self) -> bool:
-        """Whether targets are probabilities of all classes."""
-        return self.target_probs is not None and self.target_indices is None
 
     @property
     def output_classes(self) -> int:

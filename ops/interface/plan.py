@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from cutefce.ops.dense_targets.checks import check_dense_target, is_probabilities
 from cutefce.ops.interface import checks, option_checks
 from cutefce.ops.interface.options import LossOptions, Sharding, StepOptions, TensorOptions
+from cutefce.ops.interface.probabilities import is_probabilities
 from cutefce.ops.interface.scalars import as_tensor
 from cutefce.ops.interface.soft_targets import check_soft_targets
 from cutefce.ops.operators.context import autocast, is_mixed
@@ -72,8 +72,7 @@ def plan(
         input: (..., D) hidden states.  Set requires_grad on input, linear_weight or both, as for
             the call; under `torch.no_grad` the plan is that of a forward alone.
         linear_weight: (V, D).
-        target: (..., V) probabilities of the call, of which only the shape and dtype matter.  Class
-            indices do not change the plan, and are not checked.
+        target: class indices of the call.  They do not change the plan, and are not checked.
         reduction: as for the call, and so are the other arguments.
         label_smoothing: share of the uniform distribution; it changes plans of sampled gradients.
         gradient: "exact" or "sampled".
@@ -134,8 +133,10 @@ def plan(
         tensors = TensorOptions(weight_cast=w if w.requires_grad else None)
     parts = sharding.ranks() if sharding.sequence_parallel else 1
     if is_probabilities(target):
-        check_dense_target(call.y, h, w, options, parts, sharding.ranks())
-        tensors = dataclasses.replace(tensors, target_probs=call.y)
+        raise NotImplementedError(
+            "target: got probabilities of all classes, whose loss has no plan, expected class "
+            "indices or None"
+        )
     checks.check_tensors(h, w, some.new_empty(h.shape[:-1]))
     if accumulate_into is not None:
         option_checks.check_buffer(accumulate_into, h, w)

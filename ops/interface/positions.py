@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cutefce.ops.dense_targets.checks import is_probabilities
 from cutefce.ops.dtypes import sum_dtype
 from cutefce.ops.interface import checks, option_checks
+from cutefce.ops.interface.probabilities import is_probabilities
 from cutefce.ops.interface.soft_targets import one_class
 
 

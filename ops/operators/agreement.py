@@ -25,13 +25,10 @@ def agreed_forward(
     given = dict(zip(TensorOptions.names(), tensors.pack(), strict=True))
     own = {name: given.pop(name) for name in TensorOptions.OF_CLASSES}
     del given["seed"]  # all ranks take that of the first one
-    if tensors.is_dense:
-        given["target_probs"] = None  # of a rank's own classes
     return {
         "operator": "forward",
         "requires_grad of (input, linear_weight, linear_bias)": list(grads),
         **({} if tensors.soft_targets else {"target": y}),
-        **({"target": f"probabilities of {len(y)} tokens"} if tensors.is_dense else {}),
         **dict(zip(LossOptions.names(), options.pack(), strict=True)),
         **given,
         **{f"{name} given": x is not None for name, x in own.items()},

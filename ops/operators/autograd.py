@@ -1,4 +1,4 @@
-"""The derivative of the loss: backward, forward-mode and per-sample, but no second derivatives."""
+"""The derivative of the loss in reverse mode, but no second derivatives."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -15,7 +15,6 @@ from cutefce.ops.operators.context import can_bypass_dispatcher
 from cutefce.ops.operators.operators import IMPLS, LIBRARY, STEP
 from cutefce.ops.parallel.consistency import report_errors
 from cutefce.ops.planning import planner
-from cutefce.ops.rows.targets import Targets
 from cutefce.ops.schema import unpack
 
 _BUFFER = 4 + TensorOptions.names().index("accumulate_into")  # its place in what is saved
@@ -48,9 +47,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         """Save the inputs and the statistics."""
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(output[1])
-        saved = _save(ctx, inputs, inputs[3:], output[1])
-        if torch_compat.is_forward_mode():
-            ctx.save_for_forward(*saved)  # a reference cycle otherwise
+        _save(ctx, inputs, inputs[3:], output[1])
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -58,54 +55,6 @@ class LinearCrossEntropy(torch.autograd.Function):
         if upstream[0] is None:
             return (*[None] * ctx.inputs,)
         return _backward(ctx, upstream[0], ctx.before, _saved(ctx))
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> tuple[Tensor, None]:
-        """Return the tangent of the loss: the inputs' tangents times their gradients."""
-        saved = h, _, y, stats, *tensors = _saved(ctx)
-        dtype, inputs = stats.dtype, [tangents[index] for index in ctx.differentiable]
-        if ctx.group is not None:
-            raise NotImplementedError(
-                f"group: got {ctx.group!r} in forward mode, expected None: cutefce has no "
-                "forward-mode derivative of a loss that ranks share"
-            )
-        for name, tangent in zip(("linear_weight", "linear_bias"), inputs[1:], strict=True):
-            if tangent is not None and not ctx.is_scalar:
-                raise NotImplementedError(
-                    f"{name}: got a tangent with reduction='none', for which cutefce has no "
-                    "forward-mode derivative; expected reduction 'mean' or 'sum'"
-                )
-        first = ctx.inputs - Sharding.width() - TensorOptions.width()
-        for index, name in enumerate(TensorOptions.names(), first):
-            if tangents[index] is not None and index not in ctx.differentiable:
-                if name == "target_probs" and TensorOptions(*tensors).is_dense:
-                    name = "target"
-                raise NotImplementedError(
-                    f"{name}: got a tangent, expected {name}.detach(): cutefce has no derivative "
-                    "by it"
-                )
-        upstream = stats.new_ones(() if ctx.is_scalar else h.shape[:1])
-        factors = upstream, upstream, upstream
-        if h.dtype == torch.float16:
-            # a row of dX, which a mean divides by the tokens, is rounded before it is multiplied;
-            # dW, a sum over tokens, would overflow
-            _, options, given, _ = unpack((*ctx.before, *tensors, *ctx.after), *STEP)
-            scale = Targets(y.long(), 0, options, given).loss_scale(dtype)
-            factors = torch.where(scale == 0, upstream, upstream / scale), upstream, upstream
-        tangent, gradients = torch.zeros_like(upstream), None
-        for i, x in enumerate(inputs):
-            if x is not None:
-                if gradients is None or h.dtype == torch.float16:
-                    gradients = _gradients(ctx, factors[i], ctx.before, saved)
-                products = gradients[i].to(dtype) * x.to(dtype)
-                summed = products.sum() if ctx.is_scalar else products.sum(1)
-                tangent = tangent + summed * (upstream / factors[i])
-        return tangent, None
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Sequence[int | None], *arguments: Any) -> Any:
-        """Evaluate the samples one after another."""
-        return _loop(_sample_loss, info.batch_size, in_dims, arguments)
 
 
 class RowOutputs(torch.autograd.Function):
@@ -139,21 +88,9 @@ class RowOutputs(torch.autograd.Function):
             outputs = [name for name in outputs if name != "entropy"]
         return _backward(ctx, torch.cat(rows), (*ctx.before[:-1], ",".join(outputs)), saved)
 
-    @staticmethod
-    def jvp(ctx: Any, *_: Any) -> None:
-        """Raise NotImplementedError."""
-        raise NotImplementedError(
-            "cutefce: the outputs of linear_log_probs have no forward-mode derivative"
-        )
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Sequence[int | None], *arguments: Any) -> Any:
-        """Evaluate the samples one after another."""
-        return _loop(RowOutputs.apply, info.batch_size, in_dims, arguments)
-
 
 class LinearCrossEntropyGradients(torch.autograd.Function):
-    """A `loss_backward`, given by name, where somebody may differentiate or batch it."""
+    """A `loss_backward`, given by name, where somebody may differentiate it."""
 
     @staticmethod
     def forward(operator: str, *arguments: Any) -> tuple[Tensor, ...]:
@@ -169,30 +106,11 @@ class LinearCrossEntropyGradients(torch.autograd.Function):
     def backward(ctx: Any, *_: Any) -> None:
         """Raise NotImplementedError."""
         raise NotImplementedError(
-            "cutefce: the loss has no second derivatives, neither by create_graph=True nor by "
-            "forward over reverse"
+            "cutefce: the loss has no second derivatives, as by create_graph=True"
         )
 
-    jvp = backward
 
-    @staticmethod
-    def vmap(info: Any, in_dims: Sequence[int | None], *arguments: Any) -> Any:
-        """Evaluate the samples one after another."""
-        return _loop(LinearCrossEntropyGradients.apply, info.batch_size, in_dims, arguments)
-
-
-def _sample_loss(*arguments: Any) -> tuple[Tensor, Tensor]:
-    """Return copies of a sample's loss and statistics.
-
-    With the statistics themselves, what is kept with them would live as long as the batch.
-    """
-    loss, stats = torch_compat.apply_function(LinearCrossEntropy, *arguments)
-    return loss, stats.clone()
-
-
-def _save(
-    ctx: Any, inputs: Sequence[Any], arguments: Sequence[Any], stats: Tensor
-) -> tuple[Tensor | None, ...]:
+def _save(ctx: Any, inputs: Sequence[Any], arguments: Sequence[Any], stats: Tensor) -> None:
     """Save what `_backward` needs; `arguments` are those of `STEP`."""
     step, options, tensors, sharding = unpack(arguments, *STEP)
     ctx.inputs, ctx.group, ctx.is_scalar = len(inputs), sharding.group, options.is_scalar
@@ -204,9 +122,7 @@ def _save(
     # other backwards may write it in between, which autograd takes for an error in what is saved
     ctx.accumulate_into = tensors.accumulate_into
     tensors = dataclasses.replace(tensors, accumulate_into=None)
-    saved = *inputs[:3], stats, *tensors.pack()
-    ctx.save_for_backward(*saved)
-    return saved
+    ctx.save_for_backward(*inputs[:3], stats, *tensors.pack())
 
 
 def _saved(ctx: Any) -> list[Any]:
@@ -235,15 +151,21 @@ def _gradients(
     operator: Any = operators.loss_backward
     if ctx.accumulate_into is not None:
         operator = operators.loss_backward_into
-        if torch_compat.is_batched_backward():
-            message = "accumulate_into: got a buffer with is_grads_batched=True, expected None"
-            raise NotImplementedError(message)
     return differentiate(operator, upstream, *saved[:4], *before, *saved[4:], *ctx.after)
 
 
 def differentiate(operator: Callable[..., Any], *arguments: Any) -> tuple[Tensor, ...]:
-    """Return the results of `operator`, a `loss_backward`, which transforms may batch."""
-    if torch.is_grad_enabled() or torch_compat.is_transformed():
+    """Return the results of `operator`, a `loss_backward`, which may be differentiated.
+
+    Raises:
+        NotImplementedError: under a transform, which may batch it.
+    """
+    if torch_compat.is_batched_backward() or torch_compat.is_transformed():
+        raise NotImplementedError(
+            "cutefce: got a backward with is_grads_batched=True, under a transform of torch.func "
+            "or in forward mode, expected torch.autograd in reverse mode, of one gradient"
+        )
+    if torch.is_grad_enabled():
         name = operator.__name__
         return torch_compat.apply_function(LinearCrossEntropyGradients, name, *arguments)
     return _run(operator, *arguments)
@@ -258,23 +180,6 @@ def _run(operator: Callable[..., Any], *arguments: Any) -> tuple[Tensor, ...]:
     else:
         result = getattr(torch.ops.cutefce, operator.__name__)(*arguments)
     return result
-
-
-def _loop(
-    function: Callable[..., tuple[Tensor, ...]],
-    size: int,
-    dims: Sequence[int | None],
-    arguments: Sequence[Any],
-) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-    """Return the stacked results of `function` for each of `size` samples, and their dimensions."""
-    if not size:
-        raise ValueError("vmap: got a batch of no samples, expected one or more")
-    samples = []
-    for i in range(size):
-        pairs = zip(arguments, dims, strict=True)
-        samples.append(function(*(x if dim is None else x.select(dim, i) for x, dim in pairs)))
-    results = (*(torch.stack(each) for each in zip(*samples, strict=True)),)
-    return results, (0,) * len(results)
 
 
 def _save_forward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -50,7 +50,7 @@ def prepare(
     problem = problem_of(h, w, *plan.gradients, len(y))
     if problem.arch is not None:
         given = h.device, options, tensors, plan.is_sampled
-        is_unserved = tensors.is_dense or (known is not None and known.arch is None)
+        is_unserved = known is not None and known.arch is None
         if is_unserved or options_unsupported_reason(problem, *given) is not None:
             problem = replace(problem, arch=None)
     selection = None if known is None else known.selection

@@ -56,10 +56,7 @@ def plan_for(
         problem = dataclasses.replace(problem, wide_grad_weight=wide, tile_copies=copies)
     if options.accum_dtype is not None:
         problem = dataclasses.replace(problem, random_sums=True)
-    if tensors.is_dense and tensors.target_probs is not None:
-        probs_bytes = tensors.target_probs.element_size()
-        problem = with_call(problem, probs_bytes=probs_bytes, arch=None)
-    elif tensors.target_indices is not None:
+    if tensors.target_indices is not None:
         soft, returned = tensors.target_indices.shape[-1], options.reduction == OUTPUTS
         problem = with_call(problem, soft_targets=soft, returns_classes=returned)
     if buffer is not None:
@@ -128,10 +125,9 @@ def _with_copies(problem: Problem, h: Tensor, w: Tensor, copied: tuple[int, int]
 
 
 def _of_tokens(problem: Problem, tokens: int) -> Problem:
-    """Return `problem` with some of its tokens, copied with their dX and probabilities."""
+    """Return `problem` with some of its tokens, copied with their dX."""
     problem = with_call(problem, tokens=tokens)
     copied = (1 + problem.grad_hidden) * tokens * problem.hidden * problem.item_bytes
-    copied += tokens * problem.vocab * problem.probs_bytes
     return dataclasses.replace(problem, dense_bytes=problem.dense_bytes + copied)
 
 

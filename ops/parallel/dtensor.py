@@ -51,7 +51,7 @@ def localize(
         h: (..., D), plain, replicated, or sharded over a dimension of tokens.
         w: (V, D), plain, or sharded over V, which selects a group if `h` is distributed too: by its
             placements alone, a parameter that FSDP2 has sharded looks the same.
-        y: (...), plain or replicated; probabilities (..., V) as w, plain or sharded over V.
+        y: (...), plain or replicated.
         group: for a plain w, or for a plain h beside a sharded w.
         shards: rows of all ranks' parts of a plain w.
         sequence_parallel: whether a plain h is a share of the tokens.
@@ -101,7 +101,7 @@ def localize(
                 "tokens, or (Replicate(),) without sequence_parallel"
             )
         h = h.to_local().movedim(dim, 0)
-    y = _own_classes(y) if y.is_floating_point() else replicated("target", y)
+    y = replicated("target", y)
     if dim >= y.ndim:
         raise ValueError(
             f"target: got shape {tuple(y.shape)}, expected that of input without its last "
@@ -125,18 +125,6 @@ def replicated(name: str, x: Tensor) -> Tensor:
             f"pass {name}.full_tensor()"
         )
     return x.to_local()
-
-
-def _own_classes(target: Tensor) -> Tensor:
-    """Return the plain tensor of probabilities, which are plain or sharded over their classes."""
-    if not isinstance(target, DTensor):
-        return target
-    if target.placements != (Shard(target.ndim - 1),):
-        raise TypeError(
-            f"target: got probabilities with placements {target.placements}, expected "
-            f"(Shard({target.ndim - 1}),): of the classes, as of linear_weight"
-        )
-    return target.to_local()
 
 
 def localize_options(call: LocalCall, arguments: dict[str, Any]) -> dict[str, Any]:

@@ -89,8 +89,6 @@ class ShardProjection(WrappedProjection[PartialT]):
     ) -> tuple[RowStats, Tensor]:
         """Reduce the partials of all ranks; S and its coefficient are 0 where another owns y."""
         gathered = self.own.gather_partials(partial, self.shard.all_gather)
-        if targets.dense is not None and targets.dense.excess is not None:
-            targets.dense.excess = self.shard.all_reduce_(targets.dense.excess)
         stats, loss = self.own.reduce_partials(gathered, target_logit, targets)
         stats.sum_exp_others.masked_fill_(_owned_elsewhere(targets), 0)
         return stats, loss

@@ -144,36 +144,13 @@ class VocabShard(Unsharded):
         """Number the targets y (N,) from this rank's first row; they are checked with r_i."""
         y = without_weightless(y, options, tensors)
         own = slice(self.first, self.first + vocab)
-        if tensors.is_dense:
-            y = self._leads_of_ranks(y, options, tensors, dtype)
-        more = sum(self.vocab), own, dtype, arch, selection, self.all_reduce_
+        more = sum(self.vocab), own, dtype, arch, selection
         make_parts = functools.partial(parts_of, y, options, tensors, *more)
         logits = LogitMap.of(options, tensors, y, dtype)
         given = y.clamp(min=IGNORED // 2)  # no target is taken for an ignored one
         index = torch.where(y == options.ignore_index, IGNORED, given - self.first)
         options = dataclasses.replace(options, ignore_index=IGNORED)
-        targets = Targets(index, vocab, options, tensors, make_parts, logits, self.first)
-        if tensors.is_dense:
-            _ = targets.parts  # made here, in the same order on all ranks, as they add up
-        return targets
-
-    def _leads_of_ranks(
-        self, y: Tensor, options: LossOptions, tensors: TensorOptions, dtype: torch.dtype
-    ) -> Tensor:
-        """Return the leads (N,) of all ranks' probabilities, of those y (N,) of this rank's.
-
-        Where none is above 0, the one with the largest bias: others may have a logit of -inf.
-        They are compared in `dtype`, that of sums.
-        """
-        probs, ignored, row = tensors.target_probs, y == options.ignore_index, y.clamp(min=0)
-        assert probs is not None
-        largest, bias = probs.gather(1, row[:, None])[:, 0].to(dtype), tensors.linear_bias
-        offset = torch.zeros_like(largest) if bias is None else bias[row].to(dtype)
-        of_ranks = self.all_gather(torch.stack([largest, offset]))
-        is_none = of_ranks[:, 0].amax(0) <= 0
-        best = torch.where(is_none, of_ranks[:, 1].argmax(0), of_ranks[:, 0].argmax(0))
-        leads = self.all_gather(y + self.first).gather(0, best[None])[0]
-        return torch.where(ignored, options.ignore_index, leads)
+        return Targets(index, vocab, options, tensors, make_parts, logits, self.first)
 
     def total_vocab(self, w: Tensor) -> int:
         """Return the number of classes of all ranks' weights."""

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from cutefce.cute_kernels.problem import Problem, can_keep
+from cutefce.cute_kernels.problem import Problem
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,6 @@ class CallProblem(Problem):
     """Whether dW is added to a buffer and not returned."""
     soft_targets: int = 0
     """Classes of each token's soft targets; 0 without any."""
-    probs_bytes: int = 0
-    """Bytes of each probability, if targets are those of all classes; else 0."""
     returns_classes: bool = False
     """Whether these are classes whose log-probabilities are returned."""
     adds_in_place: bool = True
@@ -59,19 +57,6 @@ def adds_in_forward(p: Problem) -> bool:
 def soft_targets(p: Problem) -> int:
     """Return the classes of each token beside its target that are handled one by one."""
     return p.soft_targets if isinstance(p, CallProblem) and p.soft_targets > 1 else 0
-
-
-def keeps_exps(p: Problem) -> bool:
-    """Whether exponentials may be stored before the log-sum-exps are known.
-
-    Those of probabilities of all classes are rounded with what is subtracted from them.
-    """
-    return can_keep(p.dtype) and not is_dense(p)
-
-
-def is_dense(p: Problem) -> bool:
-    """Whether targets are probabilities of all classes."""
-    return isinstance(p, CallProblem) and p.probs_bytes > 0
 
 
 def is_sampled(p: Problem) -> bool:

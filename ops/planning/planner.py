@@ -11,8 +11,8 @@ from math import ceil
 
 from cutefce.cute_kernels.config import WindowConfig
 from cutefce.cute_kernels.integers import ceil_div, round_up
-from cutefce.cute_kernels.problem import Problem
-from cutefce.ops.planning.call_problem import forms_gradients, is_sampled, keeps_exps, soft_targets
+from cutefce.cute_kernels.problem import Problem, can_keep
+from cutefce.ops.planning.call_problem import forms_gradients, is_sampled, soft_targets
 from cutefce.ops.planning.chunks.plans import chunked_plan, even_chunks, shrinking_chunks
 from cutefce.ops.planning.dw_aliasing import DwMemory
 from cutefce.ops.planning.memory_model import windows_bytes
@@ -68,7 +68,7 @@ def make_plan(
     families = _windows(problem, configs, scalar_upstream and not scales_rows)
     # factors of tokens are those of dX's rows, which the backward applies; others sum over tokens
     later = not (problem.grad_weight or problem.grad_bias or scales_exps)
-    if (scalar_upstream or later) and forms_gradients(problem) and keeps_exps(problem):
+    if (scalar_upstream or later) and forms_gradients(problem) and can_keep(problem.dtype):
         families += even_chunks(problem, configs[0])
         families += shrinking_chunks(problem, configs[0])
     return _choose(families, budget)
@@ -171,7 +171,7 @@ def _windows_of(
         steps = ceil_div(most, config.window)
         return family(steps, lambda i: keep_rest(min((i + 1) * config.window, most)))
 
-    if not (forms_gradients(p) and keeps_exps(p)):
+    if not (forms_gradients(p) and can_keep(p.dtype)):
         yield family(1, lambda _: (0, 0))
         return
     if hidden_bits is None:  # one product needs no sums

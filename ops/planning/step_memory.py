@@ -5,7 +5,7 @@ from cutefce.cute_kernels.config import PortableTiles, WindowConfig
 from cutefce.cute_kernels.integers import ceil_div
 from cutefce.cute_kernels.problem import LOW_BITS, Problem, can_keep
 from cutefce.cute_kernels.schedule.order import PARTIAL_BYTES
-from cutefce.ops.planning.call_problem import accumulates, adds_in_forward, is_dense
+from cutefce.ops.planning.call_problem import accumulates, adds_in_forward
 from cutefce.ops.planning.dw_aliasing import FINISHED_ROWS
 
 UPCAST_BLOCK = 2048
@@ -17,8 +17,6 @@ GATHERED_COLUMNS = 256
 SAMPLED_BLOCK = {"cpu": 1 << 18}
 """Logits of which entries are chosen at a time, by device type; `LARGE_SAMPLED_BLOCK` of others."""
 LARGE_SAMPLED_BLOCK = 1 << 22
-DENSE_COPIES = 2
-"""Copies of a block of logits of which probabilities are subtracted, in plain torch."""
 MIN_ADDED_ROWS = 1024
 """Rows of dW below which each product of them converts its operands for too little work."""
 MAX_SHORT_SUMS = 32
@@ -94,9 +92,6 @@ def tile_bytes(p: Problem, config: WindowConfig, tokens: int, window: int, *, st
     in_place = stored and not accumulates_wider(p)
     logits = (p.tile_copies + (not in_place)) * rows * columns * p.accumulator_bytes
     step = max(rows * columns, upcast_bytes(p, rows, p.hidden, min(columns, window)))
-    if is_dense(p):
-        block = min(rows * columns * p.accumulator_bytes, row_block_bytes(p.device))
-        step = max(step, DENSE_COPIES * block + block // p.accumulator_bytes)
     return logits + step
 
 

@@ -134,13 +134,9 @@ def primitives_for(
     if reason is None and targets is not None:
         options, tensors = targets.options, targets.tensors
         is_sampled = options.is_sampled and _part_of(problem) == STEP
-        if tensors.is_dense:
-            reason = "target: got probabilities (N, V), expected class indices"
-        else:
-            given = h.device, options, tensors, is_sampled
-            reason = options_unsupported_reason(problem, *given)
+        reason = options_unsupported_reason(problem, h.device, options, tensors, is_sampled)
     if problem.tokens and reason is not None:
-        _report(reason, h.is_cuda)
+        report(reason, h.is_cuda)
     return portable_primitives(defaults.widest_window(problem))
 
 
@@ -222,7 +218,8 @@ def portable_primitives(tiles: PortableTiles) -> AnyPrimitives:
     return Primitives(tiles, PortableProjection(tiles), PortableGradients(tiles.window))
 
 
-def _report(reason: str, on_gpu: bool) -> None:
+def report(reason: str, on_gpu: bool) -> None:
+    """Raise RuntimeError in strict mode, otherwise warn once on a GPU, that no kernels serve."""
     if _strict:
         raise RuntimeError(f"cutefce: the kernels cannot serve this call: {reason}")
     if on_gpu:

@@ -32,11 +32,6 @@ def add_soft_rows_(sums: Tensor, index: Tensor, coefficient: Tensor, w: Tensor) 
     sums.add_(w[index].to(sums.dtype).mul_(coefficient[:, :, None]).sum(1))
 
 
-def weighted_sums_(out: Tensor, x: Tensor, factor: Tensor) -> None:
-    """Write Σ_v factor_v x_iv to `out` (R,); x is (R, V), `factor` (1, V)."""
-    out.copy_((x.to(out.dtype) * factor).sum(1))
-
-
 def scale_rows_to_(out: Tensor, x: Tensor, scale: Tensor) -> None:
     """Write scale_i x_i to `out` (R, D); `scale` is (R,)."""
     out.copy_(x * scale[:, None])

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from cutefce.cute_kernels.config import PortableTiles
 from cutefce.cute_kernels.integers import ceil_div
-from cutefce.ops.dense_targets.tiles import add_excess, write_gradient
 from cutefce.ops.dtypes import sum_dtype
 from cutefce.ops.primitives.elementwise import (
     can_fuse,
@@ -270,13 +269,6 @@ class PortableProjection(PortableSamplingSteps, SoftTargetSteps):
                 classes = slice(first + tile.start, first + tile.stop)
                 if targets.logits is not None:
                     targets.logits.part(rows, classes).apply_(logits[:, :valid])
-                if targets.dense is not None:
-                    dense = logits[:, :valid], reference, targets, rows, classes
-                    if out is not None:
-                        add_excess(*dense)
-                    elif tile_exps is not None:
-                        write_gradient(tile_exps[:, :valid], *dense)
-                        continue
                 logits[:, valid:].fill_(-torch.inf)
                 part = None if out is None else out.rows(rows).columns(parts)
                 run(

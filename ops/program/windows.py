@@ -40,16 +40,6 @@ class PrimitivesBackend:
         return 0
 
 
-def can_run(inputs: LossInputs[Any, Any], plan: Plan) -> bool:
-    """Whether programs serve a call."""
-    targets = inputs.targets
-    if plan.shrinking is not None:
-        return False
-    if plan.in_forward and plan.grad_weight and not plan.low_bits:
-        return False  # rounded at random
-    return not targets.tensors.is_dense
-
-
 @lru_cache(maxsize=1024)
 def program_of(p: Problem, x: Layout, block: int) -> Program:
     """Return the program of a problem and a layout."""

@@ -20,9 +20,6 @@ from torch import Tensor
 from cutefce.ops.rows.statistics import RowStats
 from cutefce.ops.rows.targets import OUTPUTS, Targets
 
-LIKELY = 0.7
-"""The loss above which a target has about half of the softmax or less."""
-
 
 @dataclass(frozen=True)
 class RowCoefficients:
@@ -42,8 +39,7 @@ class RowCoefficients:
         """Return the coefficients for the upstream gradient, () or (N,), of each token's loss.
 
         dL/du_iv = α_i p_iv with p_iv = e_iv / T_i, and at the target α_i p_iy - β_i, written as
-        -α_i S_i / T_i + (α_i - β_i), which does not cancel for α = β and p → 1; or, of a small p of
-        probabilities' lead, as it is.
+        -α_i S_i / T_i + (α_i - β_i), which does not cancel for α = β and p → 1.
         """
         active, terms = targets.active, targets.terms
         if targets.is_plain:
@@ -57,9 +53,6 @@ class RowCoefficients:
         if terms is not None:
             beyond = upstream * (by_lse - terms.target)
             target = target + torch.where(targets.owned, beyond, 0)
-            if targets.dense is not None:
-                direct = upstream * (by_lse * (-stats.loss).exp() - terms.target)
-                target = torch.where(targets.owned & (stats.loss > LIKELY), direct, target)
             if terms.has_class_row:
                 every = torch.where(active, -upstream * terms.class_row, 0)
         return RowCoefficients(scale, target, every).by_raw_logits(stats, targets)

@@ -1,16 +1,14 @@
-"""What losses of tokens are made of: terms, and soft targets or probabilities of all classes.
+"""What losses of tokens are made of: terms, and soft targets.
 
 `Targets` makes them when they are first used: after the product of hidden states and weight is
 launched, if it needs none of them.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from cutefce.ops.dense_targets.targets import DenseTargets, no_others
 from cutefce.ops.interface.options import LossOptions, TensorOptions
 from cutefce.ops.rows.classes.output_classes import OutputClasses, check_classes
 from cutefce.ops.rows.classes.soft_targets import SoftTargets, check_values
@@ -25,8 +23,6 @@ class LossParts(NamedTuple):
     """What the loss of a token is made of; None for its cross entropy."""
     soft: SoftTargets | None = None
     """The other classes of tokens with several targets, of which the target is the lead."""
-    dense: DenseTargets | None = None
-    """The probabilities of all classes, of which the target is the lead."""
     loss_scale: Tensor | None = None
     """() the factor of each loss in the reduced loss, once it is computed: kept for the backward of
     soft targets."""
@@ -36,7 +32,6 @@ class LossParts(NamedTuple):
         return LossParts(
             None if self.terms is None else self.terms.rows(rows),
             None if self.soft is None else self.soft.rows(rows),
-            None if self.dense is None else self.dense.rows(rows),
         )
 
 
@@ -49,12 +44,10 @@ def parts_of(
     dtype: torch.dtype,
     arch: str | None = None,
     selection: RowSelection | None = None,
-    add_ranks: Callable[[Tensor], Tensor] = no_others,
 ) -> LossParts:
     """Return the parts of losses with targets y (N,) of `vocab` classes; this rank has `own`.
 
-    `add_ranks` returns the sum of a tensor over all ranks; the others are those of `make_targets`.
-    More than eight parameters: also those of a rank.
+    The others are those of `make_targets`.
     """
     if tensors.target_indices is not None:
         if selection is not None:
@@ -63,9 +56,6 @@ def parts_of(
             return LossParts(soft=OutputClasses.of_leads(y, options, tensors, own, dtype))
         soft, terms = SoftTargets.of(y, options, tensors, vocab, own, dtype, arch)
         return LossParts(terms, soft)
-    if tensors.is_dense:
-        dense, terms = DenseTargets.of(y, options, tensors, vocab, own, dtype, add_ranks)
-        return LossParts(terms, dense=dense)
     return LossParts(LossTerms.of(y, options, tensors, vocab, own, dtype))
 
 

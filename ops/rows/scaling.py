@@ -32,8 +32,6 @@ class Scaling:
     """Factors of dX's sums, of W_y and of the class row."""
     entries: Tensor | None = None
     """(N, K) the `SoftTargets.entries` of exponentials, with `factor`; None without."""
-    gradient: tuple[Tensor, Tensor] | None = None
-    """(N,) a and c of `DenseTargets.gradient`; None without."""
     relative: Tensor | None = None
     """(N,) what makes exponentials relative to the statistics' reference those of `reference`; None
     if these are the same."""
@@ -69,8 +67,6 @@ def scaling_of(
         factors = relative.target, relative.every, None
         return Scaling(reference, None, *factors, grad_scale, dx, relative=relative.scale)
     dx = RowCoefficients.of(stats, targets, upstream)
-    if targets.dense is not None:
-        return _scaling_of_dense(stats, targets, dx, upstream, narrow)
     if dx.by_log_exp is not None:
         return _scaling_by_log(stats, targets, dx, narrow)
     grad_scale, entries = dx.scale.new_ones(()), targets.soft_entries(stats, dtype)
@@ -121,26 +117,6 @@ def _scaling_by_log(
     uniform = replace(dx, scale=torch.where(targets.active, grad_scale, 0))
     own = part.target, None, factor, grad_scale
     return Scaling(stats.reference, None, *own, uniform, entries)
-
-
-def _scaling_of_dense(
-    stats: RowStats, targets: Targets, dx: RowCoefficients, upstream: Tensor, narrow: bool
-) -> Scaling:
-    """Apply all factors to recomputed exponentials, which probabilities are subtracted from."""
-    dense, logits = targets.dense, targets.logits
-    assert dense is not None
-    less = torch.where(targets.active, upstream * dense.factor, 0)
-    if logits is not None and logits.factor is not None:
-        less = less * logits.factor
-    grad_scale = less.new_ones(())
-    if narrow and len(less):
-        size = dx.scale.abs() * stats.sum_exp + less.abs() * dense.largest()
-        grad_scale = size.amax() / FLOAT16_TOTAL
-        grad_scale = torch.where(grad_scale == 0, 1, grad_scale)
-    part = dx.over(grad_scale)
-    uniform = replace(dx, scale=torch.where(targets.active, grad_scale, 0))
-    own = part.target, part.every, None, grad_scale, uniform
-    return Scaling(stats.reference, None, *own, gradient=(part.scale, less / grad_scale))
 
 
 def as_probabilities(stats: RowStats) -> RowStats:

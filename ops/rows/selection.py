@@ -58,16 +58,12 @@ class RowSelection:
     def take_options(self, tensors: TensorOptions) -> TensorOptions:
         """Return options with the values of the tokens, but for soft targets."""
         weights, temperature = tensors.token_weights, tensors.temperature
-        probs = tensors.target_probs
         return replace(
             tensors,
             token_weights=None if weights is None else self.take(weights),
             temperature=temperature
             if temperature is None or not temperature.ndim
             else self.take(temperature),
-            target_probs=probs.index_select(0, self.order)
-            if probs is not None and tensors.is_dense
-            else probs,
         )
 
     def take_soft_targets(self, tensors: TensorOptions) -> TensorOptions:

@@ -80,8 +80,6 @@ def token_losses(stats: RowStats, targets: Targets) -> Tensor:
     losses = targets.terms.losses(stats.lse, stats.loss, targets.class_logits)
     if targets.soft is not None and targets.soft.excess is not None:
         losses = losses - targets.soft.excess
-    if targets.dense is not None and targets.dense.excess is not None:
-        losses = losses - targets.dense.factor * targets.dense.excess
     # beside an infinite cross entropy, other terms may be infinite or NaN; 0 times it is 0
     infinite = torch.xlogy(targets.terms.lse, stats.loss)
     losses = torch.where(stats.loss == torch.inf, infinite, losses)

@@ -1,6 +1,5 @@
 """Targets of a call, with the options of their losses."""
 
-import copy
 import functools
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,7 +16,6 @@ from cutefce.cute_kernels.variant import (
     LogitTransform,
     RowReductions,
 )
-from cutefce.ops.dense_targets.targets import DenseTargets
 from cutefce.ops.dtypes import sum_dtype
 from cutefce.ops.interface.options import LossOptions, TensorOptions
 from cutefce.ops.rows.classes.output_classes import OutputClasses
@@ -94,11 +92,6 @@ class Targets:
     def soft(self) -> SoftTargets | None:
         """Those of `parts`."""
         return self.parts.soft
-
-    @property
-    def dense(self) -> DenseTargets | None:
-        """Those of `parts`."""
-        return self.parts.dense
 
     @cached_property
     def active(self) -> Tensor:
@@ -190,13 +183,6 @@ class Targets:
         if self.soft is not None:
             self.soft.excess = None
         return self.parts
-
-    def with_gradient(self, factors: tuple[Tensor, Tensor]) -> "Targets":
-        """Return the same for a backward, see `DenseTargets.gradient`."""
-        assert self.dense is not None
-        targets = copy.copy(self)
-        targets.parts = self.parts._replace(dense=replace(self.dense, gradient=factors))
-        return targets
 
     def has_narrow_entries(self, dtype: torch.dtype) -> bool:
         """Whether exponentials of `dtype` have entries of soft targets, which are rounded."""

@@ -1,6 +1,6 @@
 """The operands of a forward or backward."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Generic
 
 import torch
@@ -43,14 +43,6 @@ class LossInputs(Generic[PartialT, TargetGradT]):
     def tokens(self) -> int:
         """Number of targets, N."""
         return self.targets.index.shape[0]
-
-    def with_gradient(
-        self, gradient: tuple[Tensor, Tensor] | None
-    ) -> "LossInputs[PartialT, TargetGradT]":
-        """Return the same for a backward with this `DenseTargets.gradient`; None without."""
-        if gradient is None:
-            return self
-        return replace(self, targets=self.targets.with_gradient(gradient))
 
     def selected(self, scale: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         """Return h in the order of `targets`, rows times `scale` (N,) if given, in `out`."""

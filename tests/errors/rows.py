@@ -69,6 +69,7 @@ NUMBER, INTEGER, STRING = "expected a number", "expected an integer", "expected 
 BYTES = 'expected bytes as an integer, "min", "max" or None'
 FLOATS = "expected one of bfloat16, float16, float32, float64"
 ROWS = "expected (V, D) with V >= 1 and D >= 1"
+OF_ALL = "probabilities of all classes as the target, expected "
 SPARSE = "got layout torch.sparse_coo, expected torch.strided"
 NESTED = "got a nested tensor, expected a plain one"
 TRAINED = "got one that requires grad, expected"
@@ -243,7 +244,7 @@ WRONG: dict[str, list[Row]] = {
             ValueError,
             "got dtype torch.float32 of shape (4, 9), expected integers (class indices) of shape "
             "(4,), or probabilities of shape (4, 10)",
-            on=(*LOSSES, "plan"),
+            on=LOSSES,
         ),
         Row(
             DENSE.to(torch.complex64),
@@ -255,16 +256,14 @@ WRONG: dict[str, list[Row]] = {
             trained(4, 10),
             ValueError,
             "got probabilities that require grad, expected target.detach()",
-            on=(*LOSSES, "plan"),
+            on=LOSSES,
         ),
-        Row(DENSE.to("meta"), ValueError, ELSEWHERE, on=(*LOSSES, "plan")),
+        Row(DENSE.to("meta"), ValueError, ELSEWHERE, on=LOSSES),
         Row(
             DENSE,
             NotImplementedError,
-            "got probabilities of all classes with gradient='sampled', expected class indices, or "
-            "target_indices and target_probs",
-            also={"gradient": "sampled"},
-            on=(*LOSSES, "plan"),
+            "got probabilities of all classes, whose loss has no plan, expected class indices",
+            on=("plan",),
         ),
         Row(
             DENSE,
@@ -450,6 +449,13 @@ WRONG: dict[str, list[Row]] = {
         ),
     ],
     "accumulate_into": [
+        Row(
+            SUMS,
+            NotImplementedError,
+            f"got one with {OF_ALL}",
+            also={"target": DENSE},
+            on=LOSSES,
+        ),
         Row(3, TypeError, f"got 3 (int), {OPTIONAL}"),
         Row(SUMS.half(), TypeError, "got dtype torch.float16, expected torch.float32"),
         Row(SUMS.to_sparse(), TypeError, SPARSE),
@@ -510,6 +516,13 @@ WRONG: dict[str, list[Row]] = {
         ),
     ],
     "accum_dtype": [
+        Row(
+            torch.bfloat16,
+            NotImplementedError,
+            f"got torch.bfloat16 with {OF_ALL}",
+            also={"target": DENSE},
+            on=LOSSES,
+        ),
         Row("bfloat16", TypeError, "got 'bfloat16' (str), expected a dtype or None"),
         Row(torch.float16, ValueError, "got torch.float16, expected torch.bfloat16 or None"),
         Row(
@@ -611,6 +624,13 @@ WRONG: dict[str, list[Row]] = {
         ),
     ],
     "gradient": [
+        Row(
+            "sampled",
+            NotImplementedError,
+            f"got 'sampled' with {OF_ALL}",
+            also={"target": DENSE},
+            on=LOSSES,
+        ),
         Row(3, TypeError, f"got 3 (int), {STRING}"),
         Row("some", ValueError, "got 'some', expected one of ('exact', 'sampled')"),
         Row(
@@ -703,6 +723,13 @@ WRONG: dict[str, list[Row]] = {
         ),
     ],
     "shards": [
+        Row(
+            [5, 5],
+            NotImplementedError,
+            f"got [5, 5] with {OF_ALL}",
+            also={"target": DENSE},
+            on=("loss", "loss without gradients", "operator"),
+        ),
         Row(3, TypeError, "got 3 (int), expected a sequence of integers or None"),
         Row(
             [5.0, 5.0],
@@ -713,6 +740,13 @@ WRONG: dict[str, list[Row]] = {
         Row([5, 5], ValueError, "got [5, 5] without a group, expected a group"),
     ],
     "sequence_parallel": [
+        Row(
+            True,
+            NotImplementedError,
+            f"got True with {OF_ALL}",
+            also={"target": DENSE},
+            on=("loss", "loss without gradients", "operator"),
+        ),
         Row(1, TypeError, "got 1 (int), expected a bool"),
         Row(True, ValueError, "got True without a group, expected a group"),
     ],

@@ -592,37 +592,6 @@ NUMERICS = (
         ),
     ),
     Fault(
-        "tangents-of-a-float16-mean",
-        "numerics",
-        "The tangent of a mean over many float16 tokens is 0, as rows of dX are rounded to 0"
-        " before they are multiplied.",
-        "6dc1709",
-        (
-            Edit(
-                "ops/operators/autograd.py",
-                "factors = torch.where(scale == 0, upstream, upstream / scale), upstream, upstream",
-                "factors = upstream, upstream, upstream",
-            ),
-        ),
-        ("tests/ops/test_transforms.py::test_tangents_of_float16_means_over_many_tokens",),
-    ),
-    Fault(
-        "gradient-through-vmap",
-        "numerics",
-        "The gradient of a vmap is zero, as tensors of a transform do not tell what is"
-        " differentiated outside of it.",
-        "307abf7",
-        (
-            Edit(
-                "ops/interface/call.py",
-                "        needs_grad = grad_hidden = grad_weight = True\n"
-                "        grad_bias = bias is not None\n",
-                "",
-            ),
-        ),
-        ("tests/ops/test_transforms.py::test_backward_through_vmap",),
-    ),
-    Fault(
         "saved-tensors-unpacked-twice",
         "numerics",
         "The backward of log-probabilities unpacks what it saved twice, which an activation"
@@ -693,24 +662,6 @@ OPTIONS = (
             ),
         ),
         ("tests/ops/test_options.py::test_a_mean_over_weights_that_add_up_to_0_is_not_0",),
-    ),
-    Fault(
-        "lead-that-cannot-be",
-        "options",
-        "With z_loss, a token without probabilities above 0 has no loss, as its logits are relative"
-        " to a class that a bias of -inf excludes.",
-        "0ab726c",
-        (
-            Edit(
-                "ops/dense_targets/targets.py",
-                "return torch.where(probs.gather(1, y[:, None])[:, 0] == 0, bias.argmax(), y)",
-                "return y",
-            ),
-        ),
-        (
-            "tests/ops/test_dense_targets.py::test_leads_of_no_probability",
-            "tests/ops/test_dense_targets.py::test_a_class_that_cannot_be",
-        ),
     ),
     Fault(
         "sampled-entries-of-capped-logits",
@@ -824,21 +775,6 @@ OPTIONS = (
         ),
         ("tests/ops/test_compile.py::test_float_denominators_share_graphs",),
     ),
-    Fault(
-        "probabilities-beside-a-wide-weight",
-        "options",
-        "Probabilities beside a float32 weight and 16-bit hidden states are refused, as they are"
-        " checked before the weight is cast.",
-        "c8b9c00",
-        (
-            Edit(
-                "ops/interface/call.py",
-                "            check_dense_target(y, h, w, options, parts, ranks)\n",
-                "            check_dense_target(y, h, linear_weight, options, parts, ranks)\n",
-            ),
-        ),
-        ("tests/ops/test_dense_targets.py::test_transforms_and_a_wide_weight",),
-    ),
 )
 
 RANKS = (
@@ -917,21 +853,6 @@ RANKS = (
             "tests/parallel/test_parallel_calls.py"
             "::test_ranks_that_copy_different_operands_plan_alike",
         ),
-    ),
-    Fault(
-        "lead-that-cannot-be-on-a-rank",
-        "ranks",
-        "With z_loss on ranks, a token without probabilities above 0 has no loss, as its lead is"
-        " the first rank's class, which a bias of -inf excludes.",
-        "0ab726c",
-        (
-            Edit(
-                "ops/parallel/shard.py",
-                "best = torch.where(is_none, of_ranks[:, 1].argmax(0), of_ranks[:, 0].argmax(0))",
-                "best = of_ranks[:, 0].argmax(0)",
-            ),
-        ),
-        ("tests/parallel/test_dense_targets_on_ranks.py::test_no_class_of_a_rank_can_be",),
     ),
     Fault(
         "error-of-what-a-backward-unpacks",
@@ -1031,20 +952,6 @@ RANKS = (
 )
 
 PLANNER = (
-    Fault(
-        "samples-that-live-as-long-as-their-batch",
-        "planner",
-        "What vmap keeps of each sample for its backward lives as long as the whole batch.",
-        "6dc1709",
-        (
-            Edit(
-                "ops/operators/autograd.py",
-                "    return loss, stats.clone()\n",
-                "    return loss, stats\n",
-            ),
-        ),
-        ("tests/ops/test_transforms.py::test_samples_keep_nothing_for_each_other",),
-    ),
     Fault(
         "vectors-of-tokens",
         "planner",

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 import cutefce
 from cutefce.cute_kernels.config import PortableTiles
@@ -259,20 +258,6 @@ def test_what_is_not_a_training_step() -> None:
         h, w = given["input"], given["linear_weight"]
         cutefce.plan(h, w, accumulate_into=buffer, grad_output=0.5)
         cutefce.plan_divergence(h, w, *teacher, temperature=0.7)
-        torch.func.grad(lambda x: linear_cross_entropy(x, w, given["target"], **options))(h)
-
-    assert_no_float64(run)
-
-
-def test_forward_mode() -> None:
-    given = inputs(torch.float32)
-    h = given.pop("input").detach()
-    tangent = torch.randn_like(h)
-
-    def run() -> None:
-        with forward_ad.dual_level():
-            dual = forward_ad.make_dual(h, tangent)
-            linear_cross_entropy(dual, **given, temperature=0.7, denominator=7)
 
     assert_no_float64(run)
 

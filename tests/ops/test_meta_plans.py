@@ -44,7 +44,6 @@ FROZEN: dict[str, Any] = {"grad": False}
 OPTIONS: dict[str, dict[str, Any]] = {
     "each token's": {"reduction": "none"},
     "sampled": {"gradient": "sampled"},
-    "probabilities": {"target": empty(TOKENS, VOCAB, **FROZEN)},
     "soft targets": {
         "target_indices": empty(TOKENS, 8, dtype=torch.long, **FROZEN),
         "target_probs": empty(TOKENS, 8, **FROZEN),

@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,7 +19,6 @@ from tests.support.options import (
     losses_of_logits,
     model_logits,
     options_case,
-    row_values,
 )
 from tests.support.reference import are_same
 from tests.support.tiers import pairwise, pairwise_of, rest_slow
@@ -204,96 +202,10 @@ class Functions:
         return losses_of_logits(model_logits(t, **options), self.x.case.y, **options)
 
 
-def summed(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    return lambda *leaves: function(*leaves).sum()
-
-
-TRANSFORMS: dict[str, Callable[[Functions, Callable[..., Tensor]], Any]] = {
-    "grad": lambda x, f: torch.func.grad(summed(f), argnums=(*range(len(x.inputs)),))(*x.inputs),
-    "jvp of h": lambda x, f: torch.func.jvp(
-        lambda h: f(h, *x.inputs[1:]), x.inputs[:1], (x.inputs[0].cos(),)
-    ),
-    "vmap": lambda x, f: torch.func.vmap(lambda h: f(h, *x.inputs[1:]))(
-        torch.stack([x.inputs[0], x.inputs[0].cos()])
-    ),
-    "gradients of samples": lambda x, f: torch.func.vmap(
-        torch.func.grad(lambda h: f(h, *x.inputs[1:]).sum())
-    )(torch.stack([x.inputs[0], x.inputs[0].cos()])),
-    "jacrev": lambda x, f: torch.func.jacrev(f)(*x.inputs),
-}
-
-
-@pairwise(names=TOGETHER, transform=TRANSFORMS, reduction=["none", "mean"])
-def test_transforms_equal_the_unfused_form(
-    names: list[str],
-    reduction: str,
-    transform: Callable[[Functions, Callable[..., Tensor]], Any],
-    device: str,
-) -> None:
-    x = Functions(names, reduction, device)
-    torch.testing.assert_close(transform(x, x.ours), transform(x, x.unfused))
-
-
 @pytest.mark.parametrize("names", rest_slow(MOST))
 def test_gradcheck(names: list[str], device: str) -> None:
     x = Functions(names, "mean", device)
-    assert torch.autograd.gradcheck(x.ours, x.leaves, check_batched_grad=True)
-
-
-def test_tangents_of_weights_and_biases(device: str) -> None:
-    names = ["linear_bias", "label_smoothing", "temperature (N,)"]
-    x = Functions(names, "mean", device)
-    tangents = (*(leaf.cos() for leaf in x.inputs),)
-    torch.testing.assert_close(
-        torch.func.jvp(x.ours, x.inputs, tangents), torch.func.jvp(x.unfused, x.inputs, tangents)
-    )
-    x.reduction = "none"
-    bias = x.inputs[2]
-    with pytest.raises(NotImplementedError, match=r"^linear_bias: got a tangent"):
-        torch.func.jvp(lambda b: x.ours(*x.inputs[:2], b), (bias,), (bias,))
-
-
-@pytest.mark.parametrize("name", ["weight", "token_weights", "temperature"])
-def test_tangents_of_factors_are_refused(name: str, device: str) -> None:
-    x = options_case(
-        [{"temperature": "temperature (N,)"}.get(name, name)], 12, 8, 40, device=device
-    )
-
-    def loss(factors: Tensor) -> Tensor:
-        options: dict[str, Any] = {name: factors}
-        loss: Tensor = cutefce.linear_cross_entropy(x.case.h, x.case.w, x.case.y, **options)
-        return loss
-
-    given = x.options[name]
-    with pytest.raises(NotImplementedError, match=rf"^{name}: got a tangent"):
-        torch.func.jvp(loss, (given,), (torch.ones_like(given),))
-
-
-def test_transforms_of_log_probs(device: str) -> None:
-    x = Functions(["linear_bias", "logit_scale", "temperature (N,)"], "none", device)
-
-    def ours(*leaves: Tensor) -> Tensor:
-        options = x.x.with_leaves(leaves)
-        outputs = ("lse", "entropy")
-        values = cutefce.linear_log_probs(
-            leaves[0], leaves[1], x.x.case.y, outputs=outputs, **options
-        )
-        assert values.lse is not None and values.entropy is not None
-        return values.log_probs + values.lse.sin() + values.entropy.cos()
-
-    def unfused(*leaves: Tensor) -> Tensor:
-        logits = model_logits(leaves[0] @ leaves[1].t(), **x.x.with_leaves(leaves))
-        values = row_values(logits, x.x.case.y)
-        return values.log_probs + values.lse.sin() + values.entropy.cos()
-
-    for name in ("grad", "vmap", "gradients of samples", "jacrev"):
-        torch.testing.assert_close(TRANSFORMS[name](x, ours), TRANSFORMS[name](x, unfused))
-    with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
-        TRANSFORMS["jvp of h"](x, ours)
-    with pytest.raises(NotImplementedError, match="no second derivatives"):
-        torch.func.grad(lambda h: torch.func.grad(summed(ours))(h, *x.inputs[1:]).sum())(
-            x.inputs[0]
-        )
+    assert torch.autograd.gradcheck(x.ours, x.leaves)
 
 
 @pairwise_of(

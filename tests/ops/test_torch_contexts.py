@@ -132,14 +132,6 @@ def memory_that_begins_as_nan(h: Tensor, w: Tensor, y: Tensor, want: Results) ->
         torch.use_deterministic_algorithms(False)
 
 
-def transforms(h: Tensor, w: Tensor, y: Tensor, want: Results) -> None:
-    h, w = h.detach(), w.detach()
-    dx, dw = torch.func.grad(loss_of, argnums=(0, 1))(h, w, y)
-    assert have_same_bits((-dx, -dw), want[1:])
-    samples = torch.func.vmap(loss_of, in_dims=(0, None, 0))(h[None], w, y[None])
-    assert torch.equal(samples[0], want[0])
-
-
 def leaked_tensors(h: Tensor, w: Tensor, y: Tensor, want: Results) -> None:
     """A tensor that a transform has left behind is the tensor that it wraps."""
     left: list[Tensor] = []
@@ -152,12 +144,6 @@ def leaked_tensors(h: Tensor, w: Tensor, y: Tensor, want: Results) -> None:
     for _ in range(2):
         assert have_same_bits(step(h, w, left[0]), want)
         assert torch.equal(without_gradients(h, w, left[0]), want[0])
-
-
-def batched_gradients(h: Tensor, w: Tensor, y: Tensor, want: Results) -> None:
-    loss, upstreams = loss_of(h, w, y), torch.tensor([-1.0, 2.0], device=h.device)
-    batched = torch.autograd.grad(loss, (h, w), upstreams, is_grads_batched=True)
-    assert have_same_bits(tuple(x[0] for x in batched), want[1:])
 
 
 def second_derivatives(h: Tensor, w: Tensor, y: Tensor, want: Results) -> None:
@@ -184,9 +170,7 @@ CONTEXTS = {
         autocast,
         anomaly_detection,
         memory_that_begins_as_nan,
-        transforms,
         leaked_tensors,
-        batched_gradients,
         second_derivatives,
         tracer,
     )

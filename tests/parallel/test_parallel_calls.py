@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import (
     DTensor,
@@ -310,40 +309,47 @@ def test_microbatches_of_replicas_equal_one_batch(
         torch.testing.assert_close(results[:3], results[3:])
 
 
-def refused_tangents(sequence_parallel: bool, reduction: str) -> list[str]:
-    """Return what forward mode raises for tangents of the hidden states and of the weight."""
-    rank = dist.get_rank()
-    sharing: Any = {"group": group(2), "sequence_parallel": sequence_parallel}
-    h, w = torch.randn(8, 16), torch.randn(10, 16).split(5)[rank]
-    h = h.split(4)[rank] if sequence_parallel else h
-    y = torch.arange(8)
+def refused_transforms() -> list[str]:
+    """Return what a transform and a batched backward raise."""
+    h, pair = torch.randn(8, 16), group(2)
+    w = torch.randn(10, 16).split(5)[dist.get_rank()].requires_grad_()
 
-    def loss(h: Tensor, w: Tensor) -> Tensor:
-        loss: Tensor = cutefce.linear_cross_entropy(h, w, y, reduction=reduction, **sharing)
+    def loss(h: Tensor) -> Tensor:
+        loss: Tensor = cutefce.linear_cross_entropy(
+            h, w, torch.arange(8), reduction="none", group=pair
+        )
         return loss
 
     messages = []
-    for function, x in ((lambda h: loss(h, w), h), (lambda w: loss(h, w), w)):
-        try:
-            torch.func.jvp(function, (x,), (torch.ones_like(x),))
-        except NotImplementedError as error:
-            messages.append(str(error))
-    try:
-        with forward_ad.dual_level():
-            loss(forward_ad.make_dual(h, torch.ones_like(h)), w)
-    except NotImplementedError as error:
-        messages.append(str(error))
+    for run in (
+        lambda: torch.func.jvp(loss, (h,), (h,)),
+        lambda: torch.autograd.grad(loss(h), w, torch.eye(8), is_grads_batched=True),
+    ):
+        with pytest.raises(NotImplementedError) as caught:
+            run()
+        messages.append(str(caught.value))
     return messages
 
 
-@pytest.mark.parametrize("reduction", rest_slow(["mean", "none"]))
-@pytest.mark.parametrize("sequence_parallel", rest_slow([True, False]))
-def test_forward_mode_of_a_group_is_refused(
-    sequence_parallel: bool, reduction: str, ranks: Ranks
-) -> None:
-    for messages in ranks.run(2, refused_tangents, sequence_parallel, reduction):
-        assert len(messages) == 3
-        assert all(message.startswith("group: got ") for message in messages)
+def refused_probabilities() -> str:
+    """Return what probabilities of all classes raise."""
+    with pytest.raises(NotImplementedError) as caught:
+        cutefce.linear_cross_entropy(
+            torch.randn(8, 16), torch.randn(5, 16), torch.rand(8, 5), group=group(2)
+        )
+    return str(caught.value)
+
+
+def test_probabilities_are_refused(ranks: Ranks) -> None:
+    for message in ranks.run(2, refused_probabilities):
+        assert message.startswith("group: got '")
+        assert "with probabilities of all classes as the target, expected None" in message
+
+
+def test_transforms_of_a_group_are_refused(ranks: Ranks) -> None:
+    for of_call, of_backward in ranks.run(2, refused_transforms):
+        assert of_call.startswith("linear_cross_entropy: got a call under a transform")
+        assert of_backward.startswith("cutefce: got a backward with is_grads_batched=True")
 
 
 COPIED_BUDGETS = range(560_000, 1_100_000, 5_600)

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import cutefce
-from tests.parallel import test_dense_targets_on_ranks as dense_targets
 from tests.parallel import test_divergence_on_ranks as divergences
 from tests.parallel import test_sampled_on_ranks as sampled
 from tests.parallel import test_soft_targets_on_ranks as soft_targets
@@ -16,7 +15,7 @@ from tests.parallel.test_options_on_ranks import SIZES, log_probs, losses
 from tests.parallel.test_vocab_parallel import part
 from tests.support.divergence import FORMS, heads
 from tests.support.float64 import assert_no_float64
-from tests.support.options import TOGETHER, dense_case, options_case, soft_case
+from tests.support.options import TOGETHER, options_case, soft_case
 from tests.support.ranks import Ranks, group
 from tests.support.reference import Case, random_case
 from tests.support.tiers import rest_slow
@@ -32,7 +31,6 @@ def check(function: Callable[..., Any], *arguments: Any) -> None:
 KINDS: dict[str, tuple[Callable[..., Any], Callable[[list[str]], Any]]] = {
     "targets": (losses, lambda names: options_case(names, *PROBLEM)),
     "soft targets": (soft_targets.losses, lambda names: soft_case(names, 6, *PROBLEM)),
-    "dense targets": (dense_targets.losses, lambda names: dense_case(names, *PROBLEM)),
 }
 """What is called, and what draws its case."""
 

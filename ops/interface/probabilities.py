@@ -1,0 +1,122 @@
+"""Probabilities of all classes as the target, as of `torch.nn.functional.cross_entropy`."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cutefce.ops.interface import checks
+from cutefce.ops.interface.options import LossOptions, TensorOptions
+from cutefce.ops.interface.soft_targets import check_soft_targets
+from cutefce.ops.operators.context import autocast
+from cutefce.ops.operators.probabilities import block_rows
+
+IGNORED = LossOptions().ignore_index
+UNSERVED = {
+    "gradient": "exact",
+    "accumulate_into": None,
+    "accum_dtype": None,
+    "group": None,
+    "shards": None,
+    "sequence_parallel": False,
+}
+"""Arguments that losses of class indices have alone, with the values that are expected."""
+
+
+def is_probabilities(target: Any) -> bool:
+    """Whether a `target` is probabilities, not class indices."""
+    return isinstance(target, Tensor) and target.is_floating_point()
+
+
+def loss_of_probabilities(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    workspace: int | str | None,
+    arguments: dict[str, Any],
+) -> tuple[Tensor, Tensor]:
+    """Return the loss of probabilities (..., V), and log-sum-exps (...) without gradient.
+
+    The arguments are those of `cutefce.ops.interface.call.loss`.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: naming the argument.
+    """
+    checks.check_transform("linear_cross_entropy")
+    options = LossOptions.from_keywords(arguments)
+    tensors = TensorOptions.from_keywords(arguments)
+    h, w = autocast(input, linear_weight)
+    if tensors.soft_targets:
+        check_soft_targets(target, h, options, tensors, 1)
+    _refuse(arguments)
+    _check(target, h, w)
+    options.check()
+    tensors.check(h, w, h[..., 0], options, len(w))
+    tensors, rows, token = tensors.prepared(h), h.reshape(-1, h.shape[-1]), tensors.token_weights
+    if token is not None:
+        rows = torch.where((token == 0)[:, None], 0, rows)  # what they hold does not matter
+    losses, lse = torch.ops.cutefce.losses_of_probabilities(
+        rows,
+        w,
+        target.reshape(-1, len(w)),
+        tensors.linear_bias,
+        token,
+        tensors.weight,
+        tensors.temperature,
+        options.label_smoothing,
+        options.z_loss,
+        options.logit_scale,
+        options.softcap,
+        block_rows(checks.workspace_bytes(workspace), len(w), h.dtype),
+    )
+    if token is not None:
+        lse = torch.where(token == 0, 0, lse)
+    lse = lse.reshape(h.shape[:-1])
+    if options.reduction == "none":
+        return losses.reshape(h.shape[:-1]), lse
+    if options.reduction == "sum":
+        return losses.sum(), lse
+    count = tensors.denominator
+    if count is None:
+        count = losses.new_full((), len(rows)) if token is None else token.to(losses.dtype).sum()
+    return losses.sum() * torch.where(count == 0, 0, 1 / count.to(losses.dtype)), lse
+
+
+def _refuse(arguments: dict[str, Any]) -> None:
+    """Raise NotImplementedError for what needs class indices."""
+    for name, expected in UNSERVED.items():
+        got = arguments.get(name, expected)
+        if got is not expected and got != expected:
+            shown = "one" if isinstance(got, Tensor) else repr(got)
+            raise NotImplementedError(
+                f"{name}: got {shown} with probabilities of all classes as the target, expected "
+                f"{expected!r}; or pass class indices, or target_indices and target_probs"
+            )
+    ignore_index = arguments.get("ignore_index", IGNORED)
+    if ignore_index >= 0:
+        raise ValueError(
+            f"ignore_index: got {ignore_index} with probabilities, which have none, "
+            "expected None; a token whose token_weights are 0 is ignored"
+        )
+
+
+def _check(target: Tensor, h: Tensor, w: Tensor) -> None:
+    """Raise an error that names the argument unless target is (..., V) of h (..., D), w (V, D)."""
+    checks.check_head(h, w)
+    checks.check_layout("target", target)
+    tokens = tuple(h.shape[:-1])
+    expected = *tokens, w.shape[0]
+    if target.ndim < len(expected) or not checks.are_equal("target", target.shape, expected):
+        wrong = TypeError if target.ndim < len(expected) else ValueError
+        raise wrong(
+            f"target: got dtype {target.dtype} of shape {tuple(target.shape)}, expected integers "
+            f"(class indices) of shape {tokens}, or probabilities of shape {expected}"
+        )
+    checks.check_dtype("target", target)
+    if target.requires_grad:
+        raise ValueError(
+            "target: got probabilities that require grad, expected target.detach(): cutefce has no "
+            "gradient of them"
+        )
+    if target.device != h.device:
+        raise ValueError(f"target: got device {target.device}, expected that of input, {h.device}")
