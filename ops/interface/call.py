@@ -12,7 +12,7 @@ from cutefce.cute_kernels.workspace import NUM_STATS, Stat
 from cutefce.ops import torch_compat
 from cutefce.ops.dense_targets.checks import check_dense_target, is_probabilities
 from cutefce.ops.dense_targets.targets import possible_leads
-from cutefce.ops.interface import call_cache, checks, option_checks
+from cutefce.ops.interface import call_cache, checks
 from cutefce.ops.interface.options import (
     OPTIONS,
     LossOptions,
@@ -178,7 +178,6 @@ def _evaluate(
         checks.check_tensors(h, w, y, ranks if sharding.sequence_parallel else 1)
         sharding.check(w)
         adds = tensors.accumulate_into is not None
-        option_checks.check_accumulates_in(options.accum_dtype, h, own, adds)
         if adds and grad:
             checks.check_accumulates(own)
         if not tensors.is_plain:

@@ -54,8 +54,6 @@ def plan_for(
     if tensors.weight_cast is not None or copies:
         wide = tensors.weight_cast is not None
         problem = dataclasses.replace(problem, wide_grad_weight=wide, tile_copies=copies)
-    if options.accum_dtype is not None:
-        problem = dataclasses.replace(problem, random_sums=True)
     if tensors.is_dense and tensors.target_probs is not None:
         probs_bytes = tensors.target_probs.element_size()
         problem = with_call(problem, probs_bytes=probs_bytes, arch=None)
