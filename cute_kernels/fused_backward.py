@@ -201,7 +201,7 @@ class FusedBackward:
         assert low_bits is not None
         upper = cute.make_tensor(cute.recast_ptr(memory, dtype=BFloat16), layout)
         after = memory + Int64(rows) * hidden // 2
-        return KeptSums(upper, low_of(after, rows, hidden, low_bits), None)
+        return KeptSums(upper, low_of(after, rows, hidden, low_bits))
 
     @cute.jit
     def run_windows(

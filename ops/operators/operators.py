@@ -153,11 +153,10 @@ def run_forward(inputs: LossInputs[Any, Any], plan: Plan) -> tuple[Tensor, RowSt
     dw = w.new_empty(len(w) if keeps_dw else 0, hidden, dtype=dw_dtype)
     dbias = loss_scale.new_empty(len(w)) if plan.grad_bias else None
     chunks = plan.chunks(inputs.tokens)
-    many = plan.low_bits, len(chunks.sizes)
     factor = targets.tensors.grad_output if plan.adds_in_forward else None
     in_order = plan.shrinking is not None
-    kept_dx = HiddenSums.empty(dx, dtype, plan.hidden_bits, in_order=in_order, factor=factor)
-    sums = GradSums(kept_dx, WeightSums.empty(dw, dtype, *many), dbias)
+    kept_dx = HiddenSums.empty(dx, dtype, in_order=in_order, factor=factor)
+    sums = GradSums(kept_dx, WeightSums.empty(dw, dtype, plan.low_bits), dbias)
     buffer, written = inputs.accumulate_into, sums
     if buffer is not None and factor is not None:
         written = sums._replace(dw=WeightSums.in_buffer(buffer, factor))

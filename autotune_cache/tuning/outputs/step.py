@@ -270,18 +270,15 @@ def _gradients_in_forward_outputs(
     loss_scale = targets.loss_scale(sum_dtype(h.dtype))
     results: dict[str, CheckedOutput] = {}
     # sums that are kept in dW's memory and beside it, and those that are dW
-    kinds = [(f", with {16 + n} bits of dW's sums", w.dtype, n) for n in (0, *LOW_BITS)]
+    kinds = [(f", with {16 + n} bits of dW's sums", w.dtype, n) for n in LOW_BITS]
     for suffix, dtype, bits in (*kinds, (", in the dtype of sums", loss_scale.dtype, 8)):
         dx = HiddenSums.empty(torch.empty_like(h), loss_scale.dtype)
-        dw = WeightSums.empty(torch.empty_like(w, dtype=dtype), loss_scale.dtype, bits, chunks=2)
+        dw = WeightSums.empty(torch.empty_like(w, dtype=dtype), loss_scale.dtype, bits)
         stats = gradients_in_forward(inputs, loss_scale, stored, stored, chunks, dx, dw, None)
         finished_dx = dx.finish(inputs, stats, loss_scale)
         finished_dw = dw.finish(inputs.primitives.gradients, loss_scale).to(w.dtype)
         name = f" of gradients in the forward{suffix}"
         results |= _gradients(name, finished_dx, finished_dw)
-        if not bits:  # rounding at random errs by up to twice as much, in each chunk
-            at_random = results[f"dW{name}"]
-            results[f"dW{name}"] = replace(at_random, roundings=at_random.roundings + 4)
     return results
 
 
