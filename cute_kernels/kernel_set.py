@@ -116,7 +116,7 @@ class KernelSet:
         final, sort = self.grad_weight, self.sort_targets
         if not (final and sort):
             return None
-        keep = {kernel.low_bits or 0: kernel for kernel in self.grad_weight_keep}
+        keep = {kernel.low_bits: kernel for kernel in self.grad_weight_keep if kernel.low_bits}
         finish_kept = {kernel.low_bits: kernel for kernel in self.finish_kept_weight}
         return GradWeightKernels(final, keep, finish_kept, sort)
 

@@ -26,10 +26,8 @@ LOW_BITS = 4, 8
 """Bits beside the upper 16 that a kept sum of dX may have, or one of dW."""
 FLOAT32_LOW_BITS = 16
 """Those of a sum in float32, as a caller's buffer has them."""
-WEIGHT_LOW_BITS = 0, *LOW_BITS, FLOAT32_LOW_BITS
-"""Those that a sum of dW may have; with 0 bits it is rounded at random."""
-NOISE_STEPS = ((16, -2048144789), (13, -1028477387))
-"""Shifts and odd factors that spread each bit of the place of such a sum over all bits."""
+WEIGHT_LOW_BITS = *LOW_BITS, FLOAT32_LOW_BITS
+"""Those that a sum of dW may have."""
 
 
 def can_keep(dtype: str) -> bool:
@@ -64,8 +62,6 @@ class Problem:
     grad_bias: bool = False
     wide_grad_weight: bool = False
     """Whether dW is in the dtype of sums, as of a float32 weight beside 16-bit hidden states."""
-    random_sums: bool = False
-    """Whether dW's sums over chunks of tokens have 16 bits, rounded at random."""
     tile_copies: int = 0
     """Copies of a tile of logits that options of the loss make in plain torch."""
 

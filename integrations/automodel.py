@@ -13,7 +13,7 @@ from nemo_automodel.components.loss.chunked_ce import ChunkedCrossEntropy
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from cutefce.integrations.gradients import fitting, gradient_options
+from cutefce.integrations.gradients import gradient_options
 from cutefce.integrations.support import hooks
 from cutefce.ops.interface.api import linear_cross_entropy
 
@@ -54,14 +54,14 @@ class CutefceLoss(ChunkedCrossEntropy):
         reduction: str = "sum",
         gradient: str = "exact",
         samples: int = 256,
-        accum_dtype: torch.dtype | str | None = None,
+        **removed: Any,
     ) -> None:
         hooks.check_version(TESTED)
         path = "nemo_automodel.components.loss.chunked_ce:ChunkedCrossEntropy.forward"
         hooks.check_parameters(path, ChunkedCrossEntropy.forward, _FORWARD, TESTED)
         super().__init__(compile=False, ignore_index=ignore_index, reduction=reduction)
         self.softcap: float | None = None
-        self.gradient_options = gradient_options(gradient, samples, accum_dtype)
+        self.gradient_options = gradient_options(gradient, samples, **removed)
 
     def validate_lm_head(self, lm_head: nn.Module | None, *, model_config: Any = None) -> nn.Module:
         """Return the head, a linear layer without bias; keep the softcap of the model.
@@ -139,6 +139,6 @@ class CutefceLoss(ChunkedCrossEntropy):
             ignore_index=self.ignore_index,
             token_weights=loss_weights,
             softcap=self.softcap,
-            **fitting(self.gradient_options, hidden_states, weight),
+            **self.gradient_options,
         )
         return loss

@@ -9,13 +9,14 @@ In the configuration:
 from typing import Any
 
 from axolotl.integrations.base import BasePlugin
-from pydantic import BaseModel
+from pydantic import BaseModel, model_validator
 from torch import Tensor
 
 import cutefce
 from cutefce.integrations.distillation import axolotl as axolotl_distillation
 from cutefce.integrations.gradients import gradient_options, set_gradients
 from cutefce.integrations.support import hooks
+from cutefce.ops.interface.checks import check_type
 
 TESTED = "axolotl 0.19.0"
 
@@ -33,7 +34,14 @@ class CutefceArgs(BaseModel):
 
     cutefce_gradient: str = "exact"
     cutefce_samples: int = 256
-    cutefce_accum_dtype: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def refuse_removed(cls, keys: Any) -> Any:
+        """Raise TypeError for a key of an earlier version, which would have no effect."""
+        if "cutefce_accum_dtype" in keys:
+            check_type("accum_dtype", keys["cutefce_accum_dtype"])
+        return keys
 
 
 class CutefcePlugin(BasePlugin):
@@ -55,11 +63,9 @@ class CutefcePlugin(BasePlugin):
         for key in OTHERS:
             if cfg.get(key):
                 raise ValueError(f"{key}: got {cfg[key]!r}, expected none beside CutefcePlugin")
-        keys = CutefceArgs.model_fields
-        given = CutefceArgs(**{key: cfg[key] for key in keys if cfg.get(key) is not None})
-        options = gradient_options(
-            given.cutefce_gradient, given.cutefce_samples, given.cutefce_accum_dtype
-        )
+        keys = {key: x for key, x in cfg.items() if key.startswith("cutefce_")}
+        given = CutefceArgs(**{key: x for key, x in keys.items() if x is not None})
+        options = gradient_options(given.cutefce_gradient, given.cutefce_samples)
         set_gradients(**options)
         cutefce.defer(model, **options)
         path = f"{axolotl_distillation.FUNCTION}.apply"

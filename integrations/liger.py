@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from cutefce.integrations.distillation import liger as liger_distillation
-from cutefce.integrations.gradients import loss_options, row_options
+from cutefce.integrations.gradients import loss_options
 from cutefce.integrations.support import hooks
 from cutefce.ops.interface import checks
 from cutefce.ops.interface.api import linear_cross_entropy
@@ -110,7 +110,7 @@ def fused_linear_cross_entropy(
             reduction=reduction,
             return_lse=True,
             **both,
-            **loss_options(input, weight),
+            **loss_options(),
         )
         assert lse is not None
         penalties = lse_square_scale * lse.square()
@@ -121,7 +121,7 @@ def fused_linear_cross_entropy(
                 f"label_smoothing: got {label_smoothing} with token accuracy, predicted tokens, or "
                 "class weights and a z-loss, which cutefce does not serve together; expected 0"
             )
-        rows = linear_log_probs(input, weight, target, outputs=outputs, **both, **row_options())
+        rows = linear_log_probs(input, weight, target, outputs=outputs, **both, **loss_options())
         factors = None if ce_weight is None else ce_weight[target.where(is_active, 0)]
         assert rows.lse is not None
         penalties = lse_square_scale * rows.lse.square()  # not times the class weights

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from cutefce.integrations.gradients import row_options
+from cutefce.integrations.gradients import loss_options
 from cutefce.integrations.support import hooks
 from cutefce.integrations.support.main_grad import with_main_grad
 from cutefce.integrations.support.nested import replaced
@@ -224,7 +224,7 @@ def losses(
         logit_scale=scale,
         group=head.tp_group if head.tp_group.size() > 1 else None,
         sequence_parallel=head.sequence_parallel,
-        **{"reduction": "none", **options, **row_options()},
+        **{"reduction": "none", **options, **loss_options()},
     )
     return loss.transpose(0, 1).contiguous() if loss.ndim else loss
 

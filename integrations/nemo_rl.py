@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from cutefce.integrations.deferral.model import defer
 from cutefce.integrations.distillation import nemo_rl as distillation
-from cutefce.integrations.gradients import row_options
+from cutefce.integrations.gradients import loss_options
 from cutefce.integrations.support import hooks
 from cutefce.ops.interface.log_probs import linear_log_probs
 
@@ -121,6 +121,6 @@ def log_probs(
         F.pad(target[:, 1:], (0, 1), value=-100).T,
         group=tp_group,
         sequence_parallel=True,
-        **row_options(),
+        **loss_options(),
     )
     return found.log_probs.T[:, :-1]

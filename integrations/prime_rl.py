@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from cutefce.integrations.gradients import row_options
+from cutefce.integrations.gradients import loss_options
 from cutefce.integrations.support import hooks
 from cutefce.ops.interface.log_probs import linear_log_probs
 
@@ -53,7 +53,7 @@ def forward(
         outputs=("entropy",),
         softcap=getattr(self, "softcap", None),
         temperature=temperature,
-        **row_options(),
+        **loss_options(),
     )
     assert found.entropy is not None
     return {"logprobs": found.log_probs, "entropy": found.entropy}

@@ -86,7 +86,7 @@ class FusedLoss(ChunkedLossWrapper):
                 reduction="sum",
                 group=group,
                 **options,
-                **loss_options(hidden, weight),
+                **loss_options(),
             )
             return loss
 

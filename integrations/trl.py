@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from cutefce.integrations.deferral.model import defer
 from cutefce.integrations.distillation import trl as trl_distillation
-from cutefce.integrations.gradients import row_options
+from cutefce.integrations.gradients import loss_options
 from cutefce.integrations.support import hooks
 from cutefce.ops.interface.log_probs import linear_log_probs
 
@@ -139,7 +139,7 @@ def log_probs(
         logit_scale=logit_scale,
         softcap=final_logit_softcapping,
         temperature=temperature,
-        **row_options(),
+        **loss_options(),
     )
     entropy, mean, squares = found.entropy, found.mean_logit, found.sum_p_squared
     if has_own_mean:

@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from cutefce.integrations.gradients import row_options
+from cutefce.integrations.gradients import loss_options
 from cutefce.integrations.support import hooks
 from cutefce.integrations.support.logit_options import logit_options
 from cutefce.ops.interface.log_probs import linear_log_probs
@@ -138,7 +138,7 @@ def linear_cross_entropy(
         temperature=temperature,
         group=dist_process_group,
         **_head.get({}),
-        **row_options(),
+        **loss_options(),
     )
     assert found.entropy is not None
     return found.log_probs.view(labels.shape), found.entropy.view(labels.shape)

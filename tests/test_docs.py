@@ -261,7 +261,7 @@ def real_signature(name: str) -> tuple[list[str], dict[str, object]]:
         positional = [arg.name for arg in arguments if not arg.kwarg_only]
         return positional, {arg.name: arg.default_value for arg in arguments if arg.kwarg_only}
     real = inspect.signature(getattr(cutefce, name)).parameters.values()
-    positional = [p.name for p in real if p.kind is not p.KEYWORD_ONLY]
+    positional = [p.name for p in real if p.kind is p.POSITIONAL_OR_KEYWORD]
     return positional, {p.name: p.default for p in real if p.kind is p.KEYWORD_ONLY}
 
 

@@ -11,15 +11,15 @@ SCHEMA = (
     "cutefce::loss{name}(Tensor input, Tensor linear_weight, Tensor? target=None, *, "
     "str reduction='mean', int ignore_index=-100, float label_smoothing=0., float z_loss=0., "
     "float logit_scale=1., float? softcap=None, str gradient='exact', int samples=256, "
-    "ScalarType? accum_dtype=None, {workspace}, Tensor? linear_bias=None, Tensor? weight=None, "
-    "Tensor? token_weights=None, Tensor? temperature=None, Tensor? denominator=None, "
+    "{workspace}, Tensor? linear_bias=None, Tensor? weight=None, Tensor? token_weights=None, "
+    "Tensor? temperature=None, Tensor? denominator=None, "
     "Tensor? accumulate_into=None, Tensor? grad_output=None, Tensor? target_indices=None, "
     "Tensor? target_probs=None, str? group=None, int[]? shards=None, "
     "bool sequence_parallel=False) -> Tensor"
 )
 SIGNATURES = {
     "defer": "(model: torch.nn.modules.module.Module, *, evaluation: bool = False, "
-    "gradient: str = 'exact', samples: int = 256, accum_dtype: torch.dtype | None = None) -> None",
+    "gradient: str = 'exact', samples: int = 256, **removed: Any) -> None",
     "undefer": "(model: torch.nn.modules.module.Module) -> None",
     "deferral_report": "model",
     "DeferralReport": "fused fallbacks",
@@ -28,8 +28,8 @@ SIGNATURES = {
     "linear_cross_entropy": "input linear_weight target target_indices target_probs linear_bias "
     "weight reduction ignore_index "
     "label_smoothing options token_weights z_loss logit_scale softcap temperature return_lse "
-    "gradient samples workspace denominator accumulate_into grad_output accum_dtype group shards "
-    "sequence_parallel",
+    "gradient samples workspace denominator accumulate_into grad_output group shards "
+    "sequence_parallel removed",
     "linear_divergence": "student_input student_weight teacher_input teacher_weight target "
     "divergence beta student_bias teacher_bias logit_scale softcap temperature reduction "
     "ignore_index denominator workspace group shards",
@@ -39,14 +39,14 @@ SIGNATURES = {
     "LossOutput": "loss lse",
     "LogProbs": "log_probs lse entropy sum_p_squared mean_logit is_top1 argmax",
     "plan": "input linear_weight target reduction label_smoothing gradient samples workspace "
-    "accumulate_into grad_output accum_dtype target_indices target_probs group shards "
-    "sequence_parallel",
+    "accumulate_into grad_output target_indices target_probs group shards sequence_parallel "
+    "removed",
     "plan_divergence": "student_input student_weight teacher_input teacher_weight target "
     "divergence beta student_bias teacher_bias temperature reduction ignore_index workspace group "
     "shards",
     "LinearCrossEntropyLoss": "in_features num_classes out_features bias device dtype reduction "
     "weight ignore_index label_smoothing options z_loss logit_scale softcap gradient samples "
-    "workspace accum_dtype",
+    "workspace removed",
 }
 """Whole signatures, or the names of the arguments."""
 

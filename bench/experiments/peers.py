@@ -123,16 +123,6 @@ def _first_output_float32(function: Any) -> Loss:
     return lambda h, w, y: function.apply(h, w, y, *defaults, torch.float32)[0]
 
 
-def _bfloat16_sums(function: Any, workspace: str | int = "min") -> Loss:
-    loss: Loss = functools.partial(function, workspace=workspace, accum_dtype=torch.bfloat16)
-    return loss
-
-
-def _bfloat16_sums_in_250_mib(function: Any) -> Loss:
-    """Less than what Liger takes at large shapes."""
-    return _bfloat16_sums(function, 250 << 20)
-
-
 QUACK = "quack.linear_cross_entropy", "chunked_linear_cross_entropy"
 LIGER = "liger_kernel.ops.fused_linear_cross_entropy", "LigerFusedLinearCrossEntropyFunction"
 LIGER_HOPPER = (
@@ -140,10 +130,6 @@ LIGER_HOPPER = (
     "liger_fused_linear_cross_entropy_sm90",
 )
 PEERS = {
-    "cutefce 250 MiB, bfloat16 sums": Peer(
-        "cutefce", "linear_cross_entropy", _bfloat16_sums_in_250_mib
-    ),
-    "cutefce min, bfloat16 sums": Peer("cutefce", "linear_cross_entropy", _bfloat16_sums),
     "torch without float()": Peer("torch.nn.functional", "cross_entropy", _without_float),
     "torch.compile": Peer("torch", "compile", _compiled),
     "torch linear_cross_entropy": Peer("torch.nn.functional", "linear_cross_entropy", _plain),

@@ -3,9 +3,6 @@
 A number is rounded to nearest, ties to even, to 24 or 20 bits.  The first 16 of them are the upper
 half.  The others, its low bits, are a byte; or two columns of four bits share one, the even column
 in the lower half.  Eight numbers are four words of upper halves and eight or four bytes.
-
-Without low bits a number is rounded to its upper half at random, up with the probability of what is
-cut off: on average it is the number.  The 16 random bits are those of `noise`.
 """
 
 from typing import Any
@@ -13,8 +10,6 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint8
-
-from cutefce.cute_kernels.problem import NOISE_STEPS
 
 QUIET_NAN = 0x7FC00000
 """A NaN that rounding does not change."""
@@ -66,41 +61,6 @@ def join_eight(halves: cute.Tensor, bytes_: cute.Tensor, low_bits: int) -> cute.
             odd = low[0] if i == 0 else low[0] >> 8 * i
             bits[2 * i + 1] = bytes_of(halves[i], odd & 0xF0, 0x3245)
     return values
-
-
-@cute.jit
-def round_eight(values: cute.Tensor, noise: cute.Tensor) -> cute.Tensor:
-    """Return the upper halves (4,) of float32 `values` (8,), rounded by `noise` (4,), as words."""
-    bits = cute.recast_tensor(values, Int32)
-    halves = cute.make_rmem_tensor((4,), Int32)
-    for i in cutlass.range_constexpr(4):
-        first = cutlass.min(bits[2 * i], Int32(QUIET_NAN)) + (noise[i] & 0xFFFF)
-        second = cutlass.min(bits[2 * i + 1], Int32(QUIET_NAN)) + ((noise[i] >> 16) & 0xFFFF)
-        halves[i] = bytes_of(first, second, 0x7632)
-    return halves
-
-
-@cute.jit
-def widened_eight(halves: cute.Tensor) -> cute.Tensor:
-    """Return the float32 numbers (8,) of upper halves (4,)."""
-    values = cute.make_rmem_tensor((8,), Float32)
-    bits = cute.recast_tensor(values, Int32)
-    for i in cutlass.range_constexpr(4):
-        bits[2 * i] = halves[i] << 16
-        bits[2 * i + 1] = halves[i] & -0x10000
-    return values
-
-
-@cute.jit
-def noise(seed: Int32, pair: Int32) -> Int32:
-    """Return the random bits of a pair of columns: 16 of the even one, then those of the odd one.
-
-    Each step can be undone, so that no two pairs have the same bits.
-    """
-    x = pair ^ seed
-    for shift, factor in NOISE_STEPS:
-        x = (x ^ ((x >> shift) & (1 << 32 - shift) - 1)) * Int32(factor)
-    return x ^ ((x >> 16) & 0xFFFF)
 
 
 def second_bytes(words: cute.Tensor, chosen: tuple[int, int, int, int]) -> Any:

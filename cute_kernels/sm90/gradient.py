@@ -3,7 +3,7 @@
     hidden          sums (N, D) = or += e w         float32
     hidden, kept    the same                        24 or 20 bits, see `sm90.kept_store`
     weight, final   out (V, D) = (eᵀ s + Σ_{i: y_i = v} c_i h_i) · grad_scale, rounded once
-    weight, kept    sums (V, D) = or += that        float32, 24, 20 or 16 bits
+    weight, kept    sums (V, D) = or += that        float32, 24 or 20 bits
 
 with s_i = scale_i h_i.  dW's terms of targets are added to the float32 accumulators, in a fixed
 order: see `sm90.target_terms`; before them, if the spec has it, a matrix of rank one.  If the spec
@@ -256,7 +256,7 @@ class GradGemmSm90(MainloopSm90):
                 self.epilogue.store_tile(consumer, self.m_halves, starts, columns, out)
             elif cutlass.const_expr(self.kept):
                 tile_number = index // (scheduler.clusters * config.partials_per_row)
-                self.kept_store.add(consumer, out, *starts, tile_number, columns)
+                self.kept_store.add(consumer, out, *starts, tile_number)
             else:
                 counter = semaphores.iterator + self.counter_index(work_tile, scheduler, consumer)
                 if work_tile.splits_before > 0:

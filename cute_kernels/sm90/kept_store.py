@@ -20,16 +20,10 @@ from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as sm90
 
 from cutefce.cute_kernels.arch.base import BARRIER_BYTES, Arch
-from cutefce.cute_kernels.common.dsl import matrix, partition, vector
-from cutefce.cute_kernels.common.kept_bits import (
-    join_eight,
-    noise,
-    round_eight,
-    split_eight,
-    widened_eight,
-)
+from cutefce.cute_kernels.common.dsl import matrix, partition
+from cutefce.cute_kernels.common.kept_bits import join_eight, split_eight
 from cutefce.cute_kernels.config import GemmConfig
-from cutefce.cute_kernels.problem import FLOAT32_LOW_BITS, LOW_BITS
+from cutefce.cute_kernels.problem import FLOAT32_LOW_BITS
 from cutefce.cute_kernels.schedule.scheduler import TileScheduler
 from cutefce.cute_kernels.sm90.epilogue_store import accumulator_mma
 from cutefce.cute_kernels.sm90.mainloop import MMA_WARP_GROUPS, Consumer
@@ -44,26 +38,22 @@ which wait until it is empty."""
 
 
 class KeptSums(NamedTuple):
-    """Sums (M, N) of 32, 24, 20 or 16 bits."""
+    """Sums (M, N) of 32, 24 or 20 bits."""
 
     upper: cute.Tensor
     """(M, N) float32, or bfloat16: the upper halves."""
     low: cute.Tensor | None
     """(M, N) or (M, N / 2) uint8: the low bits, see `common.kept_bits`; None without."""
-    seed: cute.Tensor | None
-    """(1,) int32: that of random rounding of sums of 16 bits; None of others."""
 
 
 def kept_signature(rows: Any, columns: Any, low_bits: int) -> KeptSums:
     """Return fake tensors to compile for."""
     if low_bits == FLOAT32_LOW_BITS:
-        return KeptSums(matrix(Float32, rows, columns), None, None)
-    if not low_bits:
-        return KeptSums(matrix(BFloat16, rows, columns), None, vector(Int32, 1))
+        return KeptSums(matrix(Float32, rows, columns), None)
     pitch = cute.sym_int64(divisibility=16)
     bytes_ = columns if low_bits == 8 else cute.sym_int(divisibility=4)
     low = make_fake_tensor(Uint8, (rows, bytes_), (pitch, 1), assumed_align=16)
-    return KeptSums(matrix(BFloat16, rows, columns), low, None)
+    return KeptSums(matrix(BFloat16, rows, columns), low)
 
 
 class Staging(NamedTuple):
@@ -72,8 +62,6 @@ class Staging(NamedTuple):
     parts: Any
     """(TMA load, its coordinates, TMA store, its coordinates, shared memory) of upper halves or
     float32 sums, and of low bits if there are any beside."""
-    seed: Any
-    """That of random rounding, if sums are rounded so."""
     barriers: Any
     """Those of all buffers; see `FULL`."""
     is_read: Any
@@ -90,9 +78,7 @@ class KeptStoreSm90:
         self.lines = LINE, COLUMNS * low_bits // 8
         """Bytes of a row of a panel of upper halves, and of low bits."""
         self.is_float32 = low_bits == FLOAT32_LOW_BITS
-        self.dtypes = (BFloat16, Uint8) if low_bits in LOW_BITS else (BFloat16,)
-        if self.is_float32:
-            self.dtypes = (Float32,)
+        self.dtypes = (Float32,) if self.is_float32 else (BFloat16, Uint8)
         self.row_blocks, self.column_blocks = config.tile_m // ROWS, config.tile_n // COLUMNS
         self.blocks = self.row_blocks * self.column_blocks
         self.block_bytes = ROWS * COLUMNS * (16 + low_bits) // 8
@@ -104,10 +90,7 @@ class KeptStoreSm90:
 
     @cute.jit
     def tma(self, sums: KeptSums) -> Any:
-        """Return (TMA load, coordinates, TMA store, coordinates, smem layout) of each matrix.
-
-        The seed comes last.
-        """
+        """Return (TMA load, coordinates, TMA store, coordinates, smem layout) of each matrix."""
         found = []
         matrices: Any = sums[: len(self.dtypes)]
         for i, part in enumerate(matrices):
@@ -127,7 +110,7 @@ class KeptStoreSm90:
                 (16, columns),
             )
             found.append((*load, *store, layout))
-        return (*found, sums.seed)
+        return tuple(found)
 
     def _panels(self, part: int) -> int:
         """Return the panels of a block's upper halves or float32 sums, or of its low bits."""
@@ -142,7 +125,6 @@ class KeptStoreSm90:
         """Allocate the buffers, and initialize their barriers for all roles to agree on later."""
         barriers = smem.allocate_array(Int64, self.buffers * (EMPTY + 1))
         made = []
-        *parts, seeds = parts
         for dtype, part in zip(self.dtypes, parts, strict=True):
             layout = part[-1]
             buffers = smem.allocate_tensor(dtype, layout.outer, 1024, layout.inner)
@@ -155,10 +137,7 @@ class KeptStoreSm90:
                         cute.arch.mbarrier_init(first + FULL + warp_group_idx, 1)
                     # one arrival of each warp of the warpgroup
                     cute.arch.mbarrier_init(first + EMPTY, 4)
-        seed = None
-        if cutlass.const_expr(seeds is not None):
-            seed = seeds[0]
-        return Staging(tuple(made), seed, barriers, is_read)
+        return Staging(tuple(made), barriers, is_read)
 
     @cute.jit
     def load(self, scheduler: TileScheduler, staging: Staging) -> None:
@@ -207,9 +186,8 @@ class KeptStoreSm90:
         m_start: Int32,
         n_start: Int32,
         tile: Int32,
-        hidden: Int32,
     ) -> None:
-        """Add the accumulators to the sums, or overwrite these, which have `hidden` columns.
+        """Add the accumulators to the sums, or overwrite these.
 
         The tile is number `tile` of the warpgroup, from 0 on.
         """
@@ -230,11 +208,7 @@ class KeptStoreSm90:
                     self._add_float32(consumer, staging, buffer, where)
                 else:
                     for half in cutlass.range_constexpr(2):
-                        # of the thread's first pair of columns
-                        row = m_start + ROWS * row_block + consumer.tCcC[0][0] + 8 * half
-                        column = (n_start + column_block * COLUMNS) // 2 + 16 * group
-                        pair = row * (hidden // 2) + column + consumer.thread % 4
-                        self._add_eight(consumer, staging, buffer, (*where, half), pair)
+                        self._add_eight(consumer, staging, buffer, (*where, half))
             cute.arch.fence_proxy("async.shared", space="cta")
             cute.arch.sync_warp()
             for i, part in enumerate(staging.parts):
@@ -287,9 +261,8 @@ class KeptStoreSm90:
         staging: Staging,
         buffer: Int32,
         place: tuple[int, int, int, int],
-        pair: Int32,
     ) -> None:
-        """Add to the thread's eight sums in a row of 32 columns, of which `pair` is the first.
+        """Add to the thread's eight sums in a row of 32 columns.
 
         `place` is (row block, column block, group of columns, half of the rows).
         """
@@ -299,24 +272,6 @@ class KeptStoreSm90:
         for i in cutlass.range_constexpr(8):
             values[i] = consumer.acc[(i % 2, half, first + i // 2), block, 0]
         upper, low = self._places(consumer, staging, buffer, group, half)
-        halves = cute.make_rmem_tensor((4,), Int32)
-        if cutlass.const_expr(not self.low_bits):
-            if staging.is_read:
-                for i in cutlass.range_constexpr(4):
-                    halves[i] = upper[i][0]
-                values.store(widened_eight(halves).load() + values.load())
-            bits = cute.make_rmem_tensor((4,), Int32)
-            for i in cutlass.range_constexpr(4):
-                bits[i] = noise(staging.seed, pair + 4 * i)
-            halves = round_eight(values, bits)
-        else:
-            halves = self._add_in_two_parts(staging, upper, low, values)
-        for i in cutlass.range_constexpr(4):
-            upper[i][0] = halves[i]
-
-    @cute.jit
-    def _add_in_two_parts(self, staging: Staging, upper: Any, low: Any, values: Any) -> Any:
-        """Add to eight sums with low bits; return their upper halves."""
         if staging.is_read:
             halves = cute.make_rmem_tensor((4,), Int32)
             bytes_ = cute.make_rmem_tensor((self.low_bits,), Uint8)
@@ -327,8 +282,7 @@ class KeptStoreSm90:
         halves, bytes_ = split_eight(values, self.low_bits)
         pairs = cute.recast_tensor(bytes_, low[0].element_type)
         for i in cutlass.range_constexpr(4):
-            low[i][0] = pairs[i]
-        return halves
+            upper[i][0], low[i][0] = halves[i], pairs[i]
 
     def _places(
         self, consumer: Consumer, staging: Staging, buffer: Int32, group: int, half: int
@@ -341,7 +295,7 @@ class KeptStoreSm90:
         row, lane = consumer.tCcC[0][0], consumer.thread % 4
         found: tuple[list[Any], list[Any]] = ([], [])
         for j in range(4 * group, 4 * group + 4):
-            for part, bits in enumerate((16, self.low_bits)[: len(self.dtypes)]):
+            for part, bits in enumerate((16, self.low_bits)):
                 smem, line = staging.parts[part][-1], self.lines[part]
                 dtype, pair = {16: (Int32, 4), 8: (Int16, 2), 4: (Uint8, 1)}[bits]
                 panel, byte = divmod(4 * j * pair, line)

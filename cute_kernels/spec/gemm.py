@@ -52,8 +52,8 @@ class GradGemmSpec:
     rank_one: bool = False
     """Whether to add a matrix of rank one to dW."""
     low_bits: int | None = None
-    """Bits beside the upper 16 of the sums that it loads, adds to and stores: 4 or 8, or of dW 0,
-    rounded at random, or `FLOAT32_LOW_BITS`.  None if `final`, and of float32 sums of dX, to which
+    """Bits beside the upper 16 of the sums that it loads, adds to and stores: 4 or 8, or of dW
+    `FLOAT32_LOW_BITS`.  None if `final`, and of float32 sums of dX, to which
     TMA adds in memory."""
     scales: bool = False
     """Whether it multiplies exponentials by factors of tokens once all products have read them."""

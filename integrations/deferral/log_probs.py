@@ -31,8 +31,7 @@ def log_probs_of(
     if obstacle or transform is None:
         logits.call.counts.add(obstacle or "linear_log_probs: steps before it")
         return None
-    side, options = Side(logits, transform), dict(logits.call.loss_options)
-    options.pop("accum_dtype", None)  # of reduced losses
+    side = Side(logits, transform)
 
     def fused(*given: Any) -> Any:
         hidden, weight, bias = side.operands(*given)
@@ -44,7 +43,7 @@ def log_probs_of(
             linear_bias=bias,
             logit_scale=side.transform.scale,
             softcap=side.transform.cap,
-            **options,
+            **logits.call.loss_options,
         )
 
     found: Any = logits.call.evaluate(fused, logits.states, logits.memory)

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cutefce.integrations.gradients import fitting
 from cutefce.ops.interface.api import linear_cross_entropy
 from cutefce.ops.interface.checks import REDUCTIONS
 from cutefce.ops.operators.context import is_autocasting, is_mixed
@@ -111,7 +110,7 @@ def cross_entropy(
             label_smoothing=label_smoothing,
             logit_scale=transform.scale,
             softcap=transform.cap,
-            **fitting(input.call.loss_options, hidden, w),
+            **input.call.loss_options,
         )
         return loss
 

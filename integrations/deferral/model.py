@@ -26,7 +26,7 @@ def defer(
     evaluation: bool = False,
     gradient: str = "exact",
     samples: int = 256,
-    accum_dtype: torch.dtype | None = None,
+    **removed: Any,
 ) -> None:
     """Have the head of a model answer with deferred logits, so that its own loss is fused.
 
@@ -44,18 +44,16 @@ def defer(
             callers that use the loss alone, as `Trainer` without `compute_metrics`.
         gradient: "exact" or "sampled", as of `linear_cross_entropy`.
         samples: expected number of entries of a token, at most, with sampled gradients.
-        accum_dtype: torch.bfloat16 lets sums of the weight's gradient be bfloat16, where hidden
-            states and weight are, and has no effect elsewhere; None keeps more bits.
+        **removed: arguments of earlier versions, which are refused.
 
     Raises:
-        ValueError: for another `gradient` or `accum_dtype`, or `samples` out of their range.
+        ValueError: for another `gradient`, or `samples` out of their range.
         TypeError: for an argument of another type, or a head that is not a plain `nn.Linear`, as
             where it is quantized.
         RuntimeError: if it is deferred already.
     """
     check_type("evaluation", evaluation)
-    check_type("accum_dtype", accum_dtype)
-    loss_options = gradient_options(gradient, samples, accum_dtype)
+    loss_options = gradient_options(gradient, samples, **removed)
     owner = _owner(model)
     heads = [*_heads(owner, model)]
     for head in heads:

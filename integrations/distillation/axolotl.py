@@ -83,7 +83,7 @@ def fused_linear_topk_kl(
         weights = weight_hard_loss, weight_soft_loss, ignore_index, temperature, beta
         last = compiled, chunk_size, compute_ce_loss, normalize_topk
         return own(*operands, *targets, student_lm_head_bias, *weights, *last)
-    options = {"linear_bias": student_lm_head_bias, "reduction": "sum", **loss_options(*operands)}
+    options = {"linear_bias": student_lm_head_bias, "reduction": "sum", **loss_options()}
     loss = student_input.new_zeros((), dtype=torch.float32)
     if weight_soft_loss > 0:
         q = target_logprobs.float().exp().masked_fill(target_mask == 0, 0)

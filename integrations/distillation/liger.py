@@ -97,7 +97,7 @@ def fused_linear_jsd(
             true_labels,
             linear_bias=student_bias,
             ignore_index=ignore_index,
-            **loss_options(*student),
+            **loss_options(),
         )
         loss = loss + weight_hard_loss * hard
     return (loss, soft.detach(), hard.detach()) if return_soft_hard_loss else loss

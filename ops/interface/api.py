@@ -42,7 +42,6 @@ def linear_cross_entropy(
     denominator: Tensor | float | None = None,
     accumulate_into: Tensor | None = None,
     grad_output: Tensor | float | None = None,
-    accum_dtype: torch.dtype | None = None,
     group: ProcessGroup | None = None,
     shards: Sequence[int] | None = None,
     sequence_parallel: bool = False,
@@ -78,10 +77,10 @@ def linear_cross_entropy(  # type: ignore[misc]
     denominator: Tensor | float | None = None,
     accumulate_into: Tensor | None = None,
     grad_output: Tensor | float | None = None,
-    accum_dtype: torch.dtype | None = None,
     group: ProcessGroup | None = None,
     shards: Sequence[int] | None = None,
     sequence_parallel: bool = False,
+    **removed: Any,
 ) -> "Tensor | LossOutput":
     """Cross entropy of softmax(input @ linear_weight.T) against target, without the logits.
 
@@ -139,10 +138,6 @@ def linear_cross_entropy(  # type: ignore[misc]
             to `accumulate_into`, in less memory and time; with another gradient the backward raises
             RuntimeError on a CPU, and elsewhere makes input's gradient and the buffer's first row
             NaN.  Not with reduction "none"; no effect under hooks of saved tensors.
-        accum_dtype: torch.bfloat16 keeps the sums of linear_weight's gradient over chunks of tokens
-            in its own memory, rounded at random: unbiased, in less memory and time, with a larger
-            error.  None keeps more bits.  Calls without such sums ignore it.  For bfloat16 alone,
-            not with `accumulate_into`.
         group: process group whose ranks hold consecutive parts (V_k, D) of the weight, in rank
             order, and of the bias.  Class indices are global; they and all other arguments, weight
             (V,) of all classes too, are the same on every rank, and so are the loss and the
@@ -151,6 +146,7 @@ def linear_cross_entropy(  # type: ignore[misc]
         sequence_parallel: input holds this rank's equal share of the first dimension, in rank
             order, and so does its gradient.  Targets, and losses with "none", are those of all
             tokens.
+        **removed: arguments of earlier versions, which are refused.
 
     Returns:
         () or, with "none", (...): float32, or float64 for float64 inputs.  With `return_lse`, a
@@ -169,7 +165,7 @@ def linear_cross_entropy(  # type: ignore[misc]
     of "From Projection to Prediction: Beyond Logits for Scalable Language Models",
     arXiv 2511.17599.
     """
-    given: dict[str, Any] = {}  # a call without options pays for none
+    given = removed  # refused with the types of options; a call without options pays for none
     if reduction != "mean":
         given["reduction"] = reduction
     if ignore_index is not None:
@@ -184,8 +180,6 @@ def linear_cross_entropy(  # type: ignore[misc]
         given["accumulate_into"] = accumulate_into
     if grad_output is not None:
         given["grad_output"] = grad_output
-    if accum_dtype is not None:
-        given["accum_dtype"] = accum_dtype
     if token_weights is not None:
         given["token_weights"] = token_weights
     if softcap is not None:

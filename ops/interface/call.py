@@ -10,7 +10,7 @@ from torch import Tensor
 from cutefce.cute_kernels.parts import SOFT_TARGETS
 from cutefce.cute_kernels.workspace import NUM_STATS, Stat
 from cutefce.ops import torch_compat
-from cutefce.ops.interface import checks, option_checks
+from cutefce.ops.interface import checks
 from cutefce.ops.interface.options import (
     OPTIONS,
     LossOptions,
@@ -161,7 +161,6 @@ def _evaluate(
         checks.check_tensors(h, w, y, ranks if sharding.sequence_parallel else 1)
         sharding.check(w)
         adds = tensors.accumulate_into is not None
-        option_checks.check_accumulates_in(options.accum_dtype, h, own, adds)
         if adds and grad:
             checks.check_accumulates(own)
         if not tensors.is_plain:

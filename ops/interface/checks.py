@@ -42,7 +42,6 @@ ARGUMENT_TYPES: dict[str, tuple[tuple[Any, ...], str]] = {
     "token_weights": ((Tensor, type(None)), "a tensor or None"),
     "accumulate_into": ((Tensor, type(None)), "a tensor or None"),
     "grad_output": ((Tensor, *NUMBERS, type(None)), "a number, a tensor or None"),
-    "accum_dtype": ((torch.dtype, type(None)), "a dtype or None"),
     "temperature": ((Tensor, *NUMBERS), "a number or a tensor"),
     "denominator": ((Tensor, *NUMBERS, type(None)), "a number, a tensor or None"),
     "label_smoothing": (NUMBERS, "a number"),
@@ -75,9 +74,22 @@ ARGUMENT_TYPES: dict[str, tuple[tuple[Any, ...], str]] = {
 `group` is checked in `ops.parallel.dtensor`.
 """
 
+REMOVED = {
+    "accum_dtype": ": sums of dW are not rounded to bfloat16 any more; a smaller `workspace` takes "
+    "less memory"
+}
+"""Arguments of earlier versions, and what to do without them."""
+
 
 def check_type(name: str, value: Any) -> None:
-    """Raise TypeError unless the argument called `name` is of its type in `ARGUMENT_TYPES`."""
+    """Raise TypeError unless the argument called `name` is of its type in `ARGUMENT_TYPES`.
+
+    A name that is not there is that of no argument.
+    """
+    if name not in ARGUMENT_TYPES:
+        raise TypeError(
+            f"{name}: got {_shown(value)}, expected no such argument{REMOVED.get(name, '')}"
+        )
     types, expected = ARGUMENT_TYPES[name]
     # a string is a sequence, a bool an integer
     wrong_kind = any(isinstance(value, kind) and kind not in types for kind in (bool, str))

@@ -58,7 +58,7 @@ class LinearCrossEntropyLoss(nn.Module):
         gradient: str = "exact",
         samples: int = 256,
         workspace: int | str | None = None,
-        accum_dtype: torch.dtype | None = None,
+        **removed: Any,
     ) -> None:
         """Make the head; the parameters are those of torch's module and of the function."""
         super().__init__()
@@ -73,8 +73,8 @@ class LinearCrossEntropyLoss(nn.Module):
             "bias": bias,
             "gradient": gradient,
             "samples": samples,
-            "accum_dtype": accum_dtype,
             **numbers,
+            **removed,
         }.items():
             checks.check_type(name, value)
         option_checks.check_sizes(in_features, num_classes, out_features)
@@ -88,7 +88,6 @@ class LinearCrossEntropyLoss(nn.Module):
         checks.refuse_options(options)
         option_checks.check_numbers(**numbers)
         option_checks.check_sampling(gradient, samples)
-        option_checks.check_accum_dtype(accum_dtype)
         self.out_features = tuple(out_features)
         rows = math.prod(self.out_features, start=num_classes)
         self.linear = nn.Linear(in_features, rows, bias=bias, device=device, dtype=dtype)
@@ -103,7 +102,6 @@ class LinearCrossEntropyLoss(nn.Module):
         self.gradient = gradient
         self.samples = samples
         self.workspace = workspace
-        self.accum_dtype = accum_dtype
 
     def forward(
         self,
@@ -152,7 +150,6 @@ class LinearCrossEntropyLoss(nn.Module):
             denominator=denominator,
             accumulate_into=accumulate_into,
             grad_output=grad_output,
-            accum_dtype=self.accum_dtype,
         )
 
     def extra_repr(self) -> str:
@@ -167,7 +164,6 @@ class LinearCrossEntropyLoss(nn.Module):
                 ("softcap", None),
                 ("gradient", "exact"),
                 ("samples", 256),
-                ("accum_dtype", None),
             )
             if getattr(self, name) != default
         }

@@ -174,28 +174,6 @@ def check_buffer(buffer: Tensor, h: Tensor, w: Tensor, bias: Tensor | None = Non
         )
 
 
-def check_accum_dtype(accum_dtype: torch.dtype | None) -> None:
-    """Raise ValueError for a dtype in which dW's sums cannot be kept."""
-    if accum_dtype not in (None, torch.bfloat16):
-        raise ValueError(f"accum_dtype: got {accum_dtype}, expected torch.bfloat16 or None")
-
-
-def check_accumulates_in(accum_dtype: torch.dtype | None, h: Tensor, w: Tensor, adds: bool) -> None:
-    """Raise ValueError if dW's sums are to be kept in dW's memory and cannot be.
-
-    h (N, D) and w (V, D) are as given; `adds` says that dW is added to a buffer.
-    """
-    if accum_dtype is None:
-        return
-    for name, x in (("input", h), ("linear_weight", w)):
-        if x.dtype != accum_dtype:
-            raise ValueError(
-                f"accum_dtype: got {accum_dtype} with {name} of dtype {x.dtype}, expected None"
-            )
-    if adds:
-        raise ValueError(f"accum_dtype: got {accum_dtype} with accumulate_into, expected None")
-
-
 def _overlap(a: Tensor, b: Tensor) -> bool:
     """Return whether a byte of b lies between the first and the last one of a, or the reverse."""
     if not (a.numel() and b.numel() and torch_compat.shares_memory(a, b)):

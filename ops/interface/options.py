@@ -13,7 +13,6 @@ import dataclasses
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from cutefce.ops.dtypes import sum_dtype
@@ -43,9 +42,6 @@ class LossOptions(OperatorRecord):
     """"exact", or "sampled": unbiased estimates of the gradients."""
     samples: int = argument("int", default=256)
     """1/θ: entries of the softmax that a token's sampled gradients expect to keep, at most."""
-    accum_dtype: torch.dtype | None = argument("ScalarType?", default=None)
-    """Dtype of dW's sums over chunks of tokens: bfloat16, rounded at random, or None for more
-    bits."""
     outputs: str = argument("str", is_public=False, default="")
     """What a call with reduction "outputs" returns, separated by commas."""
 
@@ -116,7 +112,6 @@ class LossOptions(OperatorRecord):
         option_checks.check_numbers(
             self.label_smoothing, self.z_loss, self.logit_scale, self.softcap
         )
-        option_checks.check_accum_dtype(self.accum_dtype)
 
 
 @dataclass(frozen=True)

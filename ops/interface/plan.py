@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,12 +57,12 @@ def plan(
     workspace: int | str | None = None,
     accumulate_into: Tensor | None = None,
     grad_output: Tensor | float | None = None,
-    accum_dtype: torch.dtype | None = None,
     target_indices: Tensor | None = None,
     target_probs: Tensor | None = None,
     group: ProcessGroup | None = None,
     shards: Sequence[int] | None = None,
     sequence_parallel: bool = False,
+    **removed: Any,
 ) -> Plan:
     """Return how `linear_cross_entropy` would run with these arguments; print it to read it.
 
@@ -80,12 +81,12 @@ def plan(
         workspace: peak memory, as for the call.
         accumulate_into: buffer of the weight's gradient, as for the call.
         grad_output: gradient of the loss; only whether it is given matters.
-        accum_dtype: dtype of the sums of the weight's gradient, as for the call.
         target_indices: (..., K) those of the call, of which only the shape matters.
         target_probs: (..., K) the same.
         group: process group over which the vocabulary is sharded.
         shards: rows of every rank's weight.
         sequence_parallel: whether input holds this rank's share of the tokens.
+        **removed: arguments of earlier versions, which are refused.
 
     More than eight parameters: they are arguments of the call.
 
@@ -104,11 +105,11 @@ def plan(
         samples=samples,
         accumulate_into=accumulate_into,
         grad_output=grad_output,
-        accum_dtype=accum_dtype,
         target_indices=target_indices,
         target_probs=target_probs,
         shards=shards,
         sequence_parallel=sequence_parallel,
+        **removed,
     )
     if target is not None:
         checks.check_type("target", target)
@@ -120,14 +121,12 @@ def plan(
         label_smoothing=label_smoothing,
         gradient=gradient,
         samples=samples,
-        accum_dtype=accum_dtype,
     )
     tensors = TensorOptions()
     sharding = Sharding(call.group, call.shards, call.sequence_parallel)
     options.check()
     sharding.ranks()
     h, w = autocast(call.h, call.w)
-    option_checks.check_accumulates_in(accum_dtype, h, w, accumulate_into is not None)
     if is_mixed(h, w):
         w = w.detach().to(h.dtype).requires_grad_(w.requires_grad)
         tensors = TensorOptions(weight_cast=w if w.requires_grad else None)

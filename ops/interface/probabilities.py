@@ -15,7 +15,6 @@ IGNORED = LossOptions().ignore_index
 UNSERVED = {
     "gradient": "exact",
     "accumulate_into": None,
-    "accum_dtype": None,
     "group": None,
     "shards": None,
     "sequence_parallel": False,

@@ -54,8 +54,6 @@ def plan_for(
     if tensors.weight_cast is not None or copies:
         wide = tensors.weight_cast is not None
         problem = dataclasses.replace(problem, wide_grad_weight=wide, tile_copies=copies)
-    if options.accum_dtype is not None:
-        problem = dataclasses.replace(problem, random_sums=True)
     if tensors.target_indices is not None:
         soft, returned = tensors.target_indices.shape[-1], options.reduction == OUTPUTS
         problem = with_call(problem, soft_targets=soft, returns_classes=returned)

@@ -237,7 +237,7 @@ def shard_of(sharding: Sharding, h: Tensor, w: Tensor, **same: Any) -> Unsharded
 def _known(x: Any) -> Any:
     """Return what is known of x without a synchronization: of a tensor on a CPU also its values."""
     if not isinstance(x, Tensor):
-        return str(x) if isinstance(x, torch.dtype) else x
+        return x
     kind = f"{x.dtype} of shape {tuple(x.shape)}"
     if x.device.type != "cpu":
         return kind

@@ -28,8 +28,8 @@ kept, L columns aliased, and tiles of R rows and C columns, the larger parts are
     gradients in forward               c·V·e for chunks of c tokens, c·K·e for dX alone; unless
                                        sums are the gradients (e = a), V·D / 2 for 4 bits of each
                                        of dW's sums, V·D over more than 32 chunks and nothing
-                                       if they are rounded at random or added to a buffer at
-                                       once, as N·D / 2 of dX's; and c·D·a for a chunk's
+                                       if they are added to a buffer at once, as N·D / 2 of
+                                       dX's; and c·D·a for a chunk's
 
 Copies of h and w that a call works on are added, less what its gradients lack of wider ones.  A
 rank with a share of the tokens gathers them, N·D·e; ranks hold all of dX's sums, N·D·a, until the

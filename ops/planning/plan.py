@@ -43,8 +43,7 @@ class Plan:
     low_bits: int = LOW_BITS[-1]
     """Bits of each of dW's sums over chunks beside the 16 in its memory."""
     hidden_bits: int | None = None
-    """Bits of each of dX's sums over windows beside 16; None for float32.  0 of gradients in
-    forward: dX is kept, for a known upstream gradient or for one of 1."""
+    """Bits of each of dX's sums over windows beside 16; None for float32."""
     shrinking: Chunks | None = None
     """Chunks that use the memory of dX; None if they have equal sizes."""
 
@@ -102,8 +101,6 @@ class Plan:
                 size += f" to {self.shrinking.sizes[-1]} in the memory of dX"
             if self.adds_in_forward:
                 size += ", dW in the caller's buffer"
-            elif self.grad_weight and not self.low_bits:
-                size += ", dW's sums in bfloat16"
         return f"{name}, {size}, {columns} columns at a time: {cost}"
 
 

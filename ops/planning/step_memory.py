@@ -155,9 +155,7 @@ def keeps_weight_sums(p: Problem) -> bool:
 
 def kept_low_bits(p: Problem, chunks: int) -> int:
     """Return the low bits of each of dW's sums over `chunks` chunks of tokens."""
-    if accumulates(p):
-        return LOW_BITS[-1]
-    return 0 if p.random_sums else low_bits_of(p.hidden, chunks)
+    return LOW_BITS[-1] if accumulates(p) else low_bits_of(p.hidden, chunks)
 
 
 def low_bits_of(hidden: int, additions: int) -> int:
@@ -179,9 +177,8 @@ def can_keep_hidden(p: Problem) -> bool:
 
 
 def rounds_hidden(p: Problem) -> bool:
-    """Whether gradients in forward round dX, for a known upstream gradient or for one of 1."""
-    rounds = p.random_sums or (adds_in_forward(p) and accumulates_wider(p))
-    return rounds and p.grad_weight and p.grad_hidden and p.ranks == 1
+    """Whether gradients in forward round dX, for a known upstream gradient."""
+    return adds_in_forward(p) and accumulates_wider(p) and p.grad_hidden and p.ranks == 1
 
 
 def has_weight_kernels(p: Problem) -> bool:

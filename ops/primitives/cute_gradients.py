@@ -24,11 +24,7 @@ from cutefce.cute_kernels.spec import GradGemmSpec, SortTargetsSpec
 from cutefce.cute_kernels.spec.groups import GradWeightKernels
 from cutefce.ops.primitives.cute_projection import Semaphores
 from cutefce.ops.primitives.cute_rowwise import RowwiseSteps, low_bits, with_rank_one
-from cutefce.ops.primitives.portable_gradients import (
-    PortableGradients,
-    matmul_into,
-    scale_at_random,
-)
+from cutefce.ops.primitives.portable_gradients import PortableGradients, matmul_into
 from cutefce.ops.primitives.row_selection import gather_rows, row_count, row_range
 from cutefce.ops.rows.coefficients import RankOne
 from cutefce.ops.rows.selection import RowSelection
@@ -153,7 +149,7 @@ class CuteGradients(RowwiseSteps):
         spec = self.kernels.kept_hidden_kernels[low_bits(kept, low)].add
         assert spec is not None
         clusters, semaphores = self._launch_shape(spec, kept.device)
-        operands = exps, w.t(), (kept, low, None), None, None
+        operands = exps, w.t(), (kept, low), None, None
         count = row_count(selection, semaphores)
         compiled(spec)(*operands, semaphores, *count, clusters, None, int(not accumulate))
 
@@ -201,15 +197,11 @@ class CuteGradients(RowwiseSteps):
         spec, term = with_rank_one(spec, rank_one)
         clusters, semaphores = self._launch_shape(spec, kept.device)
         targets = *target_grad.pack(first, len(kept)), None
-        sums = (kept, None, low) if low is not None and low.ndim == 1 else (kept, low, None)
-        operands = exps.t(), scaled.t(), sums, targets, term
+        operands = exps.t(), scaled.t(), (kept, low), targets, term
         count = row_count(selection, semaphores)
         compiled(spec)(*operands, semaphores, *count, clusters, None, int(not accumulate))
 
     def finish_kept_dw(self, kept: Tensor, low: Tensor, factor: Tensor) -> None:
-        if low.ndim == 1:
-            scale_at_random(kept, factor, low)
-            return
         spec = self.grad_weight.finish_kept[low_bits(kept, low)]
         compiled(spec)(kept, low, factor.view(1))
 

@@ -132,10 +132,8 @@ class RowwiseSteps:
 
 
 def low_bits(kept: Tensor, low: Tensor | None) -> int:
-    """Return the low bits of each sum that `kept` (M, D) begins; 0 if `low` is a seed."""
-    if low is None:
-        return FLOAT32_LOW_BITS
-    return 8 * low.shape[1] // kept.shape[1] if low.ndim == 2 else 0
+    """Return the low bits of each sum that `kept` (M, D) begins."""
+    return FLOAT32_LOW_BITS if low is None else 8 * low.shape[1] // kept.shape[1]
 
 
 def with_rank_one(spec: SpecT, rank_one: RankOne | None) -> tuple[SpecT, RankOneArgument]:

@@ -183,15 +183,11 @@ class Gradients(Protocol[TargetGradT]):
         """Keep what `finish_dw` rounds, of a `grad_scale` of 1, in `kept` (K, D) and `low`.
 
         It is added to what they hold if `accumulate`.  `low` is (K, D) or (K, D / 2) uint8, see
-        `rows.kept_sums.split_` for what is kept; or a seed (1,) int32, with which that is
-        rounded to 16 bits at random, see `rows.kept_sums`; or None if `kept` has the dtype of sums.
+        `rows.kept_sums.split_` for what is kept; or None if `kept` has the dtype of sums.
         More than eight parameters: operands, and what the last step adds.
         """
         ...
 
     def finish_kept_dw(self, kept: Tensor, low: Tensor, factor: Tensor) -> None:
-        """Write `factor` () times the sums of `keep_dw` to `kept` (V, D), rounded once.
-
-        If `low` is a seed, at random.
-        """
+        """Write `factor` () times the sums of `keep_dw` to `kept` (V, D), rounded once."""
         ...

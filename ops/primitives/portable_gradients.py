@@ -24,14 +24,10 @@ from cutefce.ops.primitives.elementwise import (
 from cutefce.ops.rows.blocks import blocks, row_blocks
 from cutefce.ops.rows.coefficients import RankOne, RowCoefficients
 from cutefce.ops.rows.kept_sums import (
-    add_at_random_,
     add_to_kept_,
     add_to_kept_dw_,
     joined_sums,
-    keep_at_random_,
     keep_dw_,
-    row_numbers,
-    scale_at_random_,
     scale_kept_,
     scale_kept_rows_,
     split_,
@@ -209,24 +205,16 @@ class PortableGradients:
         dtype, size = sum_dtype(kept.dtype), min(self.window, len(kept))
         buffer = kept.new_empty(size, kept.shape[1], dtype=dtype)
         keep = add_to_kept_dw_ if accumulate else keep_dw_
-        keep_at_random = add_at_random_ if accumulate else keep_at_random_
         for rows in blocks(len(kept), self.window):
             sums = buffer[: rows.stop - rows.start]
             matmul_into(sums, exps[:, rows].t(), scaled, accumulate=False)
             totals, slot = target_grad.totals(first + rows.start, first + rows.stop)
             operands = sums, slot, None if factor is None else factor[rows]
-            if low.ndim == 2:
-                apply_rowwise(keep, words[rows], low[rows], *operands, whole=(totals, row))
-            else:
-                own = words[rows], *operands, row_numbers(kept)[rows]
-                apply_rowwise(keep_at_random, *own, whole=(totals, row, low))
+            apply_rowwise(keep, words[rows], low[rows], *operands, whole=(totals, row))
             del totals, slot, operands
 
     def finish_kept_dw(self, kept: Tensor, low: Tensor, factor: Tensor) -> None:
-        if low.ndim == 2:
-            apply_rowwise(scale_kept_, words_of(kept, low), low, factor.expand(len(kept)))
-        else:
-            scale_at_random(kept, factor, low)
+        apply_rowwise(scale_kept_, words_of(kept, low), low, factor.expand(len(kept)))
 
 
 def _operands(rank_one: RankOne | None) -> tuple[Tensor | None, Tensor | None]:
@@ -237,12 +225,6 @@ def _operands(rank_one: RankOne | None) -> tuple[Tensor | None, Tensor | None]:
 def scale_rows(out: Tensor, x: Tensor, scale: Tensor) -> None:
     """Write scale_i x_i to `out` (M, D), rounded once; `out` may be `x`."""
     apply_rowwise(scale_rows_to_, out, x, scale)
-
-
-def scale_at_random(kept: Tensor, factor: Tensor, seed: Tensor) -> None:
-    """Multiply the sums `kept` (V, D) in 16 bits by `factor` (), rounded at random."""
-    rows = row_numbers(kept), factor.expand(len(kept))
-    apply_rowwise(scale_at_random_, kept.view(torch.int16), *rows, whole=(seed,))
 
 
 def scale_by_log(exps: Tensor, a: Tensor, b: Tensor) -> None:

@@ -6,8 +6,7 @@ bits: 16 in the memory of its element of dX, as a bfloat16, and four beside it, 
 The relative error is at most 2⁻¹³, 16 times smaller than that of the rounding of dX.
 
 Where the upstream gradient is known before the backward, dX itself is kept, rounded once, with
-nothing beside.  So it is for an upstream gradient of 1 where sums of dW in 16 bits are asked for:
-the backward multiplies it.
+nothing beside.
 """
 
 import functools
@@ -40,32 +39,29 @@ class HiddenSums:
     low: Tensor
     """(N, D / 2) uint8, the low bits of each sum, or (N, D) of an odd D; no rows if `gradient` has
     the dtype of sums, or is rounded."""
-    rounded: bool = False
-    """Whether `gradient` is dX for an upstream gradient of `factor`."""
     in_order: bool = False
     """Whether halves are in the order of the selection too, so that later rows are free."""
     factor: Tensor | None = None
-    """(): the upstream gradient, if it is known before the backward; None for 1."""
+    """(): the upstream gradient for which `gradient` is dX; None of sums."""
 
     @classmethod
     def empty(
         cls,
         gradient: Tensor,
         dtype: torch.dtype,
-        low_bits: int | None = None,
         *,
         in_order: bool = False,
         factor: Tensor | None = None,
     ) -> "HiddenSums":
         """Return uninitialized sums of `dtype` in the memory of `gradient` (N, D).
 
-        If that is narrower and `low_bits` is 0, dX is rounded, for the upstream gradient `factor`
-        () or 1; else sums are kept.
+        If that is narrower, dX is rounded for the upstream gradient `factor` () if that is given;
+        else sums are kept.
         """
-        (rows, hidden), rounded = gradient.shape, gradient.dtype != dtype and low_bits == 0
-        rows = 0 if rounded or gradient.dtype == dtype else rows
+        (rows, hidden), is_wide = gradient.shape, gradient.dtype == dtype
+        rows = 0 if is_wide or factor is not None else rows
         low = empty_low(gradient, rows, hidden, few_low_bits(hidden))
-        return cls(gradient, low, rounded, in_order, factor if rounded else None)
+        return cls(gradient, low, in_order, None if is_wide else factor)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "HiddenSums":
         """Return the sums with `function` of each tensor."""
@@ -97,11 +93,9 @@ class HiddenSums:
         selection = part.targets.selection
         order = None if selection is None or self.in_order else selection.order
         kept = self.gradient if order is not None else self.gradient[rows]
-        if self.rounded:
+        if self.factor is not None:
             assert coefficients is not None
-            if self.factor is not None:
-                coefficients = coefficients.times(self.factor)
-            finish_dx(part, kept, products, coefficients, order)
+            finish_dx(part, kept, products, coefficients.times(self.factor), order)
         elif len(self.low):
             low = self.low if order is not None else self.low[rows]
             keep_sums = part.primitives.gradients.keep_sums
@@ -125,9 +119,8 @@ class HiddenSums:
         gradients, targets = inputs.primitives.gradients, inputs.targets
         on_device = selection is not None and selection.is_on_device
         is_placed = on_device and not self.in_order  # rows are in their places
-        if self.rounded:
-            if self.factor is not None:
-                upstream = torch.where(upstream.isnan(), upstream, 1)
+        if self.factor is not None:
+            upstream = torch.where(upstream.isnan(), upstream, 1)
             factor = torch.where(targets.active, upstream.to(stats.rows.dtype), 0)
             if selection is not None and is_placed:
                 factor = selection.restore(factor)
@@ -144,7 +137,7 @@ class HiddenSums:
             return self.gradient
         order = selection.order if selection is not None and is_placed else None
         self._finish(inputs, scaled, slice(0, len(self.gradient)), self.gradient, order)
-        is_placed = is_placed and (self.rounded or len(self.low) > 0)
+        is_placed = is_placed and (self.factor is not None or len(self.low) > 0)
         return restore_rows(None if is_placed else selection, self.gradient)
 
     def _finish(
@@ -160,7 +153,7 @@ class HiddenSums:
         if len(out) < len(sums):
             inputs = replace(inputs, targets=targets.per_token(rows))
             sums, coefficients = sums[rows], coefficients.rows(rows)
-        if self.rounded:
+        if self.factor is not None:
             gradients.scale_rows(out, sums, coefficients.scale)
         elif len(self.low):
             low, term = row_range(self.low, rows.start, rows.stop), class_term(inputs, coefficients)

@@ -7,8 +7,6 @@ Each chunk adds its products in float32 and rounds to nearest; targets' terms ar
 of the last chunk with tokens, or of each.  dW is rounded once more, at the end.  Sums added to a
 buffer of the caller's are kept in 24 bits; with an upstream gradient that is known before the
 backward, they are in the buffer itself.
-
-Who asks for it has sums in the 16 bits of dW alone, which each chunk rounds at random.
 """
 
 from collections.abc import Callable
@@ -38,28 +36,17 @@ class WeightSums:
     """(V, `low_bytes`) uint8: the low bits of each sum; no rows if `gradient` has the dtype of
     sums."""
     low_bits: int
-    """How many these are: 0, 4 or 8."""
-    seeds: Tensor | None = None
-    """(2 chunks + 1,) int32, for random rounding: two of each chunk, one of the end; None with low
-    bits."""
+    """How many these are: 4 or 8, and 0 of sums added to a buffer."""
     factor: Tensor | None = None
     """() of all that is added, if `gradient` is a buffer of the caller's; None of sums whose factor
     comes at the end."""
 
     @classmethod
-    def empty(
-        cls, gradient: Tensor, dtype: torch.dtype, low_bits: int, chunks: int = 1
-    ) -> "WeightSums":
-        """Return uninitialized sums over `chunks`, of `dtype`, in the memory of `gradient` (V, D).
-
-        Seeds are torch's next random numbers.
-        """
+    def empty(cls, gradient: Tensor, dtype: torch.dtype, low_bits: int) -> "WeightSums":
+        """Return uninitialized sums of `dtype` in the memory of `gradient` (V, D)."""
         rows = len(gradient) if gradient.dtype != dtype else 0
         columns = low_bytes(gradient.shape[1], low_bits)
-        low, seeds = gradient.new_empty(rows, columns, dtype=torch.uint8), None
-        if rows and not low_bits:
-            seeds = gradient.new_empty(2 * chunks + 1, dtype=torch.int32).random_()
-        return cls(gradient, low, low_bits, seeds)
+        return cls(gradient, gradient.new_empty(rows, columns, dtype=torch.uint8), low_bits)
 
     @classmethod
     def in_buffer(cls, buffer: Tensor, factor: Tensor) -> "WeightSums":
@@ -71,12 +58,12 @@ class WeightSums:
         """The sums' upper halves (V, D) and their low bits, (V, D) bytes or (V, D / 2)."""
         return self.gradient, self.low[:, : self.gradient.shape[1] * self.low_bits // 8]
 
-    def _kept(self, number: int, first: int, rows: int) -> tuple[Tensor, Tensor | None]:
-        """Return `rows` of `gradient` from `first` on; and their low bits, a seed, or None."""
+    def _kept(self, first: int, rows: int) -> tuple[Tensor, Tensor | None]:
+        """Return `rows` of `gradient` from `first` on, and their low bits if they have any."""
         if not len(self.low):
             return row_range(self.gradient, first, first + rows), None
         gradient, low = (row_range(x, first, first + rows) for x in self.kept)
-        return gradient, low if self.seeds is None else self.seeds.view(-1, 1)[number]
+        return gradient, low
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "WeightSums":
         """Return the sums with `function` of each tensor."""
@@ -97,23 +84,21 @@ class WeightSums:
         """Write the part of dW of chunk 0, or add that of `chunk`; see `Gradients.keep_dw`.
 
         With `factor`, which the operands contain, that of chunk 0 is added too.
-        The rows are those of the columns of `exps` (N, K), from `first` on; a chunk has at most two
-        parts.
+        The rows are those of the columns of `exps` (N, K), from `first` on.
         """
         accumulate, rows = chunk > 0 or self.factor is not None, exps.shape[1]
         if rank_one is not None:
             rank_one = rank_one.rows(slice(first, first + rows))
-        kept = self._kept(2 * chunk + (first > 0), first, rows)
+        kept = self._kept(first, rows)
         operands: Any = exps, scaled, target_grad, first, rank_one, selection
         gradients.keep_dw(*kept, *operands, accumulate=accumulate)
 
     def finish(self, gradients: Gradients[TargetGradT], factor: Tensor) -> Tensor:
         """Return dW, `factor` () times the sums, which it overwrites."""
-        kept, low = self._kept(-1, 0, len(self.gradient))
-        if low is None:
-            kept.mul_(factor)
+        if len(self.low):
+            gradients.finish_kept_dw(*self.kept, factor)
         else:
-            gradients.finish_kept_dw(kept, low, factor)
+            self.gradient.mul_(factor)
         return self.gradient
 
     def add_to(self, buffer: Tensor, factor: Tensor) -> None:

@@ -752,17 +752,13 @@ def test_launch_arguments_match_the_kernels(arch: Arch, monkeypatch: pytest.Monk
             operands = exps[:, :1500], scaled, target_grad, 0, term
             gradients.keep_dw(kept, low, *operands, accumulate=True)
         gradients.finish_kept_dw(kept, low, logit[0])
-    seed = torch.ones(1, dtype=torch.int32)
-    for term in (None, RankOne(torch.ones(()).expand(1500), torch.ones(64))):
-        operands = exps[:, :1500], scaled, target_grad, 0, term
-        gradients.keep_dw(kept, seed, *operands, accumulate=True)
     names = ["TargetLogit", *["ProjectExp"] * 2, "ReducePartials", *["ProjectExp"] * 2]
     names += [*["RowCoefficients"] * 2, *["ScaleAddRows"] * 4]
     steps_of_kept = ["KeptSums", "KeptSums", "ScaleKept", *["GradGemm"] * bool(default.grad_weight)]
     names += [*steps_of_kept, *steps_of_kept, "KeptSums", "ScaleAddRows"]
     if default.grad_weight:
         names += ["GradGemm", "SortTargets", *["GradGemm"] * 3]
-        names += [*["GradGemm"] * 2, "ScaleKept"] * 2 + ["GradGemm"] * 2
+        names += [*["GradGemm"] * 2, "ScaleKept"] * 2
     assert [kernel.__name__ for kernel in launched] == [f"{name}Spec" for name in names]
 
 

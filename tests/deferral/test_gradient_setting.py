@@ -1,6 +1,5 @@
 """One setting lets the calls of every integration sample their gradients."""
 
-import functools
 import importlib
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -10,9 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-import cutefce
 from cutefce.integrations import gradients
-from cutefce.integrations.gradients import gradient_options, set_gradients
+from cutefce.integrations.gradients import set_gradients
 
 SAMPLED: dict[str, Any] = {"gradient": "sampled", "samples": 32}
 
@@ -24,37 +22,18 @@ def setting(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_the_setting_is_checked_and_kept() -> None:
-    h = torch.zeros(2, 8, dtype=torch.bfloat16)
-    assert gradients.loss_options(h, h) == {}
-    set_gradients("sampled", samples=32, accum_dtype=torch.bfloat16)
-    for wrong in ({"gradient": "some"}, {"samples": 2}, {"accum_dtype": torch.float16}):
+    assert gradients.loss_options() == {}
+    set_gradients("sampled", samples=32)
+    for wrong in ({"gradient": "some"}, {"samples": 2}):
         with pytest.raises(ValueError, match=f"^{next(iter(wrong))}: got"):
             set_gradients(**wrong)
     with pytest.raises(TypeError, match=r"^samples: got"):
         set_gradients(samples="many")  # type: ignore[arg-type]
-    take: Any
-    for take in (set_gradients, functools.partial(cutefce.defer, torch.nn.Linear(8, 9))):
-        with pytest.raises(TypeError, match=r"^accum_dtype: got 'bfloat16'"):
-            take(accum_dtype="bfloat16")  # as a loss; names are for files
-    assert gradients.loss_options(h, h) == {**SAMPLED, "accum_dtype": torch.bfloat16}
-    assert gradients.row_options() == SAMPLED
-    assert gradient_options("exact", 64, "bfloat16")["accum_dtype"] == torch.bfloat16
+    with pytest.raises(TypeError, match=r"^accum_dtype: got 'bfloat16' .*expected no such argum"):
+        set_gradients(accum_dtype="bfloat16")
+    assert gradients.loss_options() == SAMPLED
     set_gradients()
-    assert gradients.row_options() == {"gradient": "exact", "samples": 256}
-
-
-def test_sums_in_bfloat16_are_of_losses_in_bfloat16() -> None:
-    """Elsewhere the permission has no effect, as a call would refuse it."""
-    set_gradients(accum_dtype=torch.bfloat16)
-    h, w, y = torch.randn(6, 8), torch.randn(11, 8), torch.randint(11, (6,))
-    wanted = of_liger(h, w, y)
-    for x, weight in ((h, w), (h.bfloat16(), w)):
-        assert "accum_dtype" not in gradients.loss_options(x, weight)
-    assert torch.equal(wanted, cutefce.linear_cross_entropy(h, w, y, reduction="none"))
-    with torch.autocast("cpu", torch.bfloat16):
-        for x in (h, h.bfloat16()):
-            assert gradients.loss_options(x, w)["accum_dtype"] == torch.bfloat16
-            of_liger(x, w, y)
+    assert gradients.loss_options() == {"gradient": "exact", "samples": 256}
 
 
 def of_trl(h: Tensor, w: Tensor, y: Tensor) -> Tensor:

@@ -229,37 +229,3 @@ def test_gradients_are_sampled_if_asked_for() -> None:
     assert not torch.equal(found[0], found[2])
     with pytest.raises(ValueError, match="samples: got 2"):
         cutefce.defer(head, gradient="sampled", samples=2)
-    with pytest.raises(ValueError, match=r"accum_dtype: got torch\.float16"):
-        cutefce.defer(head, accum_dtype=torch.float16)
-
-
-def test_sums_are_bfloat16_if_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    found: list[Any] = []
-    fused = cutefce.linear_cross_entropy
-
-    def noted(*arguments: Any, **options: Any) -> Any:
-        found.append(options["accum_dtype"])
-        return fused(*arguments, **options)
-
-    monkeypatch.setattr("cutefce.integrations.deferral.loss.linear_cross_entropy", noted)
-    head = nn.Linear(8, 600, bias=False, dtype=torch.bfloat16)
-    cutefce.defer(head, accum_dtype=torch.bfloat16)
-    h, y = torch.randn(50, 8, dtype=torch.bfloat16), torch.randint(600, (50,))
-    F.cross_entropy(head(h), y).backward()
-    assert found == [torch.bfloat16] and cutefce.deferral_report(head).fused == 1
-
-
-def test_sums_are_not_bfloat16_of_a_float32_weight() -> None:
-    head = nn.Linear(8, 600, bias=False)
-    h, y = torch.randn(50, 8), torch.randint(600, (50,))
-    found: list[Any] = []
-    for accum_dtype in (None, torch.bfloat16):
-        cutefce.defer(head, accum_dtype=accum_dtype)
-        for autocast in (False, True):
-            head.weight.grad = None
-            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-                F.cross_entropy(head(h), y).backward()
-            found.append(head.weight.grad)
-        assert cutefce.deferral_report(head).fused == 2
-        cutefce.undefer(head)
-    assert torch.equal(found[0], found[2]) and torch.equal(found[1], found[3])

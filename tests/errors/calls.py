@@ -107,7 +107,8 @@ def calls_on(device: str) -> dict[str, Call]:
 
 
 def _names(*functions: Callable[..., Any]) -> frozenset[str]:
-    names = {name for f in functions for name in inspect.signature(f).parameters}
+    parameters = [x for f in functions for x in inspect.signature(f).parameters.values()]
+    names = {x.name for x in parameters if x.kind != x.VAR_KEYWORD}
     return frozenset(names - {"self"})
 
 

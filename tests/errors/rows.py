@@ -21,6 +21,8 @@ SOFT_LOSS, CLASSES = "loss of soft targets", "log_probs of classes"
 SOFT = SOFT_LOSS, CLASSES
 """Those with `target_indices`."""
 DIVERGENCES = "divergence", "plan_divergence"
+REMOVED_FROM = "loss", "loss without gradients", K, SOFT_LOSS, "module", "plan", "defer"
+"""Those that say of an argument of an earlier version what to do without it."""
 
 
 @dataclass(frozen=True)
@@ -518,38 +520,15 @@ WRONG: dict[str, list[Row]] = {
     "accum_dtype": [
         Row(
             torch.bfloat16,
-            NotImplementedError,
-            f"got torch.bfloat16 with {OF_ALL}",
-            also={"target": DENSE},
-            on=LOSSES,
+            TypeError,
+            "got torch.bfloat16 (dtype), expected no such argument: sums of dW are not rounded to "
+            "bfloat16 any more; a smaller `workspace` takes less memory",
+            on=REMOVED_FROM,
         ),
-        Row("bfloat16", TypeError, "got 'bfloat16' (str), expected a dtype or None"),
-        Row(torch.float16, ValueError, "got torch.float16, expected torch.bfloat16 or None"),
-        Row(
-            torch.bfloat16,
-            ValueError,
-            "got torch.bfloat16 with input of dtype torch.float32, expected None",
-            but=("defer",),
-        ),
-        Row(
-            torch.bfloat16,
-            ValueError,
-            "got torch.bfloat16 with input of dtype torch.float16, expected None",
-            also=IN_HALF,
-        ),
-        Row(
-            torch.bfloat16,
-            ValueError,
-            "got torch.bfloat16 with linear_weight of dtype torch.float32, expected None",
-            also={"input": H.bfloat16(), "linear_weight": trained(10, 8)},
-            but=("loss without gradients",),
-        ),
-        Row(
-            torch.bfloat16,
-            ValueError,
-            "got torch.bfloat16 with accumulate_into, expected None",
-            also=IN_BFLOAT16 | IN_SUMS,
-        ),
+        Row(None, TypeError, "got None (NoneType), expected no such argument: ", on=REMOVED_FROM),
+    ],
+    "z_los": [
+        Row(0.1, TypeError, "got 0.1 (float), expected no such argument", on=REMOVED_FROM),
     ],
     "reduction": [
         Row(None, TypeError, f"got None (NoneType), {STRING}"),

@@ -935,20 +935,6 @@ RANKS = (
         ),
         ("tests/parallel/test_parallel_calls.py::test_ranks_that_differ_in_primitives_all_raise",),
     ),
-    Fault(
-        "dtype-among-what-ranks-exchange",
-        "ranks",
-        "Ranks cannot write a dtype among their options as text, and the call raises.",
-        "38ec573",
-        (
-            Edit(
-                "ops/parallel/shard.py",
-                "return str(x) if isinstance(x, torch.dtype) else x",
-                "return x",
-            ),
-        ),
-        ("tests/parallel/test_options_on_ranks.py::test_ranks_round_sums_at_random",),
-    ),
 )
 
 PLANNER = (
@@ -1286,21 +1272,6 @@ DEFERRAL = (
             ),
         ),
         ("tests/deferral/test_heads.py::test_a_weight_of_fewer_rows_tells_the_classes",),
-    ),
-    Fault(
-        "sums-in-bfloat16-of-a-float32-weight",
-        "deferral",
-        "The permission to keep sums in bfloat16 raises at the first step with a float32 weight.",
-        "ae3f8c3",
-        (
-            Edit(
-                "integrations/gradients.py",
-                "    if all(autocast_dtype(x) == dtype for x in (input, linear_weight)):\n"
-                "        return dict(options)\n",
-                "    if dtype is not None:\n        return dict(options)\n",
-            ),
-        ),
-        ("tests/deferral/test_losses.py::test_sums_are_not_bfloat16_of_a_float32_weight",),
     ),
     Fault(
         "hooks-that-leave-a-forward",

@@ -54,7 +54,7 @@ def add(
     kernel = GradGemmSpec("sm_90a", "bfloat16", config, "hidden", False, False, sums.low_bits)
     semaphores = torch.zeros(kernel.semaphore_count(CLUSTERS), dtype=torch.int32)
     rows = torch.tensor([count or 0], dtype=torch.int32), int(count is not None)
-    out = sums.upper, sums.low, None
+    out = sums.upper, sums.low
     more = semaphores, *rows, CLUSTERS, None, overwrite
     run(kernel, e, w.t(), out, None, None, *more, seed=seed)
     assert (sums.wide[:, sums.low.shape[1] :] == 0x5A).all()

@@ -15,7 +15,7 @@ from cutefce.cute_kernels.integers import ceil_div, round_up
 from cutefce.cute_kernels.problem import LOW_BITS
 from cutefce.cute_kernels.spec import GradGemmSpec
 from cutefce.ops.dtypes import dtype_name
-from cutefce.ops.rows.kept_sums import joined_sums, round_at_random_
+from cutefce.ops.rows.kept_sums import joined_sums
 from tests.emulation.core import Stuck
 from tests.emulation.hopper import run
 from tests.emulation.host import host_function
@@ -29,8 +29,6 @@ DEEP = GemmConfig(128, 128, cluster=2, stages=6, pingpong=True)
 ROUNDED = ((LOW, 4), (KEPT_128, 8), (DEEP, 8), (KEPT_192, 8), (LOW, 8), (WIDE, 4), (KEPT_192, 4))
 KERNELS = (*ROUNDED, (LOW, 16), (KEPT_192, 16))
 """Configurations, and low bits of the sums."""
-RANDOM = (LOW, 0), (KEPT_192, 0)
-"""Those of sums that are rounded at random."""
 PRODUCTS = {
     "no multiple of 16 columns": ((70, 40, 70), 0),
     "many K tiles": ((150, 136, 330), 0),
@@ -40,8 +38,6 @@ PRODUCTS = {
 }
 """Tokens, hidden and vocabulary, and whether the sums are overwritten."""
 CLUSTERS = 2
-SEED = 1234567890
-"""That of random rounding."""
 
 
 def kernel_of(
@@ -96,11 +92,8 @@ class Sums:
         self.low = self.wide[:, :columns]
         if self.has_bytes:
             split_sums(self.upper, self.low, values)
-        elif low_bits:
-            self.upper = values.clone()
         else:
-            rows, seed = torch.arange(vocab).int(), torch.tensor([SEED], dtype=torch.int32)
-            round_at_random_(self.upper.view(torch.int16), values, rows, seed)
+            self.upper = values.clone()
 
     @property
     def values(self) -> torch.Tensor:
@@ -122,9 +115,8 @@ class Sums:
         kernel = kernel_of(config, self.low_bits, terms.rank_one is not None, dtype)
         semaphores = torch.zeros(kernel.semaphore_count(CLUSTERS), dtype=torch.int32)
         rows = torch.tensor([count or 0], dtype=torch.int32), int(count is not None)
-        seed = None if self.low_bits else torch.tensor([SEED]).int()
-        more = self.low if self.has_bytes else None, seed
-        operands = e.t(), h.t(), (self.upper, *more), terms.targets, terms.rank_one
+        kept = self.upper, self.low if self.has_bytes else None
+        operands = e.t(), h.t(), kept, terms.targets, terms.rank_one
         run(kernel, *operands, semaphores, *rows, CLUSTERS, None, overwrite, **how)
         assert (self.wide[:, self.low.shape[1] :] == 0x5A).all()
 
@@ -172,7 +164,7 @@ def test_integers_are_exact(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kernel", rest_slow(named(*KERNELS, *RANDOM)))
+@pytest.mark.parametrize("kernel", rest_slow(named(*KERNELS)))
 def test_any_sums_are_rounded(kernel: tuple[GemmConfig, int]) -> None:
     config, low_bits = kernel
     e, h = operands(70, 136, 200)
@@ -268,7 +260,7 @@ def test_targets_of_other_tokens(low_bits: int) -> None:
     same_bits(sums, before + terms.sums)
 
 
-ORDERS = [(*kernel, seed) for seed, kernel in enumerate((*KERNELS, (KEPT_192, 0)))]
+ORDERS = [(*kernel, seed) for seed, kernel in enumerate(KERNELS)]
 
 
 @pytest.mark.slow

@@ -48,13 +48,15 @@ def test_the_manager_defers_the_model(manager: Any, monkeypatch: pytest.MonkeyPa
     model = tiny_llama()
     assert manager.get_input_args() == ["cutefce.integrations.axolotl.CutefceArgs"]
     manager.post_model_build(DictDefault({}), model)
-    keys = {"cutefce_gradient": "sampled", "cutefce_samples": 64, "cutefce_accum_dtype": "bfloat16"}
+    keys = {"cutefce_gradient": "sampled", "cutefce_samples": 64}
     manager.post_model_build(DictDefault(keys), model)
-    plain = {"gradient": "exact", "samples": 256, "accum_dtype": None}
-    other = {"gradient": "sampled", "samples": 64, "accum_dtype": torch.bfloat16}
+    plain, other = {"gradient": "exact", "samples": 256}, {"gradient": "sampled", "samples": 64}
     assert deferred == [((model,), plain), ((model,), other)]
-    x = torch.zeros(2, 8, dtype=torch.bfloat16)
-    assert gradients.loss_options(x, x) == other
+    assert gradients.loss_options() == other
+    with pytest.raises(
+        TypeError, match=r"^accum_dtype: got 'bfloat16' .*expected no such argument"
+    ):
+        manager.post_model_build(DictDefault({"cutefce_accum_dtype": "bfloat16"}), model)
 
 
 @pytest.mark.parametrize("key", axolotl.OTHERS)

@@ -569,7 +569,7 @@ def test_without_a_linear_implementation() -> None:
 
 def test_gradients_are_sampled_if_the_setting_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(setting, "_chosen", {})
-    setting.set_gradients("sampled", samples=32, accum_dtype=torch.bfloat16)
+    setting.set_gradients("sampled", samples=32)
     group = SimpleNamespace(size=lambda: 1)
     head = SimpleNamespace(
         gradient_accumulation_fusion=False, tp_group=group, sequence_parallel=False
@@ -577,4 +577,3 @@ def test_gradients_are_sampled_if_the_setting_says_so(monkeypatch: pytest.Monkey
     with fused_calls(megatron) as calls:
         megatron.losses(head, torch.randn(5, 2, 8), torch.randn(99, 8), torch.ones(2, 5).long(), 1)
     assert (calls[0]["gradient"], calls[0]["samples"]) == ("sampled", 32)
-    assert "accum_dtype" not in calls[0]

@@ -235,7 +235,7 @@ def test_dx_is_rounded_once_with_nothing_beside(small_tiles: PortableTiles, devi
     case = random_case(1100, 48, 333, dtype=torch.bfloat16, device=device)
     want = wanted(case, 0.37)
     layout = Layout(in_chunks=True, kept=336, chunk=256)
-    known = dataclasses.replace(layout, hidden_bits=0, adds_in_forward=True)
+    known = dataclasses.replace(layout, adds_in_forward=True)
     errors, upstream = [], torch.tensor(0.37, device=device)
     for given, own in ((None, layout), (upstream, known)):
         h, w = (x.clone().requires_grad_() for x in (case.h, case.w))

@@ -624,15 +624,3 @@ def test_plans_that_add_to_a_buffer_in_the_forward_have_no_sums() -> None:
     # 24 bits of each of dW's sums, and 4 of dX's beside 16
     saved = 3 * p.vocab * p.hidden + p.tokens * p.hidden // 2
     assert second.workspace_bytes - first.workspace_bytes == saved
-
-
-def test_a_rounded_dx_takes_no_memory_beside() -> None:
-    problem = Problem(32768, 4096, 131072, "bfloat16", "cuda", arch="sm_90a")
-    exact, rounds = (
-        make_plan(
-            dataclasses.replace(problem, random_sums=random), window_configs(problem), n, True
-        )
-        for random, n in ((False, 4 << 30), (True, 256 << 20))
-    )
-    assert (exact.in_forward, exact.hidden_bits) == (True, None)
-    assert (rounds.in_forward, rounds.hidden_bits, rounds.chunk >= 768) == (True, 0, True)

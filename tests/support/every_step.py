@@ -52,7 +52,7 @@ def steps(dtype: torch.dtype) -> Iterator[str]:
         if dtype == torch.bfloat16:
             own = torch.zeros_like(w)
             cutefce.linear_cross_entropy(h, w, y, accumulate_into=own, **more).backward()
-            yield f"buffer rounded at random, workspace {workspace}"
+            yield f"bfloat16 buffer, workspace {workspace}"
             options = more | {"gradient": "sampled", "samples": 64}
             cutefce.linear_cross_entropy(h, w, ignored, **options).backward()
             yield f"sampled gradients, workspace {workspace}"

@@ -45,7 +45,7 @@ from cutefce.ops.primitives import (
     dispatch,
     row_selection,
 )
-from cutefce.ops.rows.kept_sums import joined_sums, round_at_random_
+from cutefce.ops.rows.kept_sums import joined_sums
 from cutefce.ops.rows.loss_terms import LossTerms
 from cutefce.ops.rows.statistics import RowStats
 from cutefce.ops.rows.targets import Targets, variant_of
@@ -541,16 +541,11 @@ def _grad_gemm(
     if kernel.final:
         out[:] = product.to(out.dtype)
     elif kernel.low_bits == FLOAT32_LOW_BITS:
-        sums, low, seed = out
-        assert sums.dtype == torch.float32 and low is None and seed is None
+        sums, low = out
+        assert sums.dtype == torch.float32 and low is None
         sums[:] = product if overwrite else sums + product
     elif kernel.kept:
-        kept, low, seed = out
-        if seed is not None:
-            assert low is None and kernel.low_bits == 0
-            rows, product = torch.arange(len(kept)).int(), product + (0 if overwrite else kept)
-            round_at_random_(kept.view(torch.int16), product, rows, seed)
-            return
+        kept, low = out
         split_sums(kept, low, product if overwrite else joined_sums(kept, low) + product)
     else:
         out[:] = product if overwrite else out + product

@@ -11,7 +11,7 @@ from cutefce.ops.planning.chunks.sizes import Chunks, shrinking
 from cutefce.ops.planning.chunks.windows import window_widths
 from cutefce.ops.planning.memory_model import chunked_bytes
 from cutefce.ops.planning.plan import Family, Plan
-from cutefce.ops.planning.step_memory import has_weight_kernels, kept_low_bits, rounds_hidden
+from cutefce.ops.planning.step_memory import has_weight_kernels, kept_low_bits
 from cutefce.ops.planning.time_model import chunked_seconds, whole_waves
 
 MIN_CHUNK = 512
@@ -95,7 +95,6 @@ def chunked_plan(
         seconds=chunked_seconds(p, chunks, window, stored),
         tokens=p.tokens,
         low_bits=kept_low_bits(p, len(chunks.sizes)),
-        hidden_bits=0 if rounds_hidden(p) else None,
         shrinking=chunks if chunks.shrink else None,
         adds_in_forward=adds_in_forward(p),
     )
