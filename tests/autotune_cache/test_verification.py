@@ -307,7 +307,7 @@ def test_a_check_is_announced_in_one_line(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(lookup, "SHIPPED_FOLDER", folder / "shipped")
-    said = "cutefce: compares 7 kernels with the portable path on this NVIDIA Test"
+    said = "cutefce: compares 5 kernels with the portable path on this NVIDIA Test"
     for tokens in (8192, 20):  # of two configurations
         caplog.clear()
         for _ in range(2):
