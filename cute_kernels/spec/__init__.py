@@ -7,8 +7,6 @@ from cutefce.cute_kernels.spec.divergence import DivergenceRowsSpec
 from cutefce.cute_kernels.spec.fused import FusedBackwardSpec, FusedForwardSpec
 from cutefce.cute_kernels.spec.gemm import GradGemmSpec, ProjectExpSpec
 from cutefce.cute_kernels.spec.rowwise import (
-    COUNTED,
-    OTHERS,
     OUT_AND_SUMS,
     ClearRowsSpec,
     GatherRowsSpec,
@@ -36,8 +34,6 @@ from cutefce.cute_kernels.spec.sampling import (
 )
 
 __all__ = [
-    "COUNTED",
-    "OTHERS",
     "OUT_AND_SUMS",
     "ChooseClassesSpec",
     "ClearRowsSpec",

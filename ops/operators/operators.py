@@ -152,15 +152,13 @@ def run_forward(inputs: LossInputs[Any, Any], plan: Plan) -> tuple[Tensor, RowSt
     keeps_dw = plan.grad_weight and not plan.adds_in_forward
     dw = w.new_empty(len(w) if keeps_dw else 0, hidden, dtype=dw_dtype)
     dbias = loss_scale.new_empty(len(w)) if plan.grad_bias else None
-    chunks = plan.chunks(inputs.tokens)
     factor = targets.tensors.grad_output if plan.adds_in_forward else None
-    in_order = plan.shrinking is not None
-    kept_dx = HiddenSums.empty(dx, dtype, in_order=in_order, factor=factor)
+    kept_dx = HiddenSums.empty(dx, dtype, factor)
     sums = GradSums(kept_dx, WeightSums.empty(dw, dtype, plan.low_bits), dbias)
     buffer, written = inputs.accumulate_into, sums
     if buffer is not None and factor is not None:
         written = sums._replace(dw=WeightSums.in_buffer(buffer, factor))
-    stats = gradients_in_forward(inputs, loss_scale, plan.window, plan.kept, chunks, *written)
+    stats = gradients_in_forward(inputs, loss_scale, plan.window, plan.kept, plan.chunk, *written)
     results = Kept(plan, h.new_empty(0, 0), sums=sums, class_row=row)
     returned = returned_rows if targets.options.reduction == OUTPUTS else reduce_losses
     return returned(stats, targets), stats, results

@@ -10,12 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cutefce.ops.planning.chunks.sizes import Chunks, own_columns
 from cutefce.ops.primitives.gradient_interface import TargetGradT
 from cutefce.ops.primitives.interface import PartialT
 from cutefce.ops.primitives.row_selection import clear_first_rows, row_range
 from cutefce.ops.primitives.weighted_sum import add_soft_rows, weighted_sum
-from cutefce.ops.rows.blocks import matrix_of
+from cutefce.ops.rows.blocks import blocks
 from cutefce.ops.rows.statistics import RowStats
 from cutefce.ops.rows.targets import Targets
 from cutefce.ops.strategies import windows
@@ -32,7 +31,7 @@ def gradients_in_forward(
     loss_scale: Tensor,
     window: int,
     stored: int,
-    chunks: Chunks,
+    chunk: int,
     dx: HiddenSums,
     dw: WeightSums,
     dbias: Tensor | None,
@@ -41,8 +40,8 @@ def gradients_in_forward(
 
     The latter are those for the upstream gradient `loss_scale` () of each token's loss; with
     `dw.factor`, dW times that is added.  What has no rows, or `dbias` (V,) if None, is not
-    computed.  The exponentials of one of the `chunks` exist at a time, in memory for `stored`
-    columns of it: of all columns if `stored` >= V, else of `window` columns, for dX alone.
+    computed.  The exponentials of `chunk` tokens exist at a time, in memory for `stored` columns:
+    of all columns if `stored` >= V, else of `window` columns, for dX alone.
     """
     primitives, h, w, targets = inputs.primitives, inputs.h, inputs.w, inputs.targets
     gradients, (tokens, vocab) = primitives.gradients, (inputs.tokens, w.shape[0])
@@ -55,9 +54,8 @@ def gradients_in_forward(
     target_logit = primitives.projection.target_logit(h, w, targets)
     of_all = targets.selection
     counted = of_all.count if of_all is not None and of_all.is_on_device else None
-    exps = memory = h.new_empty(chunks.own * stored)
-    block = inputs.primitives.config.reference_block
-    for number, rows in enumerate(chunks.slices()):
+    memory = h.new_empty(min(chunk, tokens), stored)
+    for number, rows in enumerate([*blocks(tokens, chunk)] or [slice(0, 0)]):
         own_h = h if targets.selection is not None else h[rows]
         part = replace(inputs, h=own_h, targets=targets.per_token(rows))
         last, selection, coefficients = rows.stop == tokens, part.targets.selection, None
@@ -65,41 +63,33 @@ def gradients_in_forward(
         # dW's kernel begins the sums, and adds what classes have in common, even of no tokens
         must_run = len(dw.gradient) > 0 and (number == 0 or (last and every is not None))
         part.targets.selection, of_dw = skips, selection if must_run else skips
-        own = own_columns(part.tokens, stored, chunks.own, block)
-        columns: windows.StoredExps = [(0, matrix_of(memory, part.tokens, own))]
-        if own < stored:
-            free = dx.unwritten(rows.stop).view(h.dtype)
-            columns = [*columns, (own, matrix_of(free, part.tokens, stored - own))]
+        exps = row_range(memory, 0, part.tokens)
         if must_run and counted is not None:
-            for _, exps in columns:
-                clear_first_rows(exps)
+            clear_first_rows(exps)
         if stored < vocab:
             sums = dx.room(rows, loss_scale.dtype)
-            summed = summing(part, columns[0][1], window, sums)
+            summed = summing(part, exps, window, sums)
             _, part_stats = windows.forward(*summed, target_logit[rows])
         else:
-            _, part_stats = windows.forward(part, columns, target_logit[rows])
+            _, part_stats = windows.forward(part, [(0, exps)], target_logit[rows])
         parts.append(part_stats.rows)
         if part.targets.soft is not None and part.targets.soft.excess is not None:
             excess.append(part.targets.soft.excess)
-        columns = [(first, exps[:, : vocab - first]) for first, exps in columns]
+        exps = exps[:, :vocab]
         values, soft = part.targets.soft_entries(part_stats, h.dtype), None
         if values is not None and stored < vocab:
             add_soft_rows(sums, values, part.targets, w)
         else:
             soft = SoftEntries.of(part, values)
         if soft is not None and not soft.is_wide:
-            for first, exps in columns:
-                soft.put(exps, first)
+            soft.put(exps, 0)
         if dbias is not None or len(dw.gradient):
             factors = h.dtype, part.targets, part_stats, loss_scale
             coefficients = gradients.scaling(*factors, in_reference=False).dx
         if dbias is not None and coefficients is not None:
-            for first, exps in columns:
-                part_sums, own_bias = weighted_sum(exps, coefficients.scale), dbias[first:]
-                own_bias = own_bias[: exps.shape[1]]
-                own_bias.copy_(part_sums if number == 0 else own_bias + part_sums)
-        own_dw, factor, are_scaled = coefficients, None, [False] * len(columns)
+            part_sums = weighted_sum(exps, coefficients.scale)
+            dbias.copy_(part_sums if number == 0 else dbias + part_sums)
+        own_dw, factor, is_scaled = coefficients, None, False
         if own_dw is not None and dw.factor is not None:
             own_dw = own_dw.times(dw.factor)
         if own_dw is not None and len(dw.gradient) and soft is not None and soft.scales_exps:
@@ -107,12 +97,8 @@ def gradients_in_forward(
         if len(dx.gradient):
             if stored >= vocab:
                 sums = dx.room(rows, loss_scale.dtype)
-                for i, (first, exps) in enumerate(columns):
-                    own_w = row_range(w, first, first + exps.shape[1])
-                    more: Any = {"accumulate": first > 0, "selection": skips}
-                    are_scaled[i] = gradients.add_grad_hidden(
-                        sums, exps, own_w, factor=factor, **more
-                    )
+                more: Any = {"accumulate": False, "selection": skips}
+                is_scaled = gradients.add_grad_hidden(sums, exps, w, factor=factor, **more)
             dx.keep(rows, sums, part, part_stats, coefficients)
             del sums
         if coefficients is None or own_dw is None:
@@ -123,8 +109,7 @@ def gradients_in_forward(
         if len(dw.gradient):
             scale = None if factor is not None else own_dw.scale
             if soft is not None and factor is not None:
-                for (first, exps), is_scaled in zip(columns, are_scaled, strict=True):
-                    soft.scale(exps, first, factor, own_dw.target, is_scaled=is_scaled)
+                soft.scale(exps, 0, factor, own_dw.target, is_scaled=is_scaled)
             all_at_once = gradients.lists_targets
             listed = None
             if factor is None:
@@ -140,11 +125,10 @@ def gradients_in_forward(
             if own_row is not None:
                 row = own_row if row is None else replace(own_row, row=row.row + own_row.row)
             scaled = part.selected(scale)
-            for first, exps in columns:
-                given = scaled, target_grad, row if last else None, of_dw
-                dw.add(gradients, exps, *given, chunk=number, first=first)
+            given = scaled, target_grad, row if last else None, of_dw
+            dw.add(gradients, exps, *given, chunk=number)
             del given, scaled, target_grad
-    del exps, columns, memory, target_logit  # freed before the statistics are joined
+    del exps, memory, target_logit  # freed before the statistics are joined
     stats = RowStats(torch.cat(parts, 1) if len(parts) > 1 else parts[0])
     if targets.soft is not None:
         targets.soft.excess = torch.cat(excess)

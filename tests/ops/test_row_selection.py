@@ -13,7 +13,7 @@ from cutefce.cute_kernels.spec import GradGemmSpec, ProjectExpSpec
 from cutefce.ops.interface.options import TensorOptions
 from cutefce.ops.operators import operands
 from cutefce.ops.primitives import dispatch
-from cutefce.ops.rows.blocks import matrix_of
+from cutefce.ops.primitives.row_selection import row_range
 from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.strategies import gradients_in_forward
 from tests.support.backends import KERNELS, Backend
@@ -211,8 +211,8 @@ def test_every_layout_on_the_kernels(
     case.h[~counts] = torch.nan
     kernels.serve(monkeypatch, small_tiles)
     # a chunk finds nothing of the one before
-    undefined = lambda *given: matrix_of(*given).fill_(torch.nan)  # noqa: E731
-    monkeypatch.setattr(gradients_in_forward, "matrix_of", undefined)
+    undefined = lambda *given: row_range(*given).fill_(torch.nan)  # noqa: E731
+    monkeypatch.setattr(gradients_in_forward, "row_range", undefined)
     got = results(case)
     assert not got[1][~counts].any()
     # dW's sums over chunks, which hold other tokens here, keep 16 significant bits

@@ -22,7 +22,6 @@ from cutefce.cute_kernels.problem import LOW_BITS, Problem, can_keep
 from cutefce.ops.dtypes import sum_dtype
 from cutefce.ops.interface.options import LossOptions, TensorOptions
 from cutefce.ops.planning import planner
-from cutefce.ops.planning.chunks.sizes import Chunks
 from cutefce.ops.primitives.cute_projection import CuteProjection
 from cutefce.ops.primitives.interface import AnyPrimitives, forward_unfused
 from cutefce.ops.primitives.row_selection import restore_rows, select_on_device
@@ -266,7 +265,7 @@ def _gradients_in_forward_outputs(
 ) -> dict[str, CheckedOutput]:
     """Return dX and dW of the summed losses, computed in the forward of two chunks of tokens."""
     h, w, targets = inputs.h, inputs.w, inputs.targets
-    stored, chunks = round_up(w.shape[0], block), Chunks.even(len(h), ceil_div(len(h), 2))
+    stored, chunk = round_up(w.shape[0], block), ceil_div(len(h), 2)
     loss_scale = targets.loss_scale(sum_dtype(h.dtype))
     results: dict[str, CheckedOutput] = {}
     # sums that are kept in dW's memory and beside it, and those that are dW
@@ -274,7 +273,7 @@ def _gradients_in_forward_outputs(
     for suffix, dtype, bits in (*kinds, (", in the dtype of sums", loss_scale.dtype, 8)):
         dx = HiddenSums.empty(torch.empty_like(h), loss_scale.dtype)
         dw = WeightSums.empty(torch.empty_like(w, dtype=dtype), loss_scale.dtype, bits)
-        stats = gradients_in_forward(inputs, loss_scale, stored, stored, chunks, dx, dw, None)
+        stats = gradients_in_forward(inputs, loss_scale, stored, stored, chunk, dx, dw, None)
         finished_dx = dx.finish(inputs, stats, loss_scale)
         finished_dw = dw.finish(inputs.primitives.gradients, loss_scale).to(w.dtype)
         name = f" of gradients in the forward{suffix}"

@@ -13,7 +13,6 @@ from cutefce.cute_kernels.parts import FUSED, fused_part
 from cutefce.cute_kernels.problem import LOW_BITS, Problem, can_keep
 from cutefce.ops.dtypes import sum_dtype
 from cutefce.ops.interface.options import LossOptions
-from cutefce.ops.planning.chunks.sizes import Chunks
 from cutefce.ops.planning.dw_aliasing import DwMemory
 from cutefce.ops.planning.window_layout import WindowLayout
 from cutefce.ops.primitives.cute_gradients import CuteGradients
@@ -133,8 +132,7 @@ def hidden_of_windows_in_chunks(inputs: Inputs, arch: str | None, block: int) ->
     dw = WeightSums.empty(inputs.w[:0], loss_scale.dtype, LOW_BITS[0])
     window = round_up(ceil_div(vocab, 4), block)
     columns = window, 2 * window  # the last window is wider
-    chunks = Chunks.even(inputs.tokens, chunk)
-    stats = gradients_in_forward(inputs, loss_scale, *columns, chunks, dx, dw, None)
+    stats = gradients_in_forward(inputs, loss_scale, *columns, chunk, dx, dw, None)
     return dx.finish(inputs, stats, loss_scale, selection)
 
 
