@@ -23,7 +23,7 @@ def compile_signature(kernel: spec.ScatterRowsSpec) -> tuple[Any, tuple[Any, ...
     dtype, rows, hidden = DTYPES[kernel.dtype], cute.sym_int(), cute.sym_int(divisibility=8)
     out, x = matrix(dtype, cute.sym_int(), hidden), matrix(dtype, rows, hidden)
     operands = out, x, vector(Int64, rows), vector(Int32, cute.sym_int())
-    return scatter_rows, (*operands, Int32(0), Int32(0), current_stream())
+    return scatter_rows, (*operands, current_stream())
 
 
 @cute.jit
@@ -32,16 +32,10 @@ def scatter_rows(
     x: cute.Tensor,
     order: cute.Tensor,
     count: cute.Tensor,
-    first: Int32,
-    kinds: Int32,
     stream: Any,
 ) -> None:
-    """Write x (M, D), rows from `first` on of all, to rows `order` (M,) of out (N, D).
-
-    The first `count`_0 rows of all count.  They are written if `kinds` has `COUNTED`; if it has
-    `OTHERS`, 0 is written for the others.
-    """
-    scatter_rows_kernel(out, x, order, count, first, kinds).launch(
+    """Write x (N, D) to rows `order` (N,) of out (N, D): the first `count`_0, and 0 for others."""
+    scatter_rows_kernel(out, x, order, count).launch(
         grid=[x.shape[0], 1, 1], block=[32 * WARPS, 1, 1], stream=stream, **USE_PDL
     )
 
@@ -52,20 +46,13 @@ def scatter_rows_kernel(
     x: cute.Tensor,
     order: cute.Tensor,
     count: cute.Tensor,
-    first: Int32,
-    kinds: Int32,
 ) -> None:
     """Copy one row a block."""
     pdl_wait()
     row = cute.arch.block_idx()[0]
     source, destination = row_vectors(x, row), row_vectors(out, order[row])
-    counts, kind = first + row < count[0], Int32(spec.OTHERS)
-    if counts:
-        kind = Int32(spec.COUNTED)
-    vectors = x.shape[1] // 8
-    if (kinds & kind) == 0:
-        vectors = 0
-    for i in cutlass.range(cute.arch.thread_idx()[0], vectors, 32 * WARPS, unroll=2):
+    counts = row < count[0]
+    for i in cutlass.range(cute.arch.thread_idx()[0], x.shape[1] // 8, 32 * WARPS, unroll=2):
         values = cute.make_rmem_tensor((8,), out.element_type)
         values.fill(0.0)
         if counts:

@@ -6,8 +6,6 @@ This package does not import the DSL.
 from cutefce.cute_kernels.spec.divergence import DivergenceRowsSpec
 from cutefce.cute_kernels.spec.gemm import GradGemmSpec, ProjectExpSpec
 from cutefce.cute_kernels.spec.rowwise import (
-    COUNTED,
-    OTHERS,
     OUT_AND_SUMS,
     ClearRowsSpec,
     GatherRowsSpec,
@@ -35,8 +33,6 @@ from cutefce.cute_kernels.spec.sampling import (
 )
 
 __all__ = [
-    "COUNTED",
-    "OTHERS",
     "OUT_AND_SUMS",
     "ChooseClassesSpec",
     "ClearRowsSpec",

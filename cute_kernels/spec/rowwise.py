@@ -9,8 +9,6 @@ from cutefce.cute_kernels.workspace import Coefficient
 
 OUT_AND_SUMS = 2
 """Says that kept sums are in the places of the rows of dX that are made of them."""
-COUNTED, OTHERS = 1, 2
-"""Bits of the kinds of rows that a launch of `ScatterRowsSpec` writes."""
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,7 @@ Kernels need no tile.  A CPU converts 16-bit operands and takes row-wise steps i
 """
 
 from cutefce.cute_kernels.config import WindowConfig
+from cutefce.cute_kernels.integers import ceil_div
 from cutefce.cute_kernels.problem import Problem, can_keep
 from cutefce.cute_kernels.workspace import NUM_STATS, low_bytes
 from cutefce.ops.planning.call_problem import (
@@ -48,7 +49,6 @@ from cutefce.ops.planning.call_problem import (
     forms_gradients,
     soft_targets,
 )
-from cutefce.ops.planning.chunks.sizes import Chunks
 from cutefce.ops.planning.dw_aliasing import DwMemory
 from cutefce.ops.planning.soft_memory import (
     entries_bytes,
@@ -179,13 +179,16 @@ def _window_bytes(p: Problem, window: int, longest: int, hidden_bits: int | None
     return max(step, rows_bytes(p, p.tokens, CONVERTED), finish, added, upcast)
 
 
-def chunked_bytes(p: Problem, config: WindowConfig, stored: int, chunks: Chunks) -> int:
-    """Return the workspace of gradients in forward: of dX alone with `stored` < V columns."""
-    wider, chunk = accumulates_wider(p), chunks.largest
+def chunked_bytes(p: Problem, config: WindowConfig, stored: int, chunk: int) -> int:
+    """Return the workspace of gradients in forward, with chunks of `chunk` tokens.
+
+    `stored` < V columns are those of dX alone.
+    """
+    wider = accumulates_wider(p)
     kept, copy = NUM_STATS * p.tokens * p.accumulator_bytes, _selected_bytes(p, p.tokens)
     kept += selection_bytes(p)
     if keeps_weight_sums(p):
-        kept += p.vocab * low_bytes(p.hidden, kept_low_bits(p, len(chunks.sizes)))
+        kept += p.vocab * low_bytes(p.hidden, kept_low_bits(p, ceil_div(p.tokens, chunk)))
     if accumulates(p) and not adds_in_forward(p):
         kept += p.vocab * p.hidden * p.item_bytes
     kept += soft_bytes(p, p.tokens)
@@ -207,20 +210,19 @@ def chunked_bytes(p: Problem, config: WindowConfig, stored: int, chunks: Chunks)
     partial = chunk * partial_bytes(p, config, chunk)
     step = forward_step_bytes(p, config, chunk, p.vocab) + _selected_bytes(p, chunk)
     product = max(upcast_bytes(p, chunk, stored, p.hidden), marks) * p.grad_hidden
-    in_chunk = chunks.own * stored * p.item_bytes
+    in_chunk = min(chunk, p.tokens) * stored * p.item_bytes
     if stored < p.vocab:
         # partial sums of windows exist beside those of all columns, and h beside dX's sums
         in_chunk += sums + 2 * partial + max(step, product)
     else:
         product = max(product, soft_step_bytes(p, chunk))
-        step += partial * (1 + chunks.shrink)  # of two launches, beside those of all columns
+        step += partial
         in_chunk += max(step, sums + product, _chunk_dw_bytes(p, config, chunk))
     in_chunk += entries_bytes(p, chunk)
     # of all targets' logits, before the chunks
     beside = max(rows_bytes(p, p.tokens, CONVERTED), soft_step_bytes(p, p.tokens))
     scaled = p.vocab * (p.grad_weight and not adds_in_forward(p))
     finished = max(rows_bytes(p, p.tokens, CONVERTED), rows_bytes(p, scaled, KEPT))
-    finish = max(finish, _selected_bytes(p, chunks.spread))
     backward = vectors + max(reduced, finished + max(finish, restored))
     return with_copies(p, kept + max(forward + max(in_chunk, beside), backward))
 

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from cutefce.cute_kernels.problem import LOW_BITS
-from cutefce.ops.planning.chunks.sizes import Chunks
 
 
 @dataclass(frozen=True)
@@ -25,7 +24,7 @@ class Plan:
     """Columns after these whose exponentials have memory until the backward, or while a chunk is
     processed: whole reference blocks."""
     chunk: int
-    """Tokens of a chunk, or of the largest one; all of them with "windows"."""
+    """Tokens of a chunk, of which the last one may have fewer; all of them with "windows"."""
     grad_hidden: bool
     """Whether dX is computed."""
     grad_weight: bool
@@ -44,9 +43,6 @@ class Plan:
     """Bits of each of dW's sums over chunks beside the 16 in its memory."""
     hidden_bits: int | None = None
     """Bits of each of dX's sums over windows beside 16; None for float32."""
-    shrinking: Chunks | None = None
-    """Chunks that use the memory of dX; None if they have equal sizes."""
-
     adds_in_forward: bool = False
     """Whether gradients in forward add dW to the caller's buffer, with no sums of their own."""
 
@@ -73,13 +69,9 @@ class Plan:
         """Whether fewer than all columns have memory of their own for exponentials."""
         return self.kept < self.vocab
 
-    def chunks(self, tokens: int) -> Chunks:
-        """Return the chunks of `tokens`."""
-        return self.shrinking or Chunks.even(tokens, self.chunk)
-
     def selected_tokens(self, tokens: int) -> int:
         """Return how many of `tokens` are selected at a time; chunks are whole multiples of it."""
-        return self.chunks(tokens).unit if self.in_forward else tokens
+        return self.chunk if self.in_forward else tokens
 
     def __str__(self) -> str:
         name, is_exact = self.strategy.replace("_", " "), not self.is_sampled
@@ -97,8 +89,6 @@ class Plan:
         if self.in_forward:
             size = f"chunks of {min(self.chunk, self.tokens)} tokens"
             columns = f"up to {self.kept}" if self.has_windows else str(vocab)
-            if self.shrinking:
-                size += f" to {self.shrinking.sizes[-1]} in the memory of dX"
             if self.adds_in_forward:
                 size += ", dW in the caller's buffer"
         return f"{name}, {size}, {columns} columns at a time: {cost}"

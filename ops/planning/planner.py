@@ -13,7 +13,7 @@ from cutefce.cute_kernels.config import WindowConfig
 from cutefce.cute_kernels.integers import ceil_div, round_up
 from cutefce.cute_kernels.problem import Problem, can_keep
 from cutefce.ops.planning.call_problem import forms_gradients, is_sampled, soft_targets
-from cutefce.ops.planning.chunks.plans import chunked_plan, even_chunks, shrinking_chunks
+from cutefce.ops.planning.chunks.plans import chunked_plan, chunked_plans
 from cutefce.ops.planning.dw_aliasing import DwMemory
 from cutefce.ops.planning.memory_model import windows_bytes
 from cutefce.ops.planning.plan import Family, Plan
@@ -69,8 +69,7 @@ def make_plan(
     # factors of tokens are those of dX's rows, which the backward applies; others sum over tokens
     later = not (problem.grad_weight or problem.grad_bias or scales_exps)
     if (scalar_upstream or later) and forms_gradients(problem) and can_keep(problem.dtype):
-        families += even_chunks(problem, configs[0])
-        families += shrinking_chunks(problem, configs[0])
+        families += chunked_plans(problem, configs[0])
     return _choose(families, budget)
 
 
@@ -87,7 +86,7 @@ def replan_for_shard(
         return _sampled_plan(p, configs[0])
     if plan.in_forward:
         widths = (plan.window, plan.kept) if plan.has_windows else None
-        return chunked_plan(p, configs[0], plan.chunks(p.tokens), widths)
+        return chunked_plan(p, configs[0], plan.chunk, widths)
     return _choose(_windows(p, configs, scalar_upstream and not scales_rows), budget)
 
 

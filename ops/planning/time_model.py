@@ -19,7 +19,6 @@ On a GPU, the tiles of dX may leave SMs idle in their last wave.  So may those o
 the last wave of each window: it counts where chunks have dX alone.
 """
 
-from collections import Counter
 from collections.abc import Sequence
 from math import gcd
 
@@ -40,7 +39,6 @@ from cutefce.ops.planning.call_problem import (
     adds_in_forward,
     soft_targets,
 )
-from cutefce.ops.planning.chunks.sizes import Chunks
 from cutefce.ops.planning.chunks.windows import split_columns
 from cutefce.ops.planning.dw_aliasing import DwMemory
 from cutefce.ops.planning.sample_sizes import estimate_count
@@ -56,9 +54,6 @@ DX_CHUNK_SECONDS, DX_WINDOW_SECONDS, SPLIT_SECONDS = 4e-5, 2.5e-5, 1e-5
 """Of a chunk where kernels form dX alone; of a window in it: two launches, and two more that exit
 at once; and of splitting the last tiles of its dX.  With what waves of their own tiles leave idle,
 whole steps of six plans at two heads take within 1 % of that."""
-BESIDE_SECONDS = 8e-5
-"""Of a chunk whose exponentials lie in two places: three more launches with last waves, and one
-more addition to its sums of dX."""
 FREE_IDLE = 0.04
 """Part of the SMs that may wait at no cost while dX alone is computed: an H200 that runs at its
 power limit then computes the others faster."""
@@ -103,35 +98,28 @@ def windows_seconds(
     return _seconds(p, columns, moved) + windows * rates(p)[2] + idle
 
 
-def chunked_seconds(p: Problem, chunks: Chunks, window: int, stored: int) -> float:
-    """Return that of gradients in forward.
+def chunked_seconds(p: Problem, chunk: int, window: int, stored: int) -> float:
+    """Return that of gradients in forward, with chunks of `chunk` tokens.
 
     A chunk's exponentials of `window` columns exist at a time, of the last ones up to `stored`;
     of all columns if `stored` >= V.
     """
     parts = list(split_columns(p.vocab, window, stored))
-    count, windows = len(chunks.sizes), len(parts)
+    count, windows = max(ceil_div(p.tokens, chunk), 1), len(parts)
     moved = 2 * p.gradient_bytes
     moved += 3 * _buffer_bytes(p) * (not adds_in_forward(p)) + _scaled_bytes(p)
     moved += 2 * (windows - 1) * p.tokens * p.hidden * p.accumulator_bytes
     reads = (1 + p.grad_hidden) * count * p.vocab * p.hidden * p.item_bytes
     flop_rate, byte_rate, _, each = rates(p)
     products = 2 * (1 + p.grad_hidden) * p.tokens * p.hidden * p.vocab / flop_rate
-    waits, shares = max(reads / byte_rate - products, 0), Counter(chunks.sizes[:-1] or chunks.sizes)
-    idle = sum(
-        (_idle_seconds(p, size) + _exps_idle_seconds(p, size, parts))
-        * (size * number / max(sum(shares.elements()), 1))
-        for size, number in shares.items()
-    )
-    beside = sum(size > chunks.own for size in chunks.sizes) * BESIDE_SECONDS
-    if chunks.shrink:
-        moved += 2 * p.tokens * p.hidden * p.item_bytes * p.selects_rows
+    waits, rows = max(reads / byte_rate - products, 0), min(chunk, p.tokens)
+    idle = _idle_seconds(p, rows) + _exps_idle_seconds(p, rows, parts)
     if p.arch is not None and not p.grad_weight:
-        splits = _busy_part(p, chunks.largest)[1]
+        splits = _busy_part(p, chunk)[1]
         each = DX_CHUNK_SECONDS + windows * (DX_WINDOW_SECONDS + SPLIT_SECONDS * (splits > 1))
     columns = (1 + p.grad_hidden + p.grad_weight) * p.vocab
-    sums = _weight_sums_seconds(p, chunks.sizes)
-    return _seconds(p, columns, moved) + sums + count * each + beside + waits + idle
+    sums = _weight_sums_seconds(p, chunk, count)
+    return _seconds(p, columns, moved) + sums + count * each + waits + idle
 
 
 def sampled_seconds(p: Problem, window: int) -> float:
@@ -147,16 +135,23 @@ def sampled_seconds(p: Problem, window: int) -> float:
     return _seconds(p, (1 + SAMPLING_TIME) * p.vocab + drawn, moved)
 
 
-def _weight_sums_seconds(p: Problem, sizes: Sequence[int]) -> float:
-    """Return the time in which dW's sums are read and written in each chunk, beside the MMAs."""
+def _weight_sums_seconds(p: Problem, chunk: int, count: int) -> float:
+    """Return the time in which dW's sums are read and written in each chunk, beside the MMAs.
+
+    There are `count` chunks of `chunk` tokens; the last one has the rest.
+    """
     sum_bytes = float(p.accumulator_bytes * p.grad_weight)
     if keeps_weight_sums(p):
-        sum_bytes = _kept_sum_bytes(p, kept_low_bits(p, len(sizes)))
+        sum_bytes = _kept_sum_bytes(p, kept_low_bits(p, count))
     moving = _seconds(p, 0, 2 * p.vocab * p.hidden * sum_bytes)
     if not has_weight_kernels(p) or not p.grad_weight:
-        return len(sizes) * moving
+        return count * moving
     product = _seconds(p, p.vocab, 0) / max(p.tokens, 1)
-    return sum(max(SUMS_TIME * moving - HIDING_MMAS * product * size, 0) for size in sizes)
+    last = p.tokens - (count - 1) * chunk
+    each, of_last = (
+        max(SUMS_TIME * moving - HIDING_MMAS * product * size, 0) for size in (chunk, last)
+    )
+    return (count - 1) * each + of_last
 
 
 def _kept_sum_bytes(p: Problem, low_bits: int) -> float:

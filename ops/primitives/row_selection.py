@@ -1,6 +1,5 @@
 """Which tokens a call computes: kernels select on the device, a CPU where the plan says so."""
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -11,11 +10,9 @@ from cutefce.cute_kernels.integers import ceil_div
 from cutefce.cute_kernels.jit.cache import compiled
 from cutefce.cute_kernels.kernel_set import KernelSet
 from cutefce.cute_kernels.problem import Problem
-from cutefce.cute_kernels.spec import COUNTED, OTHERS, ScatterRowsSpec, SelectRowsSpec
+from cutefce.cute_kernels.spec import ScatterRowsSpec, SelectRowsSpec
 from cutefce.cute_kernels.workspace import Semaphore
 from cutefce.ops.dtypes import dtype_name
-from cutefce.ops.planning.chunks.sizes import SPREAD_BLOCKS
-from cutefce.ops.rows.blocks import blocks
 from cutefce.ops.rows.selection import RowSelection
 
 
@@ -73,31 +70,9 @@ def restore_rows(selection: RowSelection | None, x: Tensor) -> Tensor:
         return x
     if selection.arch is None:
         return selection.restore(x, 0)
-    out, dtype = torch.empty_like(x), dtype_name(x.dtype)
-    operands = out, x, selection.order, selection.count
-    compiled(ScatterRowsSpec(selection.arch, dtype))(*operands, 0, COUNTED | OTHERS)
+    out, spec = torch.empty_like(x), ScatterRowsSpec(selection.arch, dtype_name(x.dtype))
+    compiled(spec)(out, x, selection.order, selection.count)
     return out
-
-
-def spread_rows(
-    selection: RowSelection, x: Tensor, finish: Callable[[slice, Tensor], None]
-) -> None:
-    """Put rows x (N, D) in the order of all tokens, in their memory; 0 for those left out.
-
-    `finish` writes the rows of a slice of them, as they are to be, to a tensor.  Rows that count
-    only move towards the end: a block of them, beginning with the last one, overwrites none of the
-    blocks before.
-    """
-    assert selection.arch is not None
-    count, order = selection.count, selection.order
-    spec = ScatterRowsSpec(selection.arch, dtype_name(x.dtype))
-    size = ceil_div(len(x), SPREAD_BLOCKS)
-    room = x.new_empty(size, x.shape[1])
-    for rows in reversed(list(blocks(len(x), size))):
-        part = room[: rows.stop - rows.start]
-        finish(rows, part)
-        compiled(spec)(x, part, order[rows], count, rows.start, COUNTED)
-    compiled(spec)(x, x, order, count, 0, OTHERS)
 
 
 def select_rows(

@@ -352,7 +352,7 @@ def kept_hidden(call: Call, names: Sequence[str], *, rounded: bool) -> HiddenSum
     if low:
         kept = low[0][:, : hidden * few_low_bits(hidden) // 8]
     factor = call.inputs.targets.tensors.grad_output if rounded else None
-    return HiddenSums(own, kept, rounded, factor=factor)
+    return HiddenSums(own, kept, factor)
 
 
 def keep_hidden(call: Call, s: Step) -> None:

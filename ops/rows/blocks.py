@@ -22,8 +22,3 @@ def row_block_size(x: Tensor) -> int:
     """Return how many rows of `x` are in a block."""
     row_bytes = x.shape[1] * sum_dtype(x.dtype).itemsize
     return max(1, row_block_bytes(x.device.type) // row_bytes)
-
-
-def matrix_of(memory: Tensor, rows: int, columns: int) -> Tensor:
-    """Return the first elements of contiguous `memory` as a matrix (rows, columns)."""
-    return memory[: rows * columns].view(rows, columns)

@@ -9,7 +9,6 @@ Where the upstream gradient is known before the backward, dX itself is kept, rou
 nothing beside.
 """
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -19,7 +18,7 @@ from torch import Tensor
 from cutefce.ops.planning.step_memory import few_low_bits
 from cutefce.ops.primitives.gradient_interface import TargetGradT
 from cutefce.ops.primitives.interface import PartialT
-from cutefce.ops.primitives.row_selection import restore_rows, row_range, spread_rows
+from cutefce.ops.primitives.row_selection import restore_rows
 from cutefce.ops.rows.coefficients import RowCoefficients
 from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.statistics import RowStats
@@ -39,8 +38,6 @@ class HiddenSums:
     low: Tensor
     """(N, D / 2) uint8, the low bits of each sum, or (N, D) of an odd D; no rows if `gradient` has
     the dtype of sums, or is rounded."""
-    in_order: bool = False
-    """Whether halves are in the order of the selection too, so that later rows are free."""
     factor: Tensor | None = None
     """(): the upstream gradient for which `gradient` is dX; None of sums."""
 
@@ -49,8 +46,6 @@ class HiddenSums:
         cls,
         gradient: Tensor,
         dtype: torch.dtype,
-        *,
-        in_order: bool = False,
         factor: Tensor | None = None,
     ) -> "HiddenSums":
         """Return uninitialized sums of `dtype` in the memory of `gradient` (N, D).
@@ -61,16 +56,11 @@ class HiddenSums:
         (rows, hidden), is_wide = gradient.shape, gradient.dtype == dtype
         rows = 0 if is_wide or factor is not None else rows
         low = empty_low(gradient, rows, hidden, few_low_bits(hidden))
-        return cls(gradient, low, in_order, None if is_wide else factor)
+        return cls(gradient, low, None if is_wide else factor)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "HiddenSums":
         """Return the sums with `function` of each tensor."""
         return replace(self, gradient=function(self.gradient), low=function(self.low))
-
-    def unwritten(self, first: int) -> Tensor:
-        """Return the elements of the rows from `first` on, which no chunk has written yet."""
-        assert self.in_order
-        return self.gradient[first:].flatten()
 
     def room(self, rows: slice, dtype: torch.dtype) -> Tensor:
         """Return where the products of `rows` are to be added, in `dtype`, before they are kept."""
@@ -91,7 +81,7 @@ class HiddenSums:
         for an upstream gradient of 1.
         """
         selection = part.targets.selection
-        order = None if selection is None or self.in_order else selection.order
+        order = None if selection is None else selection.order
         kept = self.gradient if order is not None else self.gradient[rows]
         if self.factor is not None:
             assert coefficients is not None
@@ -118,11 +108,10 @@ class HiddenSums:
         """
         gradients, targets = inputs.primitives.gradients, inputs.targets
         on_device = selection is not None and selection.is_on_device
-        is_placed = on_device and not self.in_order  # rows are in their places
         if self.factor is not None:
             upstream = torch.where(upstream.isnan(), upstream, 1)
             factor = torch.where(targets.active, upstream.to(stats.rows.dtype), 0)
-            if selection is not None and is_placed:
+            if selection is not None and on_device:
                 factor = selection.restore(factor)
             scaled = RowCoefficients(factor, factor)
         else:
@@ -131,33 +120,14 @@ class HiddenSums:
             # what the target has beyond the part that the sums contain
             own = scaled.target + scaled.scale * stats.sum_exp_others
             scaled = replace(scaled, target=own)
-        if selection is not None and on_device and self.in_order:
-            finish = functools.partial(self._finish, inputs, scaled)
-            spread_rows(selection, self.gradient, finish)
-            return self.gradient
-        order = selection.order if selection is not None and is_placed else None
-        self._finish(inputs, scaled, slice(0, len(self.gradient)), self.gradient, order)
-        is_placed = is_placed and (self.factor is not None or len(self.low) > 0)
-        return restore_rows(None if is_placed else selection, self.gradient)
-
-    def _finish(
-        self,
-        inputs: LossInputs[PartialT, TargetGradT],
-        coefficients: RowCoefficients,
-        rows: slice,
-        out: Tensor,
-        order: Tensor | None = None,
-    ) -> None:
-        """Write `rows` of dX to `out`; with `order`, in the order of the call."""
-        gradients, targets, sums = inputs.primitives.gradients, inputs.targets, self.gradient
-        if len(out) < len(sums):
-            inputs = replace(inputs, targets=targets.per_token(rows))
-            sums, coefficients = sums[rows], coefficients.rows(rows)
+        out, order = self.gradient, selection.order if selection is not None and on_device else None
         if self.factor is not None:
-            gradients.scale_rows(out, sums, coefficients.scale)
+            gradients.scale_rows(out, out, scaled.scale)
         elif len(self.low):
-            low, term = row_range(self.low, rows.start, rows.stop), class_term(inputs, coefficients)
-            operands = out, sums, low, inputs.w, inputs.targets, coefficients
-            gradients.finish_kept(*operands, term, order)
+            operands = out, out, self.low, inputs.w, targets, scaled
+            gradients.finish_kept(*operands, class_term(inputs, scaled), order)
         else:
-            finish_dx(inputs, out, sums, coefficients)
+            finish_dx(inputs, out, out, scaled)
+        # rows whose halves, or which themselves, were kept are in their places
+        is_placed = on_device and (self.factor is not None or len(self.low) > 0)
+        return restore_rows(None if is_placed else selection, self.gradient)

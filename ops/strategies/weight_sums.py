@@ -19,7 +19,6 @@ from torch import Tensor
 from cutefce.cute_kernels.workspace import low_bytes
 from cutefce.ops.primitives.gradient_interface import Gradients, TargetGradT
 from cutefce.ops.primitives.portable_gradients import apply_rowwise
-from cutefce.ops.primitives.row_selection import row_range
 from cutefce.ops.rows.coefficients import RankOne
 from cutefce.ops.rows.kept_sums import add_kept_to_, words_of
 from cutefce.ops.rows.selection import RowSelection
@@ -58,13 +57,6 @@ class WeightSums:
         """The sums' upper halves (V, D) and their low bits, (V, D) bytes or (V, D / 2)."""
         return self.gradient, self.low[:, : self.gradient.shape[1] * self.low_bits // 8]
 
-    def _kept(self, first: int, rows: int) -> tuple[Tensor, Tensor | None]:
-        """Return `rows` of `gradient` from `first` on, and their low bits if they have any."""
-        if not len(self.low):
-            return row_range(self.gradient, first, first + rows), None
-        gradient, low = (row_range(x, first, first + rows) for x in self.kept)
-        return gradient, low
-
     def map(self, function: Callable[[Tensor], Tensor]) -> "WeightSums":
         """Return the sums with `function` of each tensor."""
         return replace(self, gradient=function(self.gradient), low=function(self.low))
@@ -79,19 +71,15 @@ class WeightSums:
         selection: RowSelection | None,
         *,
         chunk: int,
-        first: int = 0,
     ) -> None:
         """Write the part of dW of chunk 0, or add that of `chunk`; see `Gradients.keep_dw`.
 
         With `factor`, which the operands contain, that of chunk 0 is added too.
-        The rows are those of the columns of `exps` (N, K), from `first` on.
         """
-        accumulate, rows = chunk > 0 or self.factor is not None, exps.shape[1]
-        if rank_one is not None:
-            rank_one = rank_one.rows(slice(first, first + rows))
-        kept = self._kept(first, rows)
-        operands: Any = exps, scaled, target_grad, first, rank_one, selection
-        gradients.keep_dw(*kept, *operands, accumulate=accumulate)
+        kept, low = self.kept if len(self.low) else (self.gradient, None)
+        operands: Any = exps, scaled, target_grad, 0, rank_one, selection
+        accumulate = chunk > 0 or self.factor is not None
+        gradients.keep_dw(kept, low, *operands, accumulate=accumulate)
 
     def finish(self, gradients: Gradients[TargetGradT], factor: Tensor) -> Tensor:
         """Return dW, `factor` () times the sums, which it overwrites."""

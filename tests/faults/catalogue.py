@@ -382,8 +382,7 @@ KERNELS = (
             Edit(
                 "ops/strategies/gradients_in_forward.py",
                 "        if must_run and counted is not None:\n"
-                "            for _, exps in columns:\n"
-                "                clear_first_rows(exps)\n",
+                "            clear_first_rows(exps)\n",
                 "",
             ),
         ),
@@ -981,8 +980,8 @@ PLANNER = (
         (
             Edit(
                 "ops/planning/memory_model.py",
-                "    in_chunk = chunks.own * stored * p.item_bytes\n",
-                "    in_chunk = chunks.own * stored * p.item_bytes + partial\n",
+                "    in_chunk = min(chunk, p.tokens) * stored * p.item_bytes\n",
+                "    in_chunk = min(chunk, p.tokens) * stored * p.item_bytes + partial\n",
             ),
         ),
         ("tests/ops/test_memory_model.py::test_the_peak_of_a_layout_is_predicted",),

@@ -22,8 +22,6 @@ from cutefce.cute_kernels.config import GemmConfig, KernelConfigs, PortableTiles
 from cutefce.cute_kernels.integers import ceil_div, round_up
 from cutefce.cute_kernels.problem import LOW_BITS, LOWEST_LOGIT
 from cutefce.cute_kernels.spec import (
-    COUNTED,
-    OTHERS,
     OUT_AND_SUMS,
     GradGemmSpec,
     ScaleAddRowsSpec,
@@ -555,16 +553,9 @@ def test_moved_rows(count: int) -> None:
     for scatter in (kernels.scatter_rows, kernels.scatter_fp32_rows):
         rows = x.to(getattr(torch, scatter.dtype))
         out = torch.full_like(rows, torch.nan)
-        run(scatter, out, rows, order, counter, 0, COUNTED | OTHERS)
+        run(scatter, out, rows, order, counter)
         assert torch.equal(out[order[:count]].nan_to_num(), rows[:count].nan_to_num())
         assert not out[order[count:]].any()
-        out.fill_(7)
-        run(scatter, out, rows[64:], order[64:], counter, 64, COUNTED)
-        assert torch.equal(out[order[64:count]].nan_to_num(), rows[64:count].nan_to_num())
-        rest = torch.cat([order[:64], order[max(count, 64) :]])
-        assert (out[rest] == 7).all(), "rows that are not given or do not count"
-        run(scatter, out, out, order, counter, 0, OTHERS)
-        assert not out[order[count:]].any() and (out[order[: min(count, 64)]] == 7).all()
     run(kernels.clear_rows, x, counter)
     assert not x[count:].any()
 

@@ -16,7 +16,7 @@ from cutefce.ops.operators import agreement, kept
 from cutefce.ops.operators.plans import plan_for
 from cutefce.ops.planning.planner import MINIMUM
 from tests.support.backends import Backend, on_backends
-from tests.support.layouts import SHRINKING, Layout, pinned
+from tests.support.layouts import Layout, pinned
 from tests.support.options import OPTIONS, options_case, soft_case
 from tests.support.reference import Case, Result, exact, random_case
 from tests.support.tiers import pairwise, rest_slow
@@ -210,7 +210,6 @@ def test_every_option(name: str) -> None:
 CHUNKED = {
     "even": Layout(in_chunks=True, kept=336, chunk=40),
     "one": Layout(in_chunks=True, kept=336),
-    "shrinking": SHRINKING,
 }
 
 

@@ -122,13 +122,13 @@ KINDS: dict[str, dict[str, Any]] = {
     "dX in 4 windows, a wide one": {"trained": (True, False), "how": {"windows": 4, "wider": 2}},
 }
 BUFFER = {"wide_grad_weight": True, "accumulates": True}
-SHRINKING = Layout(in_chunks=True, shrinking=4)
+SHORT = Layout(in_chunks=True, chunk=128)
 PINNED = {
     "windows, dX in 20 bits, all stored": Pinned(MANY, Layout(kept=8192 + 4096, hidden_bits=4)),
     "windows, dX in 24 bits": Pinned(MANY, Layout(hidden_bits=8)),
     "windows, dX in 24 bits, half stored": Pinned(MANY, Layout(kept=8192, hidden_bits=8)),
-    "chunks that shrink": Pinned((512, 1024, 8192), SHRINKING),
-    "chunks that shrink, float32": Pinned((512, 1024, 8192), SHRINKING, torch.float32),
+    "short chunks": Pinned((512, 1024, 8192), SHORT),
+    "short chunks, float32": Pinned((512, 1024, 8192), SHORT, torch.float32),
 }
 PINNED |= {
     f"chunks of {layout.chunk}, {name}": Pinned(shape, layout, **kind)
@@ -150,7 +150,7 @@ PINNED |= {
 
 
 # the smallest one is not slow
-PINNED = {"chunks that shrink": PINNED["chunks that shrink"]} | PINNED
+PINNED = {"short chunks": PINNED["short chunks"]} | PINNED
 
 
 @pytest.mark.parametrize("given", rest_slow(PINNED))

@@ -23,9 +23,8 @@ from cutefce.cute_kernels.schedule.order import choose_vocab_splits, tiles_per_c
 from cutefce.ops.interface.checks import workspace_bytes
 from cutefce.ops.planning import planner, time_model
 from cutefce.ops.planning.call_problem import CallProblem
-from cutefce.ops.planning.chunks import plans as chunked_plans
+from cutefce.ops.planning.chunks import plans as chunk_plans
 from cutefce.ops.planning.chunks.plans import chunked_plan
-from cutefce.ops.planning.chunks.sizes import Chunks, own_columns, shrinking
 from cutefce.ops.planning.chunks.windows import split_columns, window_widths
 from cutefce.ops.planning.dw_aliasing import DwMemory
 from cutefce.ops.planning.memory_model import chunked_bytes, windows_bytes
@@ -77,7 +76,7 @@ def test_long_batches_put_gradients_in_the_forward() -> None:
     chosen = plan(LONG, 4 * GIB)
     assert (
         chosen.strategy == "gradients_in_forward"
-        and chunked_plans.MIN_CHUNK <= chosen.chunk < LONG.tokens
+        and chunk_plans.MIN_CHUNK <= chosen.chunk < LONG.tokens
     )
     assert plan(LONG, 4 * GIB, scalar_upstream=False).strategy == "windows"
 
@@ -194,27 +193,25 @@ def all_chunks(p: Problem, config: PortableTiles) -> Iterator[tuple[int, float]]
     """
     every, most = (
         round_up(p.vocab, config.reference_block),
-        ceil_div(max(p.tokens, 1), chunked_plans.MIN_CHUNK),
+        ceil_div(max(p.tokens, 1), chunk_plans.MIN_CHUNK),
     )
-    chunks = {family.plan(0).chunk for family in chunked_plans.even_chunks(p, config)}
-    shrinking = [family.plan(0) for family in chunked_plans.shrinking_chunks(p, config)]
-    yield from ((plan.workspace_bytes, plan.seconds) for plan in shrinking)
+    chunks = {family.plan(0).chunk for family in chunk_plans.chunked_plans(p, config)}
     for count in {*range(1, min(most, 8) + 1), most}:
-        even = round_up(ceil_div(p.tokens, count), chunked_plans.CHUNK_ALIGNMENT)
+        even = round_up(ceil_div(p.tokens, count), chunk_plans.CHUNK_ALIGNMENT)
         chunks.add(max(min(even, p.tokens), 1))
     for chunk in chunks:
-        given, widths = Chunks.even(p.tokens, chunk), {(every, every)}
-        parts = range(2, p.vocab // chunked_plans.MIN_CHUNK_WINDOW + 1)
-        if chunked_plans.forms_dx_alone(p):
-            unit = time_model.whole_waves(p, given.largest)
+        widths = {(every, every)}
+        parts = range(2, p.vocab // chunk_plans.MIN_CHUNK_WINDOW + 1)
+        if chunk_plans.forms_dx_alone(p):
+            unit = time_model.whole_waves(p, chunk)
             for number, units in itertools.product(parts, range(-2, 3)):
                 width = (p.vocab // number // unit + units) * unit
                 widest = max(width, p.vocab - (number - 1) * width)
                 if width > 0:
                     widths.add((width, min(round_up(widest, config.reference_block), every)))
         for width, stored in widths:
-            seconds = chunked_seconds(p, given, width, stored)
-            yield chunked_bytes(p, config, stored, given), seconds
+            seconds = chunked_seconds(p, chunk, width, stored)
+            yield chunked_bytes(p, config, stored, chunk), seconds
 
 
 def all_windows(
@@ -582,32 +579,6 @@ def test_a_small_plan_is_printed_in_bytes_and_microseconds() -> None:
     assert str(tiny).endswith("the workspace of 1 bytes")
 
 
-@pytest.mark.parametrize("seed", rest_slow(range(20), default=2))
-def test_what_lies_in_rows_of_dx_fits_there(seed: int) -> None:
-    r = random.Random(seed)
-    for _ in range(20):
-        tokens, hidden, count = r.randint(1, 40000), r.randint(1, 9000), r.randint(1, 80)
-        block = r.choice([16, 256])
-        columns = round_up(r.randint(1, 200000), block)
-        chunks = shrinking(tokens, hidden, columns, block, 256, count)
-        assert sum(chunks.sizes) == tokens and min(chunks.sizes) > 0 and len(chunks.sizes) <= count
-        assert len(chunks.sizes) == 1 or chunks.unit % 256 == 0
-        for rows in chunks.slices():
-            size = rows.stop - rows.start
-            own = own_columns(size, columns, chunks.own, block)
-            assert size * own <= chunks.own * columns and own % block == 0
-            if size > chunks.own:
-                beside = size * (columns - own)
-                assert beside <= (tokens - rows.stop) * hidden
-        most = Chunks.even(tokens, round_up(-(-tokens // count), 256)).own
-        assert chunks.own <= round_up(most, 16), "no more memory than even chunks"
-
-
-def test_large_problems_need_fewer_chunks() -> None:
-    chunks = shrinking(32768, 4096, 131072, 256, 256, 27)
-    assert chunks.shrink and chunks.own < 960 and chunks.largest > 1024, chunks
-
-
 def test_plans_that_add_to_a_buffer_in_the_forward_have_no_sums() -> None:
     shape, more = (32768, 4096, 131072), {"wide_grad_weight": True, "accumulates": True}
     ours: dict[str, Any] = {"arch": "sm_90a", **more}
@@ -618,9 +589,8 @@ def test_plans_that_add_to_a_buffer_in_the_forward_have_no_sums() -> None:
         assert plan.adds_in_forward and plan.workspace_bytes <= budget
         products = 6 * p.tokens * p.hidden * p.vocab / DEVICE_RATES["cuda"][0]
         assert plan.seconds <= ratio * products < other.seconds
-    chunks = Chunks.even(32768, 1024)
     config = window_configs(p)[0]
-    first, second = (chunked_plan(x, config, chunks) for x in (p, without))
+    first, second = (chunked_plan(x, config, 1024) for x in (p, without))
     # 24 bits of each of dW's sums, and 4 of dX's beside 16
     saved = 3 * p.vocab * p.hidden + p.tokens * p.hidden // 2
     assert second.workspace_bytes - first.workspace_bytes == saved

@@ -143,14 +143,10 @@ def _scatter_rows(
     x: Tensor,
     order: Tensor,
     count: Tensor,
-    first: int,
-    kinds: int,
 ) -> None:
-    inside = first + torch.arange(len(x)) < count
-    if kinds & spec.COUNTED:
-        out[order[inside]] = x[inside]
-    if kinds & spec.OTHERS:
-        out[order[~inside]] = 0
+    inside = torch.arange(len(x)) < count
+    out[order[inside]] = x[inside]
+    out[order[~inside]] = 0
 
 
 def _clear_rows(_: spec.ClearRowsSpec, x: Tensor, count: Tensor) -> None:

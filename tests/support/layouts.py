@@ -16,13 +16,12 @@ from torch import Tensor
 
 from cutefce.autotune_cache.defaults import widest_window
 from cutefce.cute_kernels.config import PortableTiles
-from cutefce.cute_kernels.integers import round_up
+from cutefce.cute_kernels.integers import ceil_div, round_up
 from cutefce.cute_kernels.problem import LOW_BITS, Problem
 from cutefce.ops.dtypes import dtype_name
 from cutefce.ops.interface.options import LossOptions, Sharding, StepOptions, TensorOptions
 from cutefce.ops.operators import operands
 from cutefce.ops.planning.call_problem import with_call
-from cutefce.ops.planning.chunks.sizes import Chunks, shrinking
 from cutefce.ops.planning.memory_model import chunked_bytes, windows_bytes
 from cutefce.ops.planning.planner import Plan
 from cutefce.ops.planning.step_memory import kept_low_bits
@@ -49,8 +48,6 @@ class Layout:
     """Columns of a window."""
     chunk: int | None = None
     """Tokens of a chunk; None for all of them."""
-    shrinking: int = 0
-    """Chunks that shrink, as they use memory of dX; 0 if all have the same size."""
     hidden_bits: int | None = None
     """Bits of each of dX's sums beside 16; None for float32 ones."""
     low_bits: int = LOW_BITS[-1]
@@ -87,9 +84,6 @@ CHUNKS = {
 
 LAYOUTS = WINDOWS | CHUNKS
 
-SHRINKING = Layout(in_chunks=True, kept=COLUMNS, shrinking=5)
-"""Chunks of 150 tokens of 48 features that use the memory of dX."""
-
 
 def windows_in_chunks(chunk: int, window: int, kept: int | None = None) -> Layout:
     """Return chunks of tokens in windows of columns, for a frozen weight.
@@ -99,12 +93,9 @@ def windows_in_chunks(chunk: int, window: int, kept: int | None = None) -> Layou
     return Layout(in_chunks=True, window=window, kept=kept or window, chunk=chunk)
 
 
-def chunks_of(layout: Layout, tokens: int, hidden: int, tiles: PortableTiles, unit: int) -> Chunks:
-    """Return the chunks of a layout, which begin at multiples of `unit` tokens if they shrink."""
-    if layout.shrinking:
-        sizes = tokens, hidden, layout.kept, tiles.reference_block, unit
-        return shrinking(*sizes, layout.shrinking)
-    return Chunks.even(tokens, layout.chunk or max(tokens, 1))
+def chunk_of(layout: Layout, tokens: int) -> int:
+    """Return the tokens of a chunk of `tokens`."""
+    return max(1, min(layout.chunk or tokens, tokens))
 
 
 def plan_of(
@@ -112,22 +103,16 @@ def plan_of(
     tokens: int,
     w: Tensor,
     gradients: tuple[bool, bool, bool],
-    tiles: PortableTiles = SMALL_TILES,
-    unit: int = 8,
 ) -> Plan:
     """Return the plan of a call of `tokens` with w (V, D) and the gradients of h, w and a bias."""
     grad_hidden, grad_weight, grad_bias = gradients
     in_chunks = layout.in_chunks and any(gradients)
-    chunk, shrinks = tokens, None
-    if in_chunks:
-        chunks = chunks_of(layout, tokens, w.shape[1], tiles, unit)
-        chunk, shrinks = chunks.largest, chunks if chunks.shrink else None
     return Plan(
         strategy="gradients_in_forward" if in_chunks else "windows",
         window=layout.window,
         aliased=layout.aliased if grad_weight else 0,
         kept=layout.kept if in_chunks or any(gradients) else 0,
-        chunk=chunk,
+        chunk=chunk_of(layout, tokens) if in_chunks else tokens,
         grad_hidden=grad_hidden,
         grad_weight=grad_weight,
         grad_bias=grad_bias,
@@ -135,15 +120,12 @@ def plan_of(
         tokens=tokens,
         low_bits=layout.low_bits,
         hidden_bits=layout.hidden_bits,
-        shrinking=shrinks,
         adds_in_forward=layout.adds_in_forward,
     )
 
 
 @contextmanager
-def pinned(
-    layout: Layout | None, tiles: PortableTiles = SMALL_TILES, unit: int = 8
-) -> Iterator[None]:
+def pinned(layout: Layout | None, tiles: PortableTiles = SMALL_TILES) -> Iterator[None]:
     """Run calls in this layout; without one, as they are planned.
 
     On a GPU it skips a test whose columns in gradients' memory are no blocks of the kernels.
@@ -162,14 +144,14 @@ def pinned(
         counted: int | None = None,
         leaves_out: bool = False,
     ) -> Plan:
-        shares = (layout.aliased and step.grad_weight) or layout.shrinking
+        shares = layout.aliased and step.grad_weight
         if shares and tiles is SMALL_TILES and h.is_cuda and h.dtype.itemsize == 2:
             pytest.skip("kernels have wider blocks of columns in the memory of gradients")
         tokens = len(h) * (sharding.ranks() if sharding.sequence_parallel else 1)
         if leaves_out and counted is not None:
             tokens = counted
         gradients = step.grad_hidden, step.grad_weight, step.grad_bias
-        return plan_of(layout, tokens, w, gradients, tiles, unit)
+        return plan_of(layout, tokens, w, gradients)
 
     with _planned_by(plan_for):
         yield
@@ -190,12 +172,11 @@ class Predicted:
 
     layout: Layout
     tiles: PortableTiles
-    unit: int
     workspace_bytes: int
 
     def pinned(self) -> Any:
         """Return a context in which calls have this layout."""
-        return pinned(self.layout, self.tiles, self.unit)
+        return pinned(self.layout, self.tiles)
 
 
 def predicted(
@@ -205,7 +186,6 @@ def predicted(
     *,
     windows: int = 1,
     wider: int = 1,
-    unit: int = 16,
     **call: Any,
 ) -> Predicted:
     """Return the memory of a call with h (N, D) and w (V, D), which train what requires gradients.
@@ -222,16 +202,16 @@ def predicted(
         layout = dataclasses.replace(layout, window=tiles.window)
         columns = layout.aliased, layout.kept
         needed = windows_bytes(problem, tiles, *columns, True, layout.hidden_bits)
-        return Predicted(layout, tiles, unit, needed)
+        return Predicted(layout, tiles, needed)
     every = round_up(len(w), tiles.reference_block)
     width = every // tiles.reference_block // windows * tiles.reference_block
     kept = wider * width if windows > 1 else every
     layout = dataclasses.replace(layout, window=width, kept=kept)
-    chunks = chunks_of(layout, len(h), h.shape[1], tiles, unit)
-    low_bits = kept_low_bits(problem, len(chunks.sizes))
+    chunk = chunk_of(layout, len(h))
+    low_bits = kept_low_bits(problem, ceil_div(len(h), chunk))
     layout = dataclasses.replace(layout, low_bits=low_bits)
-    needed = chunked_bytes(problem, tiles, kept, chunks)
-    return Predicted(layout, tiles, unit, needed)
+    needed = chunked_bytes(problem, tiles, kept, chunk)
+    return Predicted(layout, tiles, needed)
 
 
 def can_store(dtype: torch.dtype) -> bool:

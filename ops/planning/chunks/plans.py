@@ -1,4 +1,4 @@
-"""Plans of gradients in forward: equal chunks, shrinking ones, and windows inside chunks."""
+"""Plans of gradients in forward: chunks of equal size, and windows inside chunks."""
 
 from collections.abc import Iterator
 from itertools import product
@@ -7,7 +7,6 @@ from cutefce.cute_kernels.config import WindowConfig
 from cutefce.cute_kernels.integers import ceil_div, round_up
 from cutefce.cute_kernels.problem import Problem
 from cutefce.ops.planning.call_problem import adds_in_forward
-from cutefce.ops.planning.chunks.sizes import Chunks, shrinking
 from cutefce.ops.planning.chunks.windows import window_widths
 from cutefce.ops.planning.memory_model import chunked_bytes
 from cutefce.ops.planning.plan import Family, Plan
@@ -22,7 +21,7 @@ CHUNK_ALIGNMENT = 256
 """Chunks are multiples of this many tokens, a row block of the kernels."""
 
 
-def even_chunks(p: Problem, config: WindowConfig) -> Iterator[Family]:
+def chunked_plans(p: Problem, config: WindowConfig) -> Iterator[Family]:
     """Yield plans of chunks of about equal size, each one alone: a short chunk may have wide tiles.
 
     Beyond eight chunks, some numbers of chunks are left out.
@@ -30,25 +29,11 @@ def even_chunks(p: Problem, config: WindowConfig) -> Iterator[Family]:
     count, most = 1, ceil_div(p.tokens, MIN_CHUNK)
     while count <= max(most, 1):
         even = round_up(ceil_div(p.tokens, count), CHUNK_ALIGNMENT)
-        chunks = Chunks.even(p.tokens, max(1, min(even, p.tokens)))
-        yield Family(1, [chunked_plan(p, config, chunks)].__getitem__)
+        chunk = max(1, min(even, p.tokens))
+        yield Family(1, [chunked_plan(p, config, chunk)].__getitem__)
         if forms_dx_alone(p) and p.vocab >= 2 * MIN_CHUNK_WINDOW:
-            yield from _windows_in_chunks(p, config, chunks)
+            yield from _windows_in_chunks(p, config, chunk)
         count = min(count + ceil_div(count, 8), max(most, count + 1))
-
-
-def shrinking_chunks(p: Problem, config: WindowConfig) -> Iterator[Family]:
-    """Yield plans of chunks that use the memory of dX.
-
-    Beyond 32 chunks, some numbers of chunks are left out.
-    """
-    block, count, most = config.reference_block, 2, ceil_div(p.tokens, MIN_CHUNK)
-    sizes = p.tokens, p.hidden, round_up(p.vocab, block), block, CHUNK_ALIGNMENT
-    while count <= most and p.grad_weight and p.grad_hidden and p.ranks == 1:
-        chunks = shrinking(*sizes, count)
-        if chunks.shrink:
-            yield Family(1, [chunked_plan(p, config, chunks)].__getitem__)
-        count += ceil_div(count, 32)
 
 
 def forms_dx_alone(p: Problem) -> bool:
@@ -57,24 +42,24 @@ def forms_dx_alone(p: Problem) -> bool:
     return alone and p.selects_rows and has_weight_kernels(p)
 
 
-def _windows_in_chunks(p: Problem, config: WindowConfig, chunks: Chunks) -> Iterator[Family]:
+def _windows_in_chunks(p: Problem, config: WindowConfig, chunk: int) -> Iterator[Family]:
     """Yield plans of 2 windows of about equal width and more in each chunk.
 
     All but the last are multiples of what fills waves of tiles, or of a reference block, some of
     which nearly fill waves.  Each plan is a family, as narrower windows may leave fewer SMs idle.
     """
-    units = whole_waves(p, chunks.largest), config.reference_block
+    units = whole_waves(p, chunk), config.reference_block
     numbers = product(range(2, p.vocab // MIN_CHUNK_WINDOW + 1), units)
     for width, widest in dict.fromkeys(window_widths(p.vocab, *each) for each in numbers):
         if widest < p.vocab:
             widths = width, round_up(widest, config.reference_block)
-            yield Family(1, [chunked_plan(p, config, chunks, widths)].__getitem__)
+            yield Family(1, [chunked_plan(p, config, chunk, widths)].__getitem__)
 
 
 def chunked_plan(
-    p: Problem, config: WindowConfig, chunks: Chunks, widths: tuple[int, int] | None = None
+    p: Problem, config: WindowConfig, chunk: int, widths: tuple[int, int] | None = None
 ) -> Plan:
-    """Return the plan of chunks with all columns at once, or with windows.
+    """Return the plan of chunks of `chunk` tokens with all columns at once, or with windows.
 
     `widths` are the columns of a window, and those that have memory.
     """
@@ -86,15 +71,14 @@ def chunked_plan(
         window,
         aliased=0,
         kept=stored,
-        chunk=chunks.largest,
+        chunk=chunk,
         grad_hidden=p.grad_hidden,
         grad_weight=p.grad_weight,
         grad_bias=p.grad_bias,
         vocab=p.vocab,
-        workspace_bytes=chunked_bytes(p, config, stored, chunks),
-        seconds=chunked_seconds(p, chunks, window, stored),
+        workspace_bytes=chunked_bytes(p, config, stored, chunk),
+        seconds=chunked_seconds(p, chunk, window, stored),
         tokens=p.tokens,
-        low_bits=kept_low_bits(p, len(chunks.sizes)),
-        shrinking=chunks if chunks.shrink else None,
+        low_bits=kept_low_bits(p, ceil_div(p.tokens, chunk)),
         adds_in_forward=adds_in_forward(p),
     )
