@@ -24,7 +24,7 @@ from cutefce.cute_kernels.integers import round_up
 from cutefce.cute_kernels.kernel_set import kernel_set
 from cutefce.ops.primitives.dispatch import gpu_of, kernel_primitives, problem_of
 from cutefce.ops.primitives.interface import AnyPrimitives
-from cutefce.ops.program import windows as programs
+from cutefce.ops.program import calls as programs
 
 SHAPES = tuple(dict.fromkeys((*forward.SHAPES, *MODELS, *paper_grid.SHAPES["cuda"])))
 

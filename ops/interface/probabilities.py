@@ -47,8 +47,7 @@ def loss_of_probabilities(
     h, w = autocast(input, linear_weight)
     if tensors.soft_targets:
         check_soft_targets(target, h, options, tensors, 1)
-    _refuse(arguments)
-    _check(target, h, w)
+    _check(target, h, w, arguments)
     options.check()
     tensors.check(h, w, h[..., 0], options, len(w))
     tensors, rows, token = tensors.prepared(h), h.reshape(-1, h.shape[-1]), tensors.token_weights
@@ -99,18 +98,24 @@ def _refuse(arguments: dict[str, Any]) -> None:
         )
 
 
-def _check(target: Tensor, h: Tensor, w: Tensor) -> None:
-    """Raise an error that names the argument unless target is (..., V) of h (..., D), w (V, D)."""
+def _check(target: Tensor, h: Tensor, w: Tensor, arguments: dict[str, Any]) -> None:
+    """Raise an error that names the argument unless target is (..., V) of h (..., D), w (V, D).
+
+    `arguments` are those that are given by name.
+    """
     checks.check_head(h, w)
     checks.check_layout("target", target)
     tokens = tuple(h.shape[:-1])
     expected = *tokens, w.shape[0]
-    if target.ndim < len(expected) or not checks.are_equal("target", target.shape, expected):
-        wrong = TypeError if target.ndim < len(expected) else ValueError
-        raise wrong(
-            f"target: got dtype {target.dtype} of shape {tuple(target.shape)}, expected integers "
-            f"(class indices) of shape {tokens}, or probabilities of shape {expected}"
-        )
+    message = (
+        f"target: got dtype {target.dtype} of shape {tuple(target.shape)}, expected integers "
+        f"(class indices) of shape {tokens}, or probabilities of shape {expected}"
+    )
+    if target.ndim < len(expected):  # more likely class indices of a wrong dtype
+        raise TypeError(message)
+    _refuse(arguments)
+    if not checks.are_equal("target", target.shape, expected):
+        raise ValueError(message)
     checks.check_dtype("target", target)
     if target.requires_grad:
         raise ValueError(

@@ -20,10 +20,10 @@ from cutefce.ops.primitives.dispatch import (
     problem_of,
 )
 from cutefce.ops.primitives.row_selection import select_rows, with_aligned_rows
+from cutefce.ops.program.inputs import LossInputs
 from cutefce.ops.rows.loss_parts import check_soft_values, without_weightless
 from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.sampling.samples import Sampling
-from cutefce.ops.strategies.loss_inputs import LossInputs
 
 NO_GRADIENTS = False, False, False
 

@@ -27,12 +27,12 @@ from cutefce.ops.operators.kept import Kept
 from cutefce.ops.operators.operands import NO_GRADIENTS, plan_of, prepare
 from cutefce.ops.parallel.shard import shard_of
 from cutefce.ops.planning.planner import MINIMUM, Plan
-from cutefce.ops.program import windows as programs
+from cutefce.ops.program import calls as programs
+from cutefce.ops.program.inputs import LossInputs
 from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.statistics import RowStats
+from cutefce.ops.sampling import gradients as sampled
 from cutefce.ops.schema import unpack
-from cutefce.ops.strategies import sampled
-from cutefce.ops.strategies.loss_inputs import LossInputs
 
 LIBRARY = torch.library.Library("cutefce", "DEF")
 STEP = (StepOptions, *OPTIONS)

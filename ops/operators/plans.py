@@ -23,8 +23,8 @@ from cutefce.ops.primitives.dispatch import (
 )
 from cutefce.ops.primitives.portable_projection import is_dense
 from cutefce.ops.primitives.row_selection import has_aligned_rows
+from cutefce.ops.program.weight import can_add_in_place
 from cutefce.ops.rows.targets import OUTPUTS
-from cutefce.ops.strategies.weight_gradient import can_add_in_place
 
 
 def plan_for(

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cutefce.ops.program.inputs import LossInputs
 from cutefce.ops.program.layout import Layout
 from cutefce.ops.program.steps import Buffer, Home, Program, Range, Step
-from cutefce.ops.strategies.loss_inputs import LossInputs
 from cutefce.ops.torch_compat import capture_id
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Sampling:
-    """How entries (i, v) of the exponentials are chosen, see `cutefce.ops.strategies.sampled`."""
+    """How entries (i, v) of the exponentials are chosen, see `cutefce.ops.sampling.gradients`."""
 
     seed: Tensor
     """(2,) int32: its bits are the two words of the seed."""

@@ -10,7 +10,7 @@ from torch import Tensor
 import cutefce
 from cutefce.cute_kernels.config import PortableTiles
 from cutefce.ops.planning import step_memory
-from cutefce.ops.strategies import weight_gradient
+from cutefce.ops.program import weight as weight_gradient
 from tests.support.backends import Backend, on_backends
 from tests.support.layouts import LAYOUTS, Layout, pinned
 from tests.support.memory import peaks

@@ -19,11 +19,11 @@ from cutefce.ops.planning import sample_sizes
 from cutefce.ops.primitives import portable_projection
 from cutefce.ops.rows.statistics import RowStats
 from cutefce.ops.rows.targets import Targets
+from cutefce.ops.sampling import gradients as strategy
 from cutefce.ops.sampling.estimate_classes import estimate_classes, target_places
 from cutefce.ops.sampling.portable import dense_windows
 from cutefce.ops.sampling.random_bits import random_bits, row_states, strata_draws
 from cutefce.ops.sampling.samples import Samples, Sampling
-from cutefce.ops.strategies import sampled as strategy
 from tests.support import sampled as model
 from tests.support.memory import peaks
 from tests.support.options import OPTIONS, OptionsCase, options_case

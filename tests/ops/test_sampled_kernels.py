@@ -20,8 +20,8 @@ from cutefce.ops.planning.call_problem import CallProblem
 from cutefce.ops.planning.sampled_memory import sampled_bytes
 from cutefce.ops.planning.step_memory import added_rows
 from cutefce.ops.primitives.dispatch import sampling_unsupported_reason
+from cutefce.ops.sampling import gradients as strategy
 from cutefce.ops.sampling import kernels
-from cutefce.ops.strategies import sampled as strategy
 from tests.ops.test_sampled import CASES, GREAT, SAMPLED, SHAPE, TOGETHER, drawn, eager
 from tests.support import sampled as model
 from tests.support.backends import Backend

@@ -1,4 +1,4 @@
-"""WeightSums: dW's sums over chunks, in 24 and 20 bits, and their rounding."""
+"""dW's sums over chunks, in 24 and 20 bits, and their rounding."""
 
 import dataclasses
 
@@ -17,7 +17,6 @@ from cutefce.ops.primitives.portable_gradients import PortableGradients
 from cutefce.ops.rows.coefficients import RankOne
 from cutefce.ops.rows.kept_sums import joined_sums
 from cutefce.ops.rows.targets import Targets
-from cutefce.ops.strategies.weight_sums import WeightSums
 from tests.support.tiers import pairwise
 
 WINDOW = 64
@@ -25,12 +24,16 @@ WINDOW = 64
 
 def added(
     chunks: int, tokens: int, vocab: int, dtype: torch.dtype, low_bits: int
-) -> tuple[WeightSums, Tensor]:
-    """Return sums of random chunks, and the same in float64; the last chunk adds a rank one."""
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Return sums of random chunks, with their low bits, and the same in float64.
+
+    The last chunk adds a rank one.
+    """
     torch.manual_seed(chunks + tokens + vocab)
     gradients, hidden, wide = PortableGradients(WINDOW), 8, torch.promote_types(dtype, torch.float)
-    sums = WeightSums.empty(torch.full((vocab, hidden), torch.nan, dtype=dtype), wide, low_bits)
-    sums.low.fill_(0xFF)
+    sums, low = torch.full((vocab, hidden), torch.nan, dtype=dtype), None
+    if dtype != wide:
+        low = torch.full((vocab, hidden * low_bits // 8), 0xFF, dtype=torch.uint8)
     exact = torch.zeros(vocab, hidden, dtype=torch.float64)
     for chunk in range(chunks):
         exps, scaled, h = (torch.randn(tokens, n).to(dtype) for n in (vocab, hidden, hidden))
@@ -43,8 +46,9 @@ def added(
         if chunk == chunks - 1:
             rank_one = RankOne(torch.randn(vocab).to(wide), torch.randn(hidden).to(wide))
             exact += rank_one.factor.double()[:, None] * rank_one.row.double()
-        sums.add(gradients, exps, scaled, target_grad, rank_one, None, chunk=chunk)
-    return sums, exact
+        operands = exps, scaled, target_grad, 0, rank_one, None
+        gradients.keep_dw(sums, low, *operands, accumulate=chunk > 0)
+    return sums, low, exact
 
 
 @pytest.mark.parametrize(
@@ -75,16 +79,15 @@ def test_sums_of_few_products_have_narrow_tiles() -> None:
 )
 def test_chunks_add_up(chunks: int, vocab: int, kind: tuple[torch.dtype, int]) -> None:
     dtype, low_bits = kind
-    sums, exact = added(chunks, 20, vocab, dtype, low_bits)
+    sums, low, exact = added(chunks, 20, vocab, dtype, low_bits)
     factor = torch.tensor(0.37, dtype=torch.promote_types(dtype, torch.float))
-    kept = len(sums.low) > 0
-    assert kept == (dtype == torch.bfloat16)
-    before = joined_sums(*sums.kept) if kept else sums.gradient.clone()
-    got = sums.finish(PortableGradients(WINDOW), factor)
-    assert got.data_ptr() == sums.gradient.data_ptr()
-    assert torch.equal(got, (before * factor).to(dtype))
+    before = sums if low is None else joined_sums(sums, low)
+    if low is not None:
+        got = sums.clone()
+        PortableGradients(WINDOW).finish_kept_dw(got, low, factor)
+        assert torch.equal(got, (before * factor).to(dtype))
     # 12 or 16 significant bits after each chunk, of a sum that is not much larger than the largest
-    rounding = 2.0 ** -(8 + low_bits) if kept else torch.finfo(dtype).eps
+    rounding = torch.finfo(dtype).eps if low is None else 2.0 ** -(8 + low_bits)
     bound = 4 * chunks * rounding * exact.abs().max().clamp(min=20)
     assert (before.double() - exact).abs().max() <= bound
 
@@ -92,8 +95,9 @@ def test_chunks_add_up(chunks: int, vocab: int, kind: tuple[torch.dtype, int]) -
 @given(chunks=st.integers(1, 40), low_bits=st.sampled_from(LOW_BITS))
 def test_no_bias_grows_with_chunks(chunks: int, low_bits: int) -> None:
     """Rounding to nearest has no preferred direction."""
-    sums, exact = added(chunks, 5, WINDOW, torch.bfloat16, low_bits)
-    errors = joined_sums(*sums.kept).double() - exact
+    sums, low, exact = added(chunks, 5, WINDOW, torch.bfloat16, low_bits)
+    assert low is not None
+    errors = joined_sums(sums, low).double() - exact
     spread = 2.0 ** -(8 + low_bits) * float(exact.square().mean().sqrt()) * chunks**0.5
     assert abs(float(errors.mean())) <= 5 * spread / errors.numel() ** 0.5
 
@@ -102,8 +106,8 @@ def test_no_bias_grows_with_chunks(chunks: int, low_bits: int) -> None:
 @pytest.mark.parametrize("value", [torch.inf, torch.nan])
 def test_non_finite_sums_stay_so(value: float, low_bits: int) -> None:
     gradients, vocab, hidden = PortableGradients(WINDOW), 5, 8
-    memory = torch.empty(vocab, hidden, dtype=torch.bfloat16)
-    sums = WeightSums.empty(memory, torch.float32, low_bits)
+    sums = torch.empty(vocab, hidden, dtype=torch.bfloat16)
+    low = torch.empty(vocab, hidden * low_bits // 8, dtype=torch.uint8)
     h = torch.ones(3, hidden, dtype=torch.bfloat16)
     nothing = gradients.target_grad(
         h, torch.zeros(3), Targets(torch.zeros(3, dtype=torch.int64), vocab, LossOptions())
@@ -112,8 +116,9 @@ def test_non_finite_sums_stay_so(value: float, low_bits: int) -> None:
         exps = torch.ones(3, vocab, dtype=torch.bfloat16)
         if chunk == 1:
             exps[1, 2] = value
-        sums.add(gradients, exps, h, nothing, None, None, chunk=chunk)
-    got = sums.finish(gradients, torch.ones(()))
+        operands = exps, h, nothing, 0, None, None
+        gradients.keep_dw(sums, low, *operands, accumulate=chunk > 0)
+    gradients.finish_kept_dw(sums, low, torch.ones(()))
     want = torch.full((vocab, hidden), 9.0, dtype=torch.bfloat16)
     want[2] = value
-    torch.testing.assert_close(got, want, equal_nan=True, rtol=0, atol=0)
+    torch.testing.assert_close(sums, want, equal_nan=True, rtol=0, atol=0)

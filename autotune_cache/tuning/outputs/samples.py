@@ -20,13 +20,13 @@ from cutefce.ops.planning.plan import Plan
 from cutefce.ops.planning.sample_sizes import slots
 from cutefce.ops.primitives.cute_projection import CuteProjection
 from cutefce.ops.primitives.interface import WrappedProjection
-from cutefce.ops.program import windows as programs
+from cutefce.ops.program import calls as programs
+from cutefce.ops.program.inputs import LossInputs
 from cutefce.ops.rows.targets import Targets
+from cutefce.ops.sampling import gradients as sampled
 from cutefce.ops.sampling.interface import SamplingProjection
 from cutefce.ops.sampling.kernels import KernelSamples
 from cutefce.ops.sampling.samples import Sampling
-from cutefce.ops.strategies import sampled
-from cutefce.ops.strategies.loss_inputs import LossInputs
 
 ALL, FEW = 1 << 24, 64
 """Samples with which all entries are kept, and few."""

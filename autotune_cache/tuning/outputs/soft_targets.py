@@ -14,9 +14,9 @@ from cutefce.ops.dtypes import dtype_name, sum_dtype
 from cutefce.ops.interface.options import LossOptions, TensorOptions
 from cutefce.ops.primitives.cute_projection import CuteProjection
 from cutefce.ops.primitives.interface import set_soft_excess
+from cutefce.ops.program.inputs import LossInputs
 from cutefce.ops.rows.targets import make_targets
 from cutefce.ops.soft_targets.rows import leads
-from cutefce.ops.strategies.loss_inputs import LossInputs
 
 CLASSES, STRIDE, LEAD = 5, 7, 3
 """Classes of a token, and their distance; of few classes, some are equal; and the likeliest one."""

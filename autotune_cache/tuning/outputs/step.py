@@ -23,14 +23,14 @@ from cutefce.ops.planning import planner
 from cutefce.ops.primitives.cute_projection import CuteProjection
 from cutefce.ops.primitives.interface import AnyPrimitives
 from cutefce.ops.primitives.row_selection import restore_rows, select_on_device
-from cutefce.ops.program import windows as programs
+from cutefce.ops.program import calls as programs
+from cutefce.ops.program.inputs import LossInputs
 from cutefce.ops.program.run import Call
 from cutefce.ops.rows import targets as rows
 from cutefce.ops.rows.coefficients import RowCoefficients
 from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.statistics import RowStats
 from cutefce.ops.rows.targets import Targets
-from cutefce.ops.strategies.loss_inputs import LossInputs
 
 Inputs = LossInputs[Any, Any]
 IGNORED = -100
@@ -43,9 +43,7 @@ def make_targets(case: TuningCase, reduction: str = "none") -> Targets:
     return rows.make_targets(case.y, case.problem.vocab, LossOptions(reduction), TensorOptions())
 
 
-def loss_inputs(
-    case: TuningCase, primitives: AnyPrimitives, reduction: str = "none"
-) -> Inputs:
+def loss_inputs(case: TuningCase, primitives: AnyPrimitives, reduction: str = "none") -> Inputs:
     """Return the operands of a step with this `reduction`."""
     h, w = primitives.projection.prepare(case.h, case.w)
     return LossInputs(primitives, h, w, make_targets(case, reduction), h.dtype, h.dtype)

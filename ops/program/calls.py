@@ -9,6 +9,7 @@ from torch import Tensor
 
 from cutefce.cute_kernels.problem import LOW_BITS
 from cutefce.ops.planning.plan import Plan
+from cutefce.ops.program.inputs import LossInputs
 from cutefce.ops.program.layout import Layout
 from cutefce.ops.program.lower import lower
 from cutefce.ops.program.problem import Problem, Upstream
@@ -18,7 +19,6 @@ from cutefce.ops.program.table import TABLE
 from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.statistics import RowStats
 from cutefce.ops.rows.targets import OUTPUTS
-from cutefce.ops.strategies.loss_inputs import LossInputs
 
 
 @dataclass(frozen=True)
@@ -104,9 +104,7 @@ def _kept(program: Program) -> dict[str, Buffer]:
     """Return where exponentials are between forward and backward."""
     kept = (Home.KEPT, Home.DW)
     return {
-        name: b
-        for name, b in program.buffers.items()
-        if name.startswith("exps") and b.home in kept
+        name: b for name, b in program.buffers.items() if name.startswith("exps") and b.home in kept
     }
 
 

@@ -27,7 +27,10 @@ from cutefce.ops.primitives.interface import (
     WrappedProjection,
 )
 from cutefce.ops.primitives.weighted_sum import RowFactors
-from cutefce.ops.program import windows as programs
+from cutefce.ops.program import calls as programs
+from cutefce.ops.program.hidden import class_term, finish_dx
+from cutefce.ops.program.inputs import LossInputs
+from cutefce.ops.program.weight import WeightGradient, every_row, finish_dbias
 from cutefce.ops.rows.coefficients import RowCoefficients
 from cutefce.ops.rows.logit_map import LogitMap
 from cutefce.ops.rows.scaling import Scaling
@@ -36,10 +39,6 @@ from cutefce.ops.rows.targets import Targets
 from cutefce.ops.sampling.interface import SamplingProjection
 from cutefce.ops.sampling.kernels import KernelSamples, is_in_place
 from cutefce.ops.sampling.samples import Samples, Sampling
-from cutefce.ops.strategies.bias_gradient import finish_dbias
-from cutefce.ops.strategies.hidden_gradient import class_term, finish_dx
-from cutefce.ops.strategies.loss_inputs import LossInputs
-from cutefce.ops.strategies.weight_gradient import WeightGradient, every_row
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,180 @@
+"""Steps of logits: row sums, statistics and the loss, exponentials, and the factors of tokens."""
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cutefce.ops.primitives.interface import expect_soft_logits, set_soft_excess
+from cutefce.ops.primitives.portable_gradients import scale_by_log
+from cutefce.ops.primitives.row_selection import clear_first_rows
+from cutefce.ops.primitives.weighted_sum import add_soft_rows
+from cutefce.ops.program.run import Call
+from cutefce.ops.program.steps import Step
+from cutefce.ops.program.views import exps_of, rows_of, scale_of, states_of
+from cutefce.ops.rows.outputs import reduce_outputs, stat_rows
+from cutefce.ops.rows.scaling import as_probabilities
+from cutefce.ops.rows.statistics import RowStats, reduce_losses, returned_rows
+from cutefce.ops.rows.targets import OUTPUTS
+
+
+def gather(call: Call, s: Step) -> None:
+    """Write hidden states in the order of the targets, scaled if factors are read."""
+    scale = scale_of(call) if "factors" in s.reads else None
+    call.part(s.rows).selected(scale, rows_of(call, s, s.writes[0]))
+
+
+def target_logit(call: Call, s: Step) -> None:
+    """Find the logits of targets."""
+    x = call.part(s.rows)
+    call.values["logits"] = x.primitives.projection.target_logit(x.h, x.w, x.targets)
+    call.values["partials"] = []
+    expect_soft_logits(x.primitives.projection, x.targets)
+    if x.targets.class_logits is not None:
+        call.values.setdefault("class logits", []).append(x.targets.class_logits)
+
+
+def clear(call: Call, s: Step) -> None:
+    """Clear what dW's product reads of a chunk of which no row counts."""
+    clear_first_rows(call.view(s.writes[0]))
+
+
+def project(call: Call, s: Step) -> None:
+    """Sum exponentials, or compute them again."""
+    x, states = call.part(s.rows), states_of(call, s)
+    projection, stores = x.primitives.projection, any(n.startswith("exps") for n in s.writes)
+    exps = exps_of(call, s, s.writes, whole=True) if stores else None
+    if "logits" in s.reads:
+        given: Any = states, x.w, s.columns, call.values["logits"], x.targets, exps
+        call.values["partials"].append(projection.project_exp(*given))
+        leave_out_entries(call, s, exps)
+        return
+    assert exps is not None
+    reference, targets = call.values["stats"].reference, x.targets
+    if s.far and "exps" not in s.writes:
+        of_all = targets, call.values["partial"], call.values["stats"]
+        projection.repair_stored_exps(exps, states, x.w, s.columns[0], *of_all)
+        return
+    if s.far:  # of windows that are not stored
+        targets = copy.copy(targets)
+        targets.selection = projection.far_rows(call.values["partial"], x.targets)
+        call.values["far"] = targets.selection
+    elif "stats" not in s.reads:
+        reference = call.values["scaling"].reference
+    projection.recompute_exp(states, x.w, s.columns, reference, targets, exps)
+    if call.program.in_forward:
+        leave_out_entries(call, s, exps)
+
+
+def leave_out_entries(call: Call, s: Step, exps: Tensor | None) -> None:
+    """Clear exponentials of a chunk's window that become entries, which all columns' sums tell."""
+    x = call.part(s.rows)
+    if exps is not None and x.targets.soft is not None and s.columns != (0, len(x.w)):
+        put = x.primitives.projection.put_soft
+        if call.program.in_forward:
+            put(None, exps[:, : s.columns[1] - s.columns[0]], s.columns[0], x.targets)
+
+
+def reduce(call: Call, s: Step) -> None:
+    """Make statistics of row sums, with the outputs that are asked for, and the loss."""
+    x, logit = call.part(s.rows), call.values["logits"]
+    projection, targets = x.primitives.projection, x.targets
+    outputs, more, part = targets.options.output_names, None, None
+    set_soft_excess(projection, x.h, x.w, targets, logit)
+    partial = projection.concat_partials(call.values.pop("partials"))
+    stats, loss = projection.reduce_partials(partial, logit, targets)
+    if stat_rows(outputs):
+        if targets.options.reduces_rows:
+            part = projection.partial_outputs(partial, logit)
+        classes = targets.index + targets.first
+        more = reduce_outputs(part, classes, targets.class_logits, outputs)
+    if x.h.dtype == torch.float16:
+        stats = as_probabilities(stats)
+    if more is not None:
+        stats = RowStats(torch.cat([stats.rows, more]))
+    call.values |= {"stats": stats, "partial": partial, "loss": loss}
+    call.values.setdefault("all", []).append(stats.rows)
+    if targets.soft is not None and targets.soft.excess is not None:
+        call.values.setdefault("excess", []).append(targets.soft.excess)
+
+
+def finish_loss(call: Call, s: Step) -> None:
+    """Join the statistics of chunks, and return what the reduction asks for."""
+    targets, every = call.inputs.targets, call.values.pop("all")
+    excess = call.values.pop("excess", None)
+    if call.program.in_forward:
+        if excess is not None and targets.soft is not None:
+            targets.soft.excess = torch.cat(excess)
+        if "class logits" in call.values:
+            targets.class_logits = torch.cat(call.values.pop("class logits"))
+        stats = RowStats(torch.cat(every, 1))
+        returned = returned_rows if targets.options.reduction == OUTPUTS else reduce_losses
+        call.values |= {"stats": stats, "loss": returned(stats, targets)}
+    elif targets.options.reduction == OUTPUTS:
+        call.values["loss"] = returned_rows(call.values["stats"], targets)
+    for name in ("partial", "logits"):
+        del call.values[name]
+
+
+def coefficients(call: Call, s: Step) -> None:
+    """Choose where the factors of tokens are applied."""
+    if "last factors" in s.writes:
+        return
+    x, stats = call.part(s.rows), call.values["stats"]
+    if not call.program.in_forward:
+        given: Any = x.h.dtype, x.targets, stats, call.values["upstream"]
+        is_late = len(s.writes) > 1 or s.final
+        made = x.primitives.gradients.scaling(*given, in_reference=is_late)
+        call.values |= {"scaling": made, "entries": made.entries}
+        return
+    whole, dtype = call.inputs.targets, stats.rows.dtype
+    loss_scale = whole.loss_scale(dtype)
+    given = x.h.dtype, x.targets, stats, loss_scale
+    scaling = x.primitives.gradients.scaling(*given, in_reference=False)
+    tokens, rows = call.inputs.tokens, slice(*s.rows)
+    call.values["scaling"] = scaling
+    if call.program.problem.adds_in_forward:
+        assert whole.tensors.grad_output is not None
+        call.values["known"] = whole.tensors.grad_output
+    for name, values in (("target", scaling.dx.target), ("every", scaling.dx.every)):
+        if values is not None:
+            if rows.start == 0 or name not in call.values:
+                call.values[name] = loss_scale.new_zeros(tokens)
+            call.values[name][rows] = values
+
+
+def entries(call: Call, s: Step) -> None:
+    """Put the terms of other target classes among exponentials, or add them to dX's sums."""
+    x, scaling = call.part(s.rows), call.values.get("scaling")
+    if s.writes[0].startswith("sums"):
+        values = x.targets.soft_entries(call.values["stats"], x.h.dtype)
+        if values is not None:
+            add_soft_rows(rows_of(call, s, s.writes[0]), values, x.targets, x.w)
+        return
+    exps = exps_of(call, s, s.writes)
+    if call.program.in_forward:
+        values = x.targets.soft_entries(call.values["stats"], x.h.dtype)
+    else:
+        assert scaling is not None
+        values = scaling.entries
+        if scaling.factor is not None:
+            scale_by_log(exps, *scaling.factor)
+    call.values["entries"] = values
+    if values is not None:
+        x.primitives.projection.put_soft(values, exps, s.columns[0], x.targets)
+
+
+def scale_exps(call: Call, s: Step) -> None:
+    """Multiply exponentials by the factors of tokens, and put entries that are rounded with them.
+
+    dX's product may have multiplied them.
+    """
+    x, own = call.part(s.rows), call.values["scaling"]
+    coefficients = own.dx if call.program.in_forward else own
+    target, scale = coefficients.target, scale_of(call)
+    if "known" in call.values:
+        target = target * call.values["known"]
+    exps, is_scaled = exps_of(call, s, s.writes), call.values.pop("is scaled", False)
+    given: Any = call.values["entries"], target, exps, s.columns[0], x.targets, scale, is_scaled
+    x.primitives.projection.scale_soft(*given)

@@ -1,0 +1,146 @@
+"""Steps of dX, and what is kept of its sums Σ_v e_iv w_v until the factors of tokens are known.
+
+Sums are float32, twice a 16-bit dX; or kept in 20 bits, over many windows in 24: 16 in the memory
+of dX, or in as much memory, and the others beside it.  Each window adds its products in float32
+and rounds to nearest; dX is rounded once more, at the end.
+
+A token's sums over all classes are final after its chunk, but the upstream gradient multiplies
+them.  They are kept in 20 bits: the relative error is at most 2⁻¹³, 16 times smaller than that of
+the rounding of dX.  Where the upstream gradient is known before the backward, dX itself is kept.
+
+Where kernels select rows, sums are in the order of the selection, kept ones in the call's.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cutefce.ops.planning.step_memory import few_low_bits
+from cutefce.ops.primitives.row_selection import restore_rows, row_range
+from cutefce.ops.program.inputs import LossInputs
+from cutefce.ops.program.run import Call
+from cutefce.ops.program.steps import Step
+from cutefce.ops.program.views import exps_of, low_of, rows_of, scale_of
+from cutefce.ops.rows.coefficients import RankOne, RowCoefficients
+
+
+def gemm_hidden(call: Call, s: Step) -> None:
+    """Write or add a window's part of dX's sums."""
+    x, exps = call.part(s.rows), exps_of(call, s, s.reads)
+    gradients, w = x.primitives.gradients, row_range(x.w, *s.columns)
+    sums = rows_of(call, s, s.writes[0])
+    selection = call.values.pop("far") if s.far else x.targets.selection
+    more: Any = {"accumulate": s.adds, "selection": selection}
+    if len(s.writes) > 1:
+        gradients.keep_dx(sums, low_of(call, s.writes[1]), exps, w, **more)
+    else:
+        more["in_windows"] = s.columns != (0, len(x.w)) and not call.program.in_forward
+        if call.program.scales_exps and call.program.problem.grad_weight:
+            more["factor"] = scale_of(call)
+        call.values["is scaled"] = gradients.add_grad_hidden(sums, exps, w, **more)
+
+
+def rescale(call: Call, s: Step) -> None:
+    """Make sums relative to the references of probabilities."""
+    sums, scale = call.view(s.writes[0]), call.values["scaling"].relative
+    if len(s.writes) > 1:
+        low = low_of(call, s.writes[1])
+        call.inputs.primitives.gradients.scale_kept_rows(sums, low, scale)
+    else:
+        sums.mul_(scale[:, None])
+
+
+def keep_hidden(call: Call, s: Step) -> None:
+    """Keep the sums of a chunk; or its rows of dX, for a known upstream gradient."""
+    x, rows, stats = call.part(s.rows), slice(*s.rows), call.values["stats"]
+    products, kept, order = rows_of(call, s, "sums"), call.view("dx"), _order(call.part(s.rows))
+    low = _low_of_kept(call, s.writes)
+    out = kept[rows] if order is None else kept
+    if s.final:
+        factor = call.inputs.targets.tensors.grad_output
+        assert factor is not None
+        finish_dx(x, out, products, call.values["scaling"].dx.times(factor), order)
+    elif low is not None:
+        own = low[rows] if order is None else low
+        x.primitives.gradients.keep_sums(out, own, products, x.w, x.targets, stats, order)
+    else:
+        finish_dx(x, products, products, RowCoefficients.of_sums(stats, x.targets))
+        kept[rows] = products
+
+
+def finish_hidden(call: Call, s: Step) -> None:
+    """Round dX."""
+    if call.program.in_forward:
+        finish_kept(call, s)
+        return
+    x, out, scaling = call.inputs, call.view(s.writes[0]), call.values["scaling"]
+    sums, *low = (n for n in s.reads if n in ("sums", "dx") or n.startswith("low"))
+    if low:
+        kept = out, call.view(sums), low_of(call, low[0])
+        rows = x.w, x.targets, scaling.dx, class_term(x, scaling.dx), _order(x)
+        x.primitives.gradients.finish_kept(*kept, *rows)
+    else:
+        finish_dx(x, out, call.view(sums), scaling.dx, _order(x))
+
+
+def finish_kept(call: Call, s: Step) -> None:
+    """Make dX of what chunks have kept, in its memory.
+
+    If the upstream gradient was known, the one of the backward only makes dX NaN where it is NaN.
+    """
+    x, out, low = call.inputs, call.view("dx"), _low_of_kept(call, s.reads)
+    stats, upstream, selection = (call.values[name] for name in ("stats", "upstream", "selection"))
+    gradients, targets, order = x.primitives.gradients, x.targets, None
+    if selection is not None and selection.is_on_device:
+        order = selection.order
+    is_placed = order is not None and (call.values["rounds"] or low is not None)
+    if call.values["rounds"]:
+        upstream = torch.where(upstream.isnan(), upstream, 1)
+        factor = torch.where(targets.active, upstream.to(stats.rows.dtype), 0)
+        gradients.scale_rows(out, out, factor if order is None else selection.restore(factor))
+    else:
+        dx = gradients.scaling(x.h.dtype, targets, stats, upstream, in_reference=False).dx
+        # what the target has beyond the part that the sums contain
+        dx = replace(dx, target=dx.target + dx.scale * stats.sum_exp_others)
+        if low is not None:
+            rows = x.w, targets, dx, class_term(x, dx), order
+            gradients.finish_kept(out, out, low, *rows)
+        else:
+            finish_dx(x, out, out, dx)
+    call.values["dx"] = restore_rows(None if is_placed else selection, out)
+
+
+def _low_of_kept(call: Call, names: tuple[str, ...]) -> Tensor | None:
+    """Return the low bits of what a chunk keeps; None if that is dX, or has the dtype of sums."""
+    low = [name for name in names if name.startswith("low")]
+    hidden = call.inputs.h.shape[1]
+    return call.view(low[0])[:, : hidden * few_low_bits(hidden) // 8] if low else None
+
+
+def _order(x: LossInputs[Any, Any]) -> Tensor | None:
+    """Return which tokens the rows are, if kernels have selected them."""
+    return None if x.targets.selection is None else x.targets.selection.order
+
+
+def finish_dx(
+    inputs: LossInputs[Any, Any],
+    out: Tensor,
+    sums: Tensor,
+    coefficients: RowCoefficients,
+    order: Tensor | None = None,
+) -> None:
+    """Write dX (N, D) of its `sums` to `out`, which may be `sums`.
+
+    With `order` (N,), row i of `sums` becomes row order_i of `out`, which is not `sums` then.
+    """
+    gradients, every = inputs.primitives.gradients, class_term(inputs, coefficients)
+    gradients.finish_dx(out, sums, inputs.w, inputs.targets, coefficients, every, order)
+
+
+def class_term(inputs: LossInputs[Any, Any], coefficients: RowCoefficients) -> RankOne | None:
+    """Return the class row's part of dX (N, D), None without label smoothing."""
+    if coefficients.every is None or inputs.class_row is None:
+        return None
+    return RankOne(coefficients.every, inputs.class_row)

@@ -1,0 +1,245 @@
+"""Steps of dW and of the bias' gradient, which are sums over tokens.
+
+In a backward, a product writes rows of dW in the dtype of the weight, or as sums; or it adds them
+to a buffer of the caller's, in its own memory where that holds what a GEMM adds to, else by way of
+a block of rows.
+
+Chunks add to sums until their factor is known.  float32 sums would take twice the memory of a
+16-bit dW, and 8 bytes an element would move in every chunk.  So a sum is kept in 20 bits: 16 in the
+memory of its element of dW, and four beside it, two columns in a byte.  Sums over many chunks are
+kept in 24 bits.  Each chunk adds its products in float32 and rounds to nearest; terms of targets
+are added with those of the last chunk, or of each.  dW is rounded once more, at the end.  Sums that
+are added to a buffer of the caller's are kept in 24 bits; with an upstream gradient that is known
+before the backward, they are in the buffer itself.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any, Generic
+
+import torch
+from torch import Tensor
+
+from cutefce.ops.planning.step_memory import added_rows
+from cutefce.ops.primitives.gradient_interface import Gradients, TargetGradT
+from cutefce.ops.primitives.interface import PartialT
+from cutefce.ops.primitives.portable_gradients import apply_rowwise
+from cutefce.ops.primitives.row_selection import row_range
+from cutefce.ops.primitives.weighted_sum import RowFactors, weighted_sum
+from cutefce.ops.program.inputs import LossInputs
+from cutefce.ops.program.run import Call
+from cutefce.ops.program.steps import Home, Step
+from cutefce.ops.program.views import exps_of, low_of, scale_of, states_of
+from cutefce.ops.rows.blocks import blocks, row_blocks
+from cutefce.ops.rows.coefficients import RankOne
+from cutefce.ops.rows.kept_sums import add_kept_to_, words_of
+from cutefce.ops.rows.loss_terms import class_weights
+from cutefce.ops.rows.selection import RowSelection
+from cutefce.ops.rows.targets import Targets
+
+
+def list_targets(call: Call, s: Step) -> None:
+    """List the terms of targets and of every class in dW."""
+    x, gradients = call.inputs, call.inputs.primitives.gradients
+    if call.program.in_forward:
+        call.values["listed"] = None
+        if gradients.lists_targets:
+            target = call.values["target"]
+            if "known" in call.values:
+                target = target * call.values["known"]
+            call.values["listed"] = gradients.target_grad(x.h, target, x.targets)
+        return
+    scaling, into = call.values["scaling"], x.accumulate_into
+    out = call.memory[Home.DW] if into is None else into
+    if call.program.scales_exps:
+        terms = gradients.no_target_grad(x.h, x.targets)
+    else:
+        terms = gradients.target_grad(x.h, scaling.target, x.targets)
+    as_sums = into is not None or x.dw_dtype != x.w.dtype
+    every = every_row(x, scaling.every)
+    call.values["weight"] = WeightGradient(
+        gradients,
+        out,
+        terms,
+        scaling.grad_scale,
+        every,
+        x.targets.selection,
+        as_sums=as_sums,
+        adds=into is not None,
+    )
+
+
+def gemm_weight(call: Call, s: Step) -> None:
+    """Write or add a window's rows of dW."""
+    states, exps = states_of(call, s), exps_of(call, s, s.reads)
+    if not call.program.in_forward:
+        weight: WeightGradient[Any] = call.values["weight"]
+        weight.finish(*s.columns, exps, states)
+        return
+    x = call.part(s.rows)
+    gradients, selection = x.primitives.gradients, call.inputs.targets.selection
+    is_first, of_chunk = s.rows[0] == 0, None
+    if selection is not None:
+        of_chunk = selection.rows(slice(*s.rows))
+        if not (is_first or s.final):  # which begins the sums, or adds the terms of all tokens
+            of_chunk = of_chunk.skipping()
+    own = call.values["scaling"].dx
+    if "known" in call.values:
+        own = own.times(call.values["known"])
+    if call.program.scales_exps:
+        terms = gradients.no_target_grad(x.h, x.targets)
+    elif gradients.lists_targets:
+        terms = call.values["listed"] if s.final else gradients.no_target_grad(x.h, x.targets)
+    else:
+        terms = gradients.target_grad(x.h, own.target, x.targets)
+    row = every_row(x, own.every)
+    if row is not None and not is_first:
+        before = call.values["row"]
+        row = replace(row, row=row.row + before.row)
+    call.values["row"] = row
+    sums, low = _sums(call, s.writes)
+    given: Any = exps, states, terms, 0, row if s.final else None, of_chunk
+    # the caller's buffer holds sums before the first chunk
+    gradients.keep_dw(sums, low, *given, accumulate=s.adds or s.writes[0] == "into")
+
+
+def _sums(call: Call, names: tuple[str, ...]) -> tuple[Tensor, Tensor | None]:
+    """Return dW's sums over chunks, or their larger pieces, and the low bits beside these."""
+    if names[0] == "into":
+        assert call.inputs.accumulate_into is not None
+        return call.inputs.accumulate_into, None
+    return call.view(names[0]), low_of(call, names[1]) if len(names) > 1 else None
+
+
+def finish_weight(call: Call, s: Step) -> None:
+    """Multiply dW's sums by the upstream gradient, and round them or add them to the buffer."""
+    (sums, low), factor = _sums(call, s.reads), call.values["upstream"]
+    into = call.inputs.accumulate_into
+    if s.adds:
+        assert into is not None
+        if low is None:
+            add_rows(into, sums.mul_(factor))
+        else:
+            apply_rowwise(add_kept_to_, into, words_of(sums, low), low, whole=(factor,))
+    elif low is None:
+        sums.mul_(factor)
+    else:
+        call.inputs.primitives.gradients.finish_kept_dw(sums, low, factor)
+
+
+def bias(call: Call, s: Step) -> None:
+    """Sum the columns of exponentials with the factors of tokens."""
+    x, scaling = call.part(s.rows), call.values["scaling"]
+    out = call.view(s.writes[0]).view(-1)[s.columns[0] : s.columns[1]]
+    exps = exps_of(call, s, s.reads)
+    if call.program.in_forward:
+        sums = weighted_sum(exps, scaling.dx.scale)
+        out.copy_(out + sums if s.adds else sums)
+        if s.final:
+            every = call.values.get("every")
+            finish_dbias(out, call.inputs.targets, call.values["target"], every)
+        return
+    scale = scale_of(call) if "factors" in s.reads else None
+    factors = RowFactors.ones(x.h) if scale is None else RowFactors.of(scale, x.h.dtype)
+    out.copy_(factors.sum(exps))
+
+
+def finish_bias(call: Call, s: Step) -> None:
+    """Finish the gradient of the bias, in the dtype of sums."""
+    x, dbias = call.inputs, call.view(s.reads[0]).view(-1)
+    if call.program.in_forward:
+        call.values["dbias"] = dbias * call.values["upstream"]
+        return
+    scaling = call.values["scaling"]
+    finish_dbias(dbias, x.targets, scaling.target, scaling.every)
+    call.values["dbias"] = dbias.mul(scaling.grad_scale)
+
+
+def finish_dbias(
+    dbias: Tensor, targets: Targets, target: Tensor | None, every: Tensor | None
+) -> None:
+    """Add the terms of targets (N,) and of every class to the sums of the bias' gradient (V,).
+
+    Those of targets may be in the sums.
+    """
+    if target is not None:
+        dbias.index_put_((targets.safe_index,), target, accumulate=True)  # deterministic
+    if every is not None and targets.terms is not None:
+        weight = targets.terms.class_weight
+        dbias.add_(every.sum() if weight is None else every.sum() * weight)
+    if targets.logits is not None and targets.logits.scale != 1:
+        dbias.div_(targets.logits.scale)
+
+
+@dataclass(frozen=True)
+class WeightGradient(Generic[TargetGradT]):
+    """What rows of dW are made of, beside exponentials and hidden states."""
+
+    gradients: Gradients[TargetGradT]
+    out: Tensor
+    """(V, D)"""
+    target_grad: TargetGradT
+    grad_scale: Tensor
+    """() factor of dW."""
+    every: RankOne | None
+    """The part of dW (V, D) of a loss that depends on every class."""
+    selection: RowSelection | None
+    as_sums: bool
+    """Whether `out` has the dtype of sums beside 16-bit operands, or is added to."""
+    adds: bool
+    """Whether dW is added to what `out` holds."""
+
+    def finish(self, first: int, last: int, exps: Tensor, scaled: Tensor) -> None:
+        """Write, or add, rows [first, last); `exps` (N, last - first) are their exponentials.
+
+        `scaled` (N, D) are the hidden states with the factors of tokens.
+        """
+        rows = row_range(self.out, first, last)
+        if not self.as_sums:
+            term = self._term(first, last)
+            last_step = first, self.grad_scale, term, self.selection
+            self.gradients.finish_dw(rows, exps, scaled, self.target_grad, *last_step)
+        elif not self.adds or can_add_in_place(self.out, exps.dtype, self.grad_scale.dtype):
+            self._sum(rows, exps, scaled, first, accumulate=self.adds)
+        else:
+            add = added_rows(rows.shape[1], self.grad_scale.itemsize, rows.device.type)
+            room = self.grad_scale.new_empty(min(add, len(rows)), rows.shape[1])
+            for part in blocks(len(rows), add):
+                sums = room[: part.stop - part.start]
+                self._sum(sums, exps[:, part], scaled, first + part.start, accumulate=False)
+                add_rows(rows[part], sums)
+
+    def _sum(
+        self, out: Tensor, exps: Tensor, scaled: Tensor, first: int, *, accumulate: bool
+    ) -> None:
+        """Write the rows of dW from `first` on to `out` (K, D), in the dtype of sums, or add."""
+        last_step: Any = first, self._term(first, first + len(out)), self.selection
+        operands = exps, scaled, self.target_grad
+        self.gradients.keep_dw(out, None, *operands, *last_step, accumulate=accumulate)
+        if exps.dtype == torch.float16:
+            out.mul_(self.grad_scale)
+
+    def _term(self, first: int, last: int) -> RankOne | None:
+        return None if self.every is None else self.every.rows(slice(first, last))
+
+
+def every_row(inputs: LossInputs[PartialT, TargetGradT], every: Tensor | None) -> RankOne | None:
+    """Return the part κ_v Σ_i every_i h_i of dW (V, D), None without label smoothing."""
+    if every is None or inputs.targets.terms is None:
+        return None
+    factor = class_weights(inputs.targets.terms, inputs.w).contiguous()
+    return RankOne(factor, weighted_sum(inputs.selected(), every))
+
+
+def add_rows(buffer: Tensor, sums: Tensor) -> None:
+    """Add `sums` (K, D) to `buffer` (K, D), each number rounded once."""
+    for rows in row_blocks(sums):
+        buffer[rows] += sums[rows]
+
+
+def can_add_in_place(buffer: Tensor, dtype: torch.dtype, sums: torch.dtype) -> bool:
+    """Whether GEMMs of operands of `dtype` can add dW to `buffer` (V, D), of the dtype of `sums`.
+
+    Those of float16 have a factor that is applied after them; kernels need aligned rows.
+    """
+    is_aligned = not buffer.is_cuda or buffer.data_ptr() % 16 == 0
+    return buffer.dtype == sums and dtype != torch.float16 and is_aligned
