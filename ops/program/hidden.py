@@ -73,19 +73,19 @@ def keep_hidden(call: Call, s: Step) -> None:
 def finish_hidden(call: Call, s: Step) -> None:
     """Round dX."""
     if call.program.in_forward:
-        finish_kept(call, s)
+        finish_chunks(call, s)
         return
     x, out, scaling = call.inputs, call.view(s.writes[0]), call.values["scaling"]
     sums, *low = (n for n in s.reads if n in ("sums", "dx") or n.startswith("low"))
     if low:
-        kept = out, call.view(sums), low_of(call, low[0])
+        finish_kept, own = x.primitives.gradients.finish_kept, low_of(call, low[0])
         rows = x.w, x.targets, scaling.dx, class_term(x, scaling.dx), _order(x)
-        x.primitives.gradients.finish_kept(*kept, *rows)
+        finish_kept(out, call.view(sums), own, *rows)
     else:
         finish_dx(x, out, call.view(sums), scaling.dx, _order(x))
 
 
-def finish_kept(call: Call, s: Step) -> None:
+def finish_chunks(call: Call, s: Step) -> None:
     """Make dX of what chunks have kept, in its memory.
 
     If the upstream gradient was known, the one of the backward only makes dX NaN where it is NaN.
