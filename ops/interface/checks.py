@@ -116,8 +116,11 @@ def type_error(**arguments: Any) -> TypeError | None:
 
 
 def check_transform(name: str) -> None:
-    """Raise NotImplementedError for a call of the function `name` under a transform."""
-    if torch_compat.is_transformed():
+    """Raise NotImplementedError for a call of the function `name` under a transform.
+
+    In a compiled call the operators do, when they run.
+    """
+    if not torch.compiler.is_compiling() and torch_compat.is_transformed():
         raise NotImplementedError(
             f"{name}: got a call under a transform of torch.func or in forward mode, expected "
             "torch.autograd in reverse mode"

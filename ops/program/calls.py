@@ -2,12 +2,12 @@
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any
 
 from torch import Tensor
 
 from cutefce.cute_kernels.problem import LOW_BITS
+from cutefce.cute_kernels.process_cache import process_cache
 from cutefce.ops.planning.plan import Plan
 from cutefce.ops.program.inputs import LossInputs
 from cutefce.ops.program.layout import Layout
@@ -40,7 +40,7 @@ class PrimitivesBackend:
         return 0
 
 
-@lru_cache(maxsize=1024)
+@process_cache
 def program_of(p: Problem, x: Layout, block: int) -> Program:
     """Return the program of a problem and a layout."""
     return lower(p, x, PrimitivesBackend(block))

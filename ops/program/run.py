@@ -64,9 +64,12 @@ class Call:
         """Return a buffer as a matrix, or its first `columns`."""
         b = self.program.buffers[name]
         assert b.home is not None
-        flat = self.memory[b.home].view(-1).view(torch.uint8)[b.offset : b.end]
-        matrix = flat.view(self.dtype_of(b)).view(b.rows, b.columns)
-        return matrix if columns in (None, b.columns) else matrix[:, :columns]
+        home, dtype = self.memory[b.home], self.dtype_of(b)
+        first = home.storage_offset() * home.itemsize + b.offset
+        # no view of other dtypes, which graph compilers refuse to write to
+        matrix = torch.empty(0, dtype=dtype, device=home.device)
+        given = first // dtype.itemsize, (b.rows, columns or b.columns), (b.columns, 1)
+        return matrix.set_(home.untyped_storage(), *given)  # type: ignore[call-overload]
 
     def dtype_of(self, b: Buffer) -> torch.dtype:
         """Return the dtype of a buffer's elements."""

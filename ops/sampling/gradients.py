@@ -47,8 +47,8 @@ class SamplingForward(WrappedProjection[PartialT]):
 
     own: SamplingProjection[PartialT]
     sampling: Sampling
-    found: list[tuple[Any, Tensor, Tensor]]
-    """Receives the entries, as `own` returns them, with their h and w."""
+    found: list[Any]
+    """Receives the entries, as `own` returns them."""
 
     def project_exp(
         self,
@@ -64,7 +64,7 @@ class SamplingForward(WrappedProjection[PartialT]):
         estimate = estimate_lse(self.own, h, w, reference, targets, self.sampling)
         more = reference, estimate, targets, self.sampling
         partial, samples = self.own.sample(h, w, *more)
-        self.found.append((samples, h, w))
+        self.found.append(samples)
         return partial
 
 
@@ -73,12 +73,12 @@ def forward(
 ) -> tuple[Tensor, RowStats, Samples | KernelSamples]:
     """Return the reduced loss, () or (N,), the statistics of every token, and the entries."""
     own = cast(SamplingProjection[PartialT], inputs.primitives.projection)
-    found: list[tuple[Any, Tensor, Tensor]] = []
+    found: list[Any] = []
     projection = SamplingForward(own, sampling, found)
     primitives = replace(inputs.primitives, projection=cast(Projection[PartialT], projection))
     loss, stats, _ = programs.forward(replace(inputs, primitives=primitives), plan)
-    ((samples, h, w),) = found
-    own.finish_samples(samples, h, w, stats, inputs.targets, sampling)
+    (samples,) = found
+    own.finish_samples(samples, inputs.selected(), inputs.w, stats, inputs.targets, sampling)
     return loss, stats, samples
 
 

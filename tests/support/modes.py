@@ -5,7 +5,13 @@ from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-NO_LAUNCH = "aten.empty", "aten.new_empty", "aten.promote_types", "aten._local_scalar_dense"
+NO_LAUNCH = (
+    "aten.empty",
+    "aten.new_empty",
+    "aten.set_",
+    "aten.promote_types",
+    "aten._local_scalar_dense",
+)
 
 
 class Seen(TorchDispatchMode):

@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from cutefce.ops.program.run import Call
 from cutefce.ops.program.steps import Home, Step
@@ -16,7 +18,14 @@ UNDEFINED = 255
 def allocate(call: Call, home: Home) -> None:
     """Allocate an arena in which nothing is defined."""
     size = call.program.arenas[home]
-    call.memory[home] = call.inputs.h.new_full((size,), UNDEFINED, dtype=torch.uint8)
+    call.memory[home] = call.inputs.h.new_empty(size, dtype=torch.uint8)
+    clear(call.memory[home])
+
+
+def clear(x: Tensor, first: int = 0, last: int | None = None) -> None:
+    """Fill bytes of memory, which nobody who watches a call sees."""
+    with _disable_current_modes():
+        x[first:last].fill_(UNDEFINED)
 
 
 def run(call: Call, steps: Sequence[Step], scratch: Home, table: Mapping[Any, Any]) -> None:
@@ -29,7 +38,7 @@ def run(call: Call, steps: Sequence[Step], scratch: Home, table: Mapping[Any, An
         for name in {*step.reads, *step.writes}:
             buffer, last = program.buffers[name], program.lives[name][1]
             if last == number and buffer.home is scratch:
-                call.memory[scratch][buffer.offset : buffer.end] = UNDEFINED
+                clear(call.memory[scratch], buffer.offset, buffer.end)
     del call.memory[scratch]
 
 

@@ -85,9 +85,11 @@ def step_of(
 def smallest_step(
     case: TuningCase, primitives: AnyPrimitives
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Run a step with the smallest workspace; return losses (N,) and dX, dW of their mean."""
-    plan, inputs = smallest_plan(case.problem, (primitives.config,)), loss_inputs(case, primitives)
-    return step_of(inputs, plan, make_targets(case, "mean").loss_scale(sum_dtype(case.h.dtype)))
+    """Run a step with the smallest workspace; return the mean loss (1,), dX and dW."""
+    plan = smallest_plan(case.problem, (primitives.config,))
+    one = case.h.new_ones((), dtype=sum_dtype(case.h.dtype))
+    loss, dx, dw = step_of(loss_inputs(case, primitives, "mean"), plan, one)
+    return loss[None], dx, dw
 
 
 def smallest_step_outputs(case: TuningCase, primitives: AnyPrimitives) -> dict[str, CheckedOutput]:
@@ -160,15 +162,16 @@ def _gradient_outputs(case: TuningCase, inputs: Inputs) -> dict[str, CheckedOutp
     results, stats = _stored_outputs(case, inputs)
     results |= _gradients("", *step_of(inputs, layout(inputs, window, plan.kept), upstream)[1:])
     recomputed = layout(inputs, window)
-    of_sum = step_of(inputs, recomputed, upstream.new_ones(()))
+    of_sum = step_of(loss_inputs(case, primitives, "sum"), recomputed, upstream.new_ones(()))
     results |= _gradients(" of the sum, from probabilities", *of_sum[1:])
     in_sums = replace(inputs, dw_dtype=stats.rows.dtype)
     _, dx, dw = step_of(in_sums, recomputed, upstream)
     assert dw is not None
     results |= _gradients(" in the dtype of sums, then rounded", dx, dw.to(dtype))
     if can_keep(case.problem.dtype):
-        results |= _gradients_in_forward_outputs(case, inputs)
-        results |= _gradients_of_windows(case, inputs)
+        summed = loss_inputs(case, primitives, "sum")
+        results |= _gradients_in_forward_outputs(case, summed)
+        results |= _gradients_of_windows(case, summed)
     results |= _counted_rows_outputs(case, primitives, "")
     results |= _counted_rows_outputs(case, _clearing(primitives), ", the others cleared")
     sums, coefficients = inputs.h.to(upstream.dtype), RowCoefficients(upstream, upstream)
@@ -261,14 +264,12 @@ def _gradients_in_forward_outputs(case: TuningCase, inputs: Inputs) -> dict[str,
         _, dx, dw = step_of(replace(inputs, dw_dtype=dtype), plan, scale)
         assert dw is not None
         results |= _gradients(f" of gradients in the forward{suffix}", dx, dw.to(w.dtype))
-    window = round_up(ceil_div(len(w), 3), block)
-    if window < len(w):
-        counted, selection = _counting(case, inputs, inputs.targets.index, chunk)
-        plan = layout(counted, window, window, chunk=chunk, grad_weight=False)
-        _, dx, _ = step_of(counted, plan, scale, selection)
-        assert dx is not None
-        results["dX of windows in chunks"] = _gradient(dx)
-    return results
+    window = min(round_up(ceil_div(len(w), 3), block), every)
+    counted, selection = _counting(case, inputs, inputs.targets.index, chunk)
+    plan = layout(counted, window, window, chunk=chunk, grad_weight=False)
+    _, dx, _ = step_of(counted, plan, scale, selection)
+    assert dx is not None
+    return results | {"dX of windows in chunks": _gradient(dx)}
 
 
 def _gradients_of_windows(case: TuningCase, inputs: Inputs) -> dict[str, CheckedOutput]:
