@@ -44,6 +44,8 @@ class Call:
     """Of arenas and gradients, flat."""
     values: dict[str, Any] = field(default_factory=dict)
     parts: dict[Range, LossInputs[Any, Any]] = field(default_factory=dict)
+    views: dict[tuple[str, int | None], Tensor] = field(default_factory=dict)
+    """Buffers as matrices."""
 
     def part(self, rows: Range) -> LossInputs[Any, Any]:
         """Return the operands of some tokens, whose losses are not reduced."""
@@ -61,15 +63,17 @@ class Call:
         return found
 
     def view(self, name: str, columns: int | None = None) -> Tensor:
-        """Return a buffer as a matrix, or its first `columns`."""
-        b = self.program.buffers[name]
-        assert b.home is not None
-        home, dtype = self.memory[b.home], self.dtype_of(b)
-        first = home.storage_offset() * home.itemsize + b.offset
-        # no view of other dtypes, which graph compilers refuse to write to
-        matrix = torch.empty(0, dtype=dtype, device=home.device)
-        given = first // dtype.itemsize, (b.rows, columns or b.columns), (b.columns, 1)
-        return matrix.set_(home.untyped_storage(), *given)  # type: ignore[call-overload]
+        """Return a buffer as a matrix, or its first `columns`: the same tensor each time."""
+        found = self.views.get((name, columns))
+        if found is None:
+            b = self.program.buffers[name]
+            assert b.home is not None
+            flat = self.memory[b.home].view(-1).view(torch.uint8)[b.offset : b.end]
+            found = flat.view(self.dtype_of(b)).view(b.rows, b.columns)
+            if columns not in (None, b.columns):
+                found = found[:, :columns]
+            self.views[name, columns] = found
+        return found
 
     def dtype_of(self, b: Buffer) -> torch.dtype:
         """Return the dtype of a buffer's elements."""
@@ -88,6 +92,7 @@ class Call:
         for step in steps:
             table[step.kind](self, step)
         del self.memory[scratch]
+        self.views.clear()
 
     def allocate(self, home: Home) -> None:
         """Allocate an arena."""

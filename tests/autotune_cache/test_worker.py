@@ -214,4 +214,6 @@ def test_a_part_compiles_what_it_launches(part: str, launched: set[spec.KernelSp
             of_part.outputs(case, candidate)
     assert launched <= known
     more = {SAMPLES: 1, SOFT_TARGETS: 3}.get(part, 0)
-    assert not sorted(map(str, known - launched))[more:], "some are those of a step, which come first"
+    assert not sorted(map(str, known - launched))[more:], (
+        "some are those of a step, which come first"
+    )

@@ -8,7 +8,6 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 NO_LAUNCH = (
     "aten.empty",
     "aten.new_empty",
-    "aten.set_",
     "aten.promote_types",
     "aten._local_scalar_dense",
 )

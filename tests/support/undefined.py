@@ -40,6 +40,7 @@ def run(call: Call, steps: Sequence[Step], scratch: Home, table: Mapping[Any, An
             if last == number and buffer.home is scratch:
                 clear(call.memory[scratch], buffer.offset, buffer.end)
     del call.memory[scratch]
+    call.views.clear()
 
 
 def make_undefined(monkeypatch: pytest.MonkeyPatch) -> None:
