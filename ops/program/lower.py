@@ -248,8 +248,9 @@ class _Lowering:
             else:
                 scaled = self.gather("scaled", rows, factors)
             if rows[1] == p.tokens:
-                self.list_targets(*factors)
-            self.add_weight(rows, n, scaled, *factors)
+                self.list_targets((), *factors)
+            every = states if p.every_class else ()
+            self.add_weight(rows, n, scaled, factors[0], every)
 
     def chunk_in_windows(self, rows: Range, states: Sequence[str]) -> None:
         """Emit windows whose products are added at once, and again where references move."""
@@ -332,16 +333,27 @@ class _Lowering:
         reads = (*self.order, self.exps(n, rows), factors)
         self.emit(Kind.BIAS, reads, (sums,), rows, n.columns, **flags)
 
-    def list_targets(self, factors: str) -> None:
+    def list_targets(self, states: Sequence[str], factors: str) -> None:
         self.buffer("listed", 1, self.backend.listed_targets(self.p), 1)
-        self.emit(Kind.LIST_TARGETS, (*self.order, factors), ("listed",), self.every)
+        self.emit(Kind.LIST_TARGETS, (*self.order, *states, factors), ("listed",), self.every)
 
-    def add_weight(self, rows: Range, n: Window, states: Sequence[str], factors: str) -> None:
-        """Emit the product of dW's rows, of which the last chunk adds the terms of targets."""
+    def add_weight(
+        self,
+        rows: Range,
+        n: Window,
+        states: Sequence[str],
+        factors: str,
+        every: Sequence[str] = (),
+    ) -> None:
+        """Emit the product of dW's rows, of which the last chunk adds the terms of targets.
+
+        A chunk sums the hidden states `every`, too, for the terms of all classes.
+        """
         p, first = self.p, n.columns[0]
         flags = {"adds": rows[0] > 0, "final": rows[1] == p.tokens}
         listed = ("listed",) if flags["final"] else ()
         reads = (*self.order, self.exps(n, rows), *states, factors, *listed)
+        reads += tuple(name for name in every if name not in reads)
         if self.in_forward and not p.adds_in_forward:
             out = self.weight_sums()
         elif p.into:
@@ -379,17 +391,18 @@ class _Lowering:
         """Whether soft targets' factors are in the references of exponentials."""
         names = "factors", *["numbers"] * bool(late)
         factors, *numbers = self.factors(self.every, *names, final=is_relative)
-        if p.grad_weight:
-            self.list_targets(factors)
         # nothing else is in the memory of dX until its sums are finished
         home = Home.DX if p.grad_hidden and not self.sums_in_dx else None
+        if p.grad_weight:
+            summed = self.gather("states of all", self.every) if p.every_class else ()
+            self.list_targets(summed, factors)
         in_exps = self.factors_in_exps
         scaled: tuple[str, ...] = ()
         plain: tuple[str, ...] = ()
         if early and p.grad_weight and not in_exps:
             scaled = self.gather("scaled", self.every, (factors,), home)
         if not all(n.is_stored for n in early) or (p.grad_weight and early and in_exps):
-            plain = self.gather("plain", self.every)
+            plain = self.gather("plain", self.every, home=home if in_exps else None)
         for n in early:
             if not n.is_stored:
                 reference = factors if is_relative else self.stats()
@@ -453,4 +466,4 @@ class _Lowering:
 
 def _is_output(name: str) -> bool:
     """Whether a buffer in the memory of a result is a part of that result."""
-    return not name.startswith(("exps", "scaled", "states"))
+    return not name.startswith(("exps", "scaled", "states", "plain"))

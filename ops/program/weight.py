@@ -21,14 +21,13 @@ from torch import Tensor
 
 from cutefce.ops.planning.step_memory import added_rows
 from cutefce.ops.primitives.gradient_interface import Gradients, TargetGradT
-from cutefce.ops.primitives.interface import PartialT
 from cutefce.ops.primitives.portable_gradients import apply_rowwise
 from cutefce.ops.primitives.row_selection import row_range
 from cutefce.ops.primitives.weighted_sum import RowFactors, weighted_sum
 from cutefce.ops.program.inputs import LossInputs
 from cutefce.ops.program.run import Call
 from cutefce.ops.program.steps import Home, Step
-from cutefce.ops.program.views import exps_of, low_of, scale_of, states_of
+from cutefce.ops.program.views import exps_of, low_of, rows_of, scale_of, states_of
 from cutefce.ops.rows.blocks import blocks, row_blocks
 from cutefce.ops.rows.coefficients import RankOne
 from cutefce.ops.rows.kept_sums import add_kept_to_, words_of
@@ -55,7 +54,7 @@ def list_targets(call: Call, s: Step) -> None:
     else:
         terms = gradients.target_grad(x.h, scaling.target, x.targets)
     as_sums = into is not None or x.dw_dtype != x.w.dtype
-    every = every_row(x, scaling.every)
+    every = every_row(x, scaling.every, states_of(call, s))
     call.values["weight"] = WeightGradient(
         gradients,
         out,
@@ -91,7 +90,8 @@ def gemm_weight(call: Call, s: Step) -> None:
         terms = call.values["listed"] if s.final else gradients.no_target_grad(x.h, x.targets)
     else:
         terms = gradients.target_grad(x.h, own.target, x.targets)
-    row = every_row(x, own.every)
+    plain = rows_of(call, s, "states") if "states" in s.reads else x.h
+    row = every_row(x, own.every, plain)
     if row is not None and not is_first:
         before = call.values["row"]
         row = replace(row, row=row.row + before.row)
@@ -222,12 +222,15 @@ class WeightGradient(Generic[TargetGradT]):
         return None if self.every is None else self.every.rows(slice(first, last))
 
 
-def every_row(inputs: LossInputs[PartialT, TargetGradT], every: Tensor | None) -> RankOne | None:
-    """Return the part κ_v Σ_i every_i h_i of dW (V, D), None without label smoothing."""
+def every_row(inputs: LossInputs[Any, Any], every: Tensor | None, states: Tensor) -> RankOne | None:
+    """Return the part κ_v Σ_i every_i h_i of dW (V, D), None without label smoothing.
+
+    `states` (N, D) are the hidden states in the order of the targets.
+    """
     if every is None or inputs.targets.terms is None:
         return None
     factor = class_weights(inputs.targets.terms, inputs.w).contiguous()
-    return RankOne(factor, weighted_sum(inputs.selected(), every))
+    return RankOne(factor, weighted_sum(states, every))
 
 
 def add_rows(buffer: Tensor, sums: Tensor) -> None:

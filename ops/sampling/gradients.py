@@ -107,7 +107,9 @@ def backward(
     if grad_hidden:
         dx = _grad_hidden(inputs, samples, coefficients, order)
     if dw is not None or dbias is not None:
-        every = None if dw is None else every_row(inputs, coefficients.every)
+        every = None
+        if dw is not None and coefficients.every is not None:
+            every = every_row(inputs, coefficients.every, inputs.selected())
         lists, adds = (
             samples.by_class(targets, coefficients, stats),
             inputs.accumulate_into is not None,
@@ -136,7 +138,8 @@ def _in_windows(
     weight, scaled, sums = None, inputs.selected(scaling.row_scale), None
     if dw is not None:
         target_grad = gradients.target_grad(h, scaling.target, targets)
-        every, adds = every_row(inputs, scaling.every), inputs.accumulate_into is not None
+        every = every_row(inputs, scaling.every, inputs.selected())
+        adds = inputs.accumulate_into is not None
         operands = target_grad, scaling.grad_scale, every, targets.selection
         weight = WeightGradient(gradients, dw, *operands, adds or dw.dtype != w.dtype, adds)
     if grad_hidden:
