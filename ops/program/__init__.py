@@ -1,5 +1,13 @@
-"""A call of the loss as one program: steps over buffers, which one interpreter will run.
+"""3. Program: a call of the loss as steps over buffers, which one interpreter runs.
 
+    calls.py       forward and backward of a call
+    run.py         the interpreter: arenas, and a function for each step
+    inputs.py      operands and primitives
+    table.py       which function runs which step
+    views.py       buffers as matrices, factors of tokens
+    exponentials.py  steps of logits: sums, statistics, loss, exponentials, factors
+    hidden.py      steps of dX
+    weight.py      steps of dW and of the bias' gradient
     problem.py     what is asked: sizes, gradients, what is known when
     layout.py      how it is laid out: chunks of tokens, windows of classes, what lies in dW
     steps.py       buffers, steps and programs
@@ -10,5 +18,5 @@
     cost.py        the time that it takes
     plan.py        the fastest program within a budget
 
-`planning` and `strategies` run calls until the interpreter does.
+`planning` chooses the layout of a call; `plan.py` will.
 """

@@ -353,7 +353,7 @@ KERNELS = (
         "8cf6b96",
         (
             Edit(
-                "ops/strategies/sampled.py",
+                "ops/sampling/gradients.py",
                 "    # before other launches:"
                 " kernels take w for older than the launch before theirs\n"
                 "    rows = projection.class_rows(w, chosen.classes)\n",
@@ -361,7 +361,7 @@ KERNELS = (
                 "    rows = projection.class_rows(w, chosen.classes)\n",
             ),
             Edit(
-                "ops/strategies/sampled.py",
+                "ops/sampling/gradients.py",
                 "    for places, (first, last) in zip("
                 "projection.target_places(chosen, targets), parts, strict=True):\n",
                 "    for places, (first, last) in zip(places_of_parts, parts, strict=True):\n",
@@ -380,9 +380,8 @@ KERNELS = (
         "65683b9",
         (
             Edit(
-                "ops/strategies/gradients_in_forward.py",
-                "        if must_run and counted is not None:\n"
-                "            clear_first_rows(exps)\n",
+                "ops/program/exponentials.py",
+                "    clear_first_rows(call.view(s.writes[0]))\n",
                 "",
             ),
         ),
@@ -635,9 +634,9 @@ NUMERICS = (
         "2bde3d2",
         (
             Edit(
-                "ops/operators/kept.py",
-                "return x if self.capture == capture_id() else x.clone()",
-                "return x",
+                "ops/program/run.py",
+                "if self.program.is_spent and self.capture != capture_id():",
+                "if self.program.is_spent and self.capture is self.memory:",
             ),
         ),
         (
@@ -948,26 +947,6 @@ PLANNER = (
                 "ops/planning/memory_model.py",
                 "vectors = (2 if scalar_upstream else 4) + (0 if can_keep(p.dtype) else 2)",
                 "vectors = 2",
-            ),
-        ),
-        ("tests/ops/test_memory_model.py",),
-    ),
-    Fault(
-        "partial-sums-of-windows",
-        "planner",
-        "A forward holds the partial sums of windows beside those of all columns until it ends.",
-        "106a69e",
-        (
-            Edit(
-                "ops/strategies/windows.py",
-                "    partial = projection.concat_partials(\n        [\n",
-                "    partials = list(\n        [\n",
-            ),
-            Edit(
-                "ops/strategies/windows.py",
-                "    set_soft_excess(projection, inputs.h, w, targets, target_logit)\n",
-                "    partial = projection.concat_partials(partials)\n"
-                "    set_soft_excess(projection, inputs.h, w, targets, target_logit)\n",
             ),
         ),
         ("tests/ops/test_memory_model.py",),
