@@ -1,4 +1,4 @@
-"""Calls over windows, run as programs."""
+"""Forward and backward of a call, as the two parts of its program."""
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
@@ -23,20 +23,24 @@ from cutefce.ops.rows.targets import OUTPUTS
 
 @dataclass(frozen=True)
 class PrimitivesBackend:
-    """Primitives that allocate their sums of rows and scratch themselves."""
+    """Primitives that allocate sums of rows, lists of targets and scratch themselves."""
 
     block: int
 
     def partial_sums(self, p: Problem, rows: int, columns: int) -> int:
+        """Return 0."""
         return 0
 
     def few_low_bits(self, p: Problem) -> int:
+        """Return 4, or 8 where two columns of a byte would be of two rows."""
         return LOW_BITS[p.hidden % 2]
 
     def listed_targets(self, p: Problem) -> int:
+        """Return 0."""
         return 0
 
     def scratch(self, p: Problem, step: Step) -> int:
+        """Return 0."""
         return 0
 
 

@@ -82,10 +82,6 @@ class Call:
             return torch.uint8
         return inputs.h.dtype if b.item == p.item else sum_dtype(inputs.h.dtype)
 
-    def memory_of_dw(self) -> Tensor:
-        """Return dW."""
-        return self.memory[Home.DW]
-
     def run(self, steps: Sequence[Step], scratch: Home, table: Mapping[Any, Any]) -> None:
         """Run steps with memory of their own for scratch."""
         self.allocate(scratch)
