@@ -4,10 +4,8 @@
     operators/    the operators that autograd and compilers see, and their derivatives
     planning/     2. where the plan is made: `planner.py`, and where memory is predicted:
                      `memory_model.py`
-    program/      the same and the next as one program, which does not run calls yet
-    strategies/   3. the order of the steps: vocabulary windows, gradients in the forward, or
-                     sampled ones
-    primitives/   4. the steps, on the CuTe DSL kernels or in plain torch
+    program/      3. which steps follow, where their buffers lie, and what runs them
+    primitives/   4. what steps launch, on the CuTe DSL kernels or in plain torch
     sampling/     sampled gradients: how entries of the softmax are chosen, and their products
     rows/         per-token data of all steps: targets, options, statistics, coefficients
     soft_targets/ targets that are probabilities of K classes

@@ -4,7 +4,7 @@ operators.py       schemas and implementations
 meta.py            their fake implementations
 autograd.py        the derivative of the loss
 probabilities.py   losses of probabilities of all classes, and their derivative
-operands.py        the operands of strategies: tokens, targets, primitives
+operands.py        the operands of programs: tokens, targets, primitives
 agreement.py       what ranks of a call must agree on
 kept.py            what a forward keeps for its backward
 seed.py            draws the seed of sampled gradients

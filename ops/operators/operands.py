@@ -1,4 +1,4 @@
-"""From the tensors of a call to the operands of strategies: tokens, targets, primitives."""
+"""From the tensors of a call to the operands of programs: tokens, targets, primitives."""
 
 from dataclasses import replace
 from typing import Any
@@ -38,7 +38,7 @@ def prepare(
     plan: Plan,
     known: Kept | None = None,
 ) -> tuple[LossInputs[Any, Any], RowSelection | None]:
-    """Return the operands as strategies take them, and which tokens they are, None for all.
+    """Return the operands as programs take them, and which tokens they are, None for all.
 
     In a backward, `known` is what its forward has found out.  If that has the sums of the
     gradients, the hidden states are those given: what is left of the backward does not read them.

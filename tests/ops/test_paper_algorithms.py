@@ -1,4 +1,4 @@
-"""The paper's Algorithms 1 and 2, as printed, against the strategies."""
+"""The paper's Algorithms 1 and 2, as printed, against calls."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The paper's own streaming form, for comparison with the strategies.
+"""The paper's own streaming form, for comparison with calls.
 
 Algorithms 1 and 2 of "From Projection to Prediction: Beyond Logits for Scalable Language Models"
 (arXiv 2511.17599), window by window: the forward keeps a running maximum m and sum a of every row
