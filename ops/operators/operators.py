@@ -167,7 +167,7 @@ def loss_backward(
             selection, of_chunks = None, selection
         dx, dw, dbias = programs.backward(left, inputs, upstream, rows, of_chunks)
     dw_dtype = inputs.dw_dtype
-    del inputs  # freed before a copy of dX
+    del inputs, left  # freed before a copy of dX
     if dx is not None and selection is not None and not selection.is_on_device:
         dx = selection.restore(dx, 0)
     return (

@@ -56,22 +56,6 @@ class DwMemory:
             first = end
         return widths
 
-    def aliased_windows(self, columns: int) -> list[tuple[int, int, int]]:
-        """Return first column, elements before the exponentials, and width of each of these."""
-        first, end, windows = 0, self.vocab * self.hidden - self.tokens * columns, []
-        for width in self.aliased_widths(columns):
-            windows.append((first, end, width))
-            first, end = first + width, end + self.tokens * width
-        return windows
-
-    def tail(self, rows: int, columns: int) -> int | None:
-        """Return the elements before exponentials (N, `columns`) at the end of this memory.
-
-        None if they do not fit behind the first `rows` of dW.
-        """
-        elements = self.vocab * self.hidden - self.tokens * columns
-        return elements if self.fits(rows, columns) else None
-
     def recomputed_widths(self, first: int, least: int) -> list[int]:
         """Return the widths of windows from column `first` on.
 

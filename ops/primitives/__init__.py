@@ -1,4 +1,4 @@
-"""4. Primitives: the steps of every strategy, on the kernels and in plain torch.
+"""4. Primitives: what the steps of programs launch, on the kernels and in plain torch.
 
 interface.py               the steps to exponentials and the loss, with their formulas
 gradient_interface.py      those from exponentials to gradients

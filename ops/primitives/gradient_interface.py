@@ -24,7 +24,7 @@ class Gradients(Protocol[TargetGradT]):
 
     lists_targets: bool
     """Whether a `target_grad` of all tokens takes little memory: lists of the tokens of each class,
-    not sums of their terms.  The last chunk with tokens then adds those of all chunks."""
+    not sums of their terms.  The last chunk then adds those of all chunks."""
 
     def add_grad_hidden(
         self,

@@ -1,4 +1,4 @@
-"""The steps that every strategy is made of, as interfaces.
+"""What the steps of programs launch, as interfaces.
 
 With target y_i, logits z = h wᵀ and a reference ρ_i that is known before the projection
 (the target's own logit r_i = z_iy, unless a row has a far larger one):

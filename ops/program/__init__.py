@@ -18,5 +18,6 @@
     cost.py        the time that it takes
     plan.py        the fastest program within a budget
 
-`planning` chooses the layout of a call; `plan.py` will.
+`planning` chooses the layout of a call.  `plan.py` chooses among programs, by `cost.py` and the
+memory that `place.py` finds; no call asks it yet, nor `kernel_backend.py`.
 """

@@ -13,6 +13,10 @@ class Backend(Protocol):
     def block(self) -> int:
         """Columns of which windows of classes are multiples."""
 
+    @property
+    def places_values(self) -> bool:
+        """Whether places, logits and factors of tokens have buffers, not tensors of their own."""
+
     def partial_sums(self, p: Problem, rows: int, columns: int) -> int:
         """Return how many numbers PROJECT writes for a row, of so many rows and columns."""
 

@@ -23,9 +23,10 @@ from cutefce.ops.rows.targets import OUTPUTS
 
 @dataclass(frozen=True)
 class PrimitivesBackend:
-    """Primitives that allocate sums of rows, lists of targets and scratch themselves."""
+    """Primitives that allocate what tokens have, lists of targets and scratch themselves."""
 
     block: int
+    places_values = False
 
     def partial_sums(self, p: Problem, rows: int, columns: int) -> int:
         """Return 0."""
@@ -87,7 +88,8 @@ def program_for(inputs: LossInputs[Any, Any], plan: Plan) -> tuple[Program, Layo
     if plan.in_forward:
         window = plan.window if plan.has_windows else len(w)
         low = plan.low_bits or LOW_BITS[-1]
-        x = Layout(max(plan.chunk, 1), window, low_bits=low, in_forward=True)
+        last = plan.kept if plan.has_windows else 0
+        x = Layout(max(plan.chunk, 1), window, last, low_bits=low, in_forward=True)
     return program_of(p, x, inputs.primitives.config.reference_block), x
 
 

@@ -14,6 +14,7 @@ class KernelBackend:
     """`ops.program.backend.Backend` of the kernels of one GPU."""
 
     block = 256
+    places_values = True
 
     def partial_sums(self, p: Problem, rows: int, columns: int) -> int:
         """Return one number for each tile of columns, or as many as fit into the second cache."""

@@ -28,7 +28,8 @@ class Layout:
     window: int
     """Columns at a time of what is computed again, or in a chunk of a frozen weight."""
     kept: int = 0
-    """Columns whose exponentials have memory from the forward to the backward."""
+    """Columns whose exponentials have memory from the forward to the backward.  In a chunk of a
+    frozen weight, those of the last window at most, if it is wider than the others."""
     aliased: int = 0
     """Columns before these whose exponentials lie in the memory of dW."""
     low_bits: int = 0

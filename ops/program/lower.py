@@ -4,8 +4,9 @@ from collections.abc import Sequence
 
 from cutefce.cute_kernels.integers import round_up
 from cutefce.cute_kernels.workspace import NUM_STATS, low_bytes
+from cutefce.ops.planning.chunks.windows import split_columns
 from cutefce.ops.program.backend import Backend
-from cutefce.ops.program.layout import Layout, Window, chunks_of, even_windows, windows_of
+from cutefce.ops.program.layout import Layout, Window, chunks_of, windows_of
 from cutefce.ops.program.place import place
 from cutefce.ops.program.problem import Problem, Upstream
 from cutefce.ops.program.steps import Buffer, Home, Kind, Program, Range, Step
@@ -14,6 +15,8 @@ ORDER_BYTES = 16
 """Bytes of a token's place and of its target, in the order of the rows that count."""
 FACTORS = 4
 """Numbers of a token: of its exponentials, target and every class, and their reference."""
+VALUES = "order", "class_row", "logits", "factors", "numbers", "last factors"
+"""Buffers of numbers of tokens, and of the class row."""
 
 
 def lower(p: Problem, x: Layout, backend: Backend, *, brief: bool = False) -> Program:
@@ -64,6 +67,8 @@ class _Lowering:
         self, name: str, rows: int, columns: int, item: int, home: Home | None = None, at: int = 0
     ) -> str:
         """Name a buffer; where it is named again, it is as large as the larger one."""
+        if name in VALUES and not self.backend.places_values:
+            columns = 0
         known = self.program.buffers.get(name)
         if known is None or (known.rows, known.columns) < (rows, columns):
             if known is not None:
@@ -254,11 +259,9 @@ class _Lowering:
 
     def chunk_in_windows(self, rows: Range, states: Sequence[str]) -> None:
         """Emit windows whose products are added at once, and again where references move."""
-        block = self.backend.block
-        windows = [
-            Window(columns, False)
-            for columns in even_windows(0, self.p.vocab, self.x.window, block)
-        ]
+        widest = max(self.x.window, self.x.kept)
+        cut = split_columns(self.p.vocab, self.x.window, widest)
+        windows = [Window(columns, False) for columns in cut]
         parts = []
         for n in windows:
             parts.append(self.sums_of(n, rows))
@@ -458,10 +461,12 @@ class _Lowering:
             self.finish_bias()
         if p.grad_weight and not p.adds_in_forward:
             sums = self.weight_sums()
-            out = sums[0]
+            out = sums[:1]
             if p.into:
-                out = self.buffer("into", p.vocab, p.hidden, p.into, Home.INTO)
-            self.emit(Kind.FINISH_WEIGHT, sums, (out,), self.every, adds=p.into > 0)
+                into = self.buffer("into", p.vocab, p.hidden, p.into, Home.INTO)
+                # sums in one piece are multiplied where they are
+                out = (into,) if p.keeps_sums else (into, *out)
+            self.emit(Kind.FINISH_WEIGHT, sums, out, self.every, adds=p.into > 0)
 
 
 def _is_output(name: str) -> bool:

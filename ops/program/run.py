@@ -28,10 +28,13 @@ class Left:
     """The CUDA graph capture in which the forward ran; None if in none."""
 
     def taken(self) -> dict[Home, Tensor]:
-        """Return the memory: a copy where a replay of either part would find the other's writes."""
+        """Return the memory: a copy where a replay of either part would find the other's writes.
+
+        The dictionary is the caller's: threads may share a graph.
+        """
         if self.program.is_spent and self.capture != capture_id():
             return {home: x.clone() for home, x in self.memory.items()}
-        return self.memory
+        return dict(self.memory)
 
 
 @dataclass

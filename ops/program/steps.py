@@ -137,8 +137,11 @@ class Program:
     def is_spent(self) -> bool:
         """Whether a backward overwrites what the forward has left, or hands it out as a gradient.
 
-        Another backward then has to run the forward's steps again.
+        Another backward then has to run the forward's steps again; so it does where these add to
+        the caller's buffer.
         """
+        if any(self.buffers[n].home is Home.INTO for step in self.forward for n in step.writes):
+            return True
         written = {name for step in self.backward for name in step.writes}
         middle = len(self.forward)
         return any(

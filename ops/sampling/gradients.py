@@ -1,4 +1,4 @@
-"""The strategy of sampled gradients: the loss is exact, few entries of the softmax are multiplied.
+"""Sampled gradients: the loss is exact, few entries of the softmax are multiplied.
 
 With p̂_iv = exp(u_iv - l̂_i), l̂ an estimate of lse, and θ = 1 / samples, an entry (i, v) beside the
 target's is kept with probability q = min(1, p̂ / θ), and e_iv / q then takes the place of e_iv in

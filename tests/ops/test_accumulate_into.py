@@ -125,6 +125,25 @@ def test_microbatches_add_up(dtype: torch.dtype, sums: torch.dtype, device: str)
     assert error <= roundings * want.dw.norm()
 
 
+@pytest.mark.parametrize("layout", ["nothing kept", "everything kept", "in chunks"])
+@pytest.mark.parametrize("factor", [1.0, 0.5])
+def test_each_backward_of_a_frozen_input_adds(
+    layout: str, factor: float, small_tiles: PortableTiles
+) -> None:
+    """Though one that multiplies sums in their place leaves none to the next."""
+    case = random_case(150, 48, 333)
+    w, buffer = case.w.requires_grad_(), torch.zeros(333, 48)
+    with pinned(LAYOUTS[layout]):
+        loss = cutefce.linear_cross_entropy(
+            case.h, w, case.y, reduction="sum", accumulate_into=buffer
+        )
+        for count in (1, 2, 3):
+            loss.backward(torch.tensor(factor), retain_graph=True)
+            if count == 1:
+                once = buffer.clone()
+            torch.testing.assert_close(buffer, count * once, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("workspace", ["min", "max"])
 def test_backwards_of_one_graph_each_add(workspace: str) -> None:
     case = random_case(60, 16, 100)

@@ -29,6 +29,7 @@ class Backend:
     """Windows of any columns, one sum a row, and no scratch."""
 
     block = 1
+    places_values = True
 
     def partial_sums(self, p: Problem, rows: int, columns: int) -> int:
         return 1
@@ -296,8 +297,10 @@ class Call:
             case Kind.FINISH_WEIGHT:
                 factor = 1 if p.upstream is Upstream.KNOWN else self.upstream
                 sums = self.value(s.reads) * factor
-                before = self.value(s.writes) if s.adds else 0
-                self.put(s.writes, slice(None), sums + before)
+                before = self.value(s.writes[:1]) if s.adds else 0
+                self.put(s.writes[:1], slice(None), sums + before)
+                for name in s.writes[1:]:
+                    v(name).fill_(torch.nan)
             case Kind.FINISH_BIAS:
                 times = self.q.in_forward and p.upstream is not Upstream.KNOWN
                 self.put(s.writes, slice(None), v(s.reads[0]) * (self.upstream if times else 1))
