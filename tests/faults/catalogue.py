@@ -628,6 +628,34 @@ NUMERICS = (
         ),
     ),
     Fault(
+        "sums-that-a-backward-has-multiplied",
+        "numerics",
+        "A second backward adds to a buffer sums that the first one has multiplied in their place.",
+        "dd62e74",
+        (
+            Edit(
+                "ops/program/lower.py",
+                "out = (into,) if p.keeps_sums else (into, *out)",
+                "out = (into,)",
+            ),
+        ),
+        ("tests/ops/test_accumulate_into.py::test_each_backward_of_a_frozen_input_adds",),
+    ),
+    Fault(
+        "second-backward-of-a-forward-that-added",
+        "numerics",
+        "A second backward adds nothing to the buffer that the forward has added to.",
+        "dd62e74",
+        (
+            Edit(
+                "ops/program/steps.py",
+                "self.buffers[n].home is Home.INTO for step in self.forward",
+                "self.buffers[n].home is None for step in self.forward",
+            ),
+        ),
+        ("tests/ops/test_grad_output.py::test_the_forward_adds",),
+    ),
+    Fault(
         "replay-over-an-earlier-gradient",
         "numerics",
         "A backward outside of its forward's CUDA graph overwrites what a replay finds.",
