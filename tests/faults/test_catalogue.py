@@ -48,7 +48,10 @@ def test_names_are_unique_and_every_kind_is_there() -> None:
     assert all(kinds.count(kind) >= least for kind, least in LEAST.items())
 
 
-def test_what_is_recorded_is_of_the_faults_as_they_are() -> None:
-    recorded = {name: one.sha for name, one in read_noticed().items()}
-    faults = {fault.name: fault.sha for fault in FAULTS}
-    assert recorded.items() <= faults.items(), f"run them; see {NOTICED.name}"
+def test_each_fault_is_recorded_as_it_is_and_noticed() -> None:
+    """Nine in ten by the default tier, all by some tier."""
+    noticed = read_noticed()
+    recorded = {name: one.sha for name, one in noticed.items()}
+    assert recorded == {fault.name: fault.sha for fault in FAULTS}, f"run them; see {NOTICED.name}"
+    tiers = [one.tier for one in noticed.values()]
+    assert None not in tiers and tiers.count("default") >= 0.9 * len(tiers)
