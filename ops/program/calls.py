@@ -8,12 +8,14 @@ from torch import Tensor
 
 from cutefce.cute_kernels.problem import LOW_BITS
 from cutefce.cute_kernels.process_cache import process_cache
+from cutefce.ops.dtypes import sum_dtype
 from cutefce.ops.planning.plan import Plan
+from cutefce.ops.planning.step_memory import few_low_bits
 from cutefce.ops.program.inputs import LossInputs
 from cutefce.ops.program.layout import Layout
 from cutefce.ops.program.lower import lower
 from cutefce.ops.program.problem import Problem, Upstream
-from cutefce.ops.program.run import Call, Left, sum_dtype
+from cutefce.ops.program.run import Call, Left
 from cutefce.ops.program.steps import Buffer, Home, Program, Step
 from cutefce.ops.program.table import TABLE
 from cutefce.ops.rows.selection import RowSelection
@@ -34,7 +36,7 @@ class PrimitivesBackend:
 
     def few_low_bits(self, p: Problem) -> int:
         """Return 4, or 8 where two columns of a byte would be of two rows."""
-        return LOW_BITS[p.hidden % 2]
+        return few_low_bits(p.hidden)
 
     def listed_targets(self, p: Problem) -> int:
         """Return 0."""

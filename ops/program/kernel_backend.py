@@ -1,8 +1,8 @@
 """The CuTe kernels as a backend: what their steps need of memory."""
 
 from cutefce.cute_kernels.integers import ceil_div
-from cutefce.cute_kernels.problem import LOW_BITS
 from cutefce.cute_kernels.schedule.order import PARTIAL_BYTES
+from cutefce.ops.planning.step_memory import few_low_bits
 from cutefce.ops.program.problem import Problem
 from cutefce.ops.program.steps import Step
 
@@ -23,7 +23,7 @@ class KernelBackend:
 
     def few_low_bits(self, p: Problem) -> int:
         """Return 4, or 8 where two columns of a byte would be of two rows."""
-        return LOW_BITS[p.hidden % 2]
+        return few_low_bits(p.hidden)
 
     def listed_targets(self, p: Problem) -> int:
         """Return the bytes of each token's place and coefficient, and of the classes' ends."""

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cutefce.ops.dtypes import sum_dtype
 from cutefce.ops.program.inputs import LossInputs
 from cutefce.ops.program.layout import Layout
 from cutefce.ops.program.steps import Buffer, Home, Program, Range, Step
@@ -96,8 +97,3 @@ class Call:
     def allocate(self, home: Home) -> None:
         """Allocate an arena."""
         self.memory[home] = self.inputs.h.new_empty(self.program.arenas[home], dtype=torch.uint8)
-
-
-def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of logits and sums of inputs of `dtype`."""
-    return torch.float64 if dtype == torch.float64 else torch.float32

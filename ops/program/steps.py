@@ -60,9 +60,6 @@ class Kind(Enum):
     ROUND_HIDDEN = "dX of the sums of all ranks"
 
 
-GEMMS = Kind.PROJECT, Kind.GEMM_HIDDEN, Kind.GEMM_WEIGHT
-
-
 @dataclass(frozen=True)
 class Buffer:
     """A matrix of `rows` x `columns` elements of `item` bytes, `offset` bytes into its home."""

@@ -14,7 +14,13 @@ from cutefce.ops.operators.probabilities import block_rows
 from cutefce.ops.primitives import dispatch
 from tests.ops.test_soft_targets import EACH
 from tests.support.memory import peaks
-from tests.support.options import OptionsCase, assert_results_as_accurate, dense_case, exact
+from tests.support.options import (
+    OptionsCase,
+    assert_compiled_equals_eager,
+    assert_results_as_accurate,
+    dense_case,
+    exact,
+)
 from tests.support.reference import random_case
 
 SIZES = 150, 16, 333
@@ -158,22 +164,9 @@ def test_tokens_of_weight_0_reach_nothing() -> None:
 
 
 def test_compiled_equals_eager(device: str) -> None:
-    def step(h: Tensor, w: Tensor, options: dict[str, Any]) -> Tensor:
-        loss: Tensor = cutefce.linear_cross_entropy(h * 2, w, **options)
-        return loss + 1
-
-    torch.compiler.reset()
-    backend = "aot_eager" if device == "cpu" else "inductor"
-    compiled = torch.compile(step, fullgraph=True, dynamic=True, backend=backend)
-    for tokens in (40, 70):
-        x = dense_case(EACH["softcap and all factors"], tokens, 16, 333, device=device)
-        results = []
-        for function in (step, compiled):
-            leaves = x.leaves
-            loss = function(leaves[0], leaves[1], x.with_leaves(leaves))
-            results.append([loss, *torch.autograd.grad(loss, leaves)])
-        for eager, fast in zip(*results, strict=True):
-            torch.testing.assert_close(fast, eager)
+    names = EACH["softcap and all factors"]
+    cases = (dense_case(names, tokens, 16, 333, device=device) for tokens in (40, 70))
+    assert_compiled_equals_eager(cases, device)
 
 
 def test_opcheck(device: str) -> None:

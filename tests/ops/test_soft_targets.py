@@ -19,6 +19,7 @@ from tests.support.layouts import LAYOUTS, WINDOWS, Layout, can_store, pinned, w
 from tests.support.modes import Seen, launches, unseen
 from tests.support.options import (
     OptionsCase,
+    assert_compiled_equals_eager,
     assert_results_as_accurate,
     exact,
     soft_case,
@@ -298,22 +299,8 @@ def test_a_common_offset_of_logits_changes_nothing(device: str) -> None:
 
 @pytest.mark.parametrize("names", rest_slow(MOST))
 def test_compiled_equals_eager(names: list[str], small_tiles: PortableTiles, device: str) -> None:
-    def step(h: Tensor, w: Tensor, options: dict[str, Any]) -> Tensor:
-        loss: Tensor = cutefce.linear_cross_entropy(h * 2, w, **options)
-        return loss + 1
-
-    torch.compiler.reset()
-    backend = "aot_eager" if device == "cpu" else "inductor"
-    compiled = torch.compile(step, fullgraph=True, dynamic=True, backend=backend)
-    for tokens in (40, 70, 33):
-        x = soft_case(names, 5, tokens, 16, 333, device=device)
-        results = []
-        for function in (step, compiled):
-            leaves = x.leaves
-            loss = function(leaves[0], leaves[1], x.with_leaves(leaves))
-            results.append([loss, *torch.autograd.grad(loss, leaves)])
-        for eager, fast in zip(*results, strict=True):
-            torch.testing.assert_close(fast, eager)
+    cases = (soft_case(names, 5, tokens, 16, 333, device=device) for tokens in (40, 70, 33))
+    assert_compiled_equals_eager(cases, device)
 
 
 @pytest.mark.parametrize("names", rest_slow(MOST))

@@ -1,5 +1,6 @@
 """What calls with options are compared with: every formula from all logits, in any dtype."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -281,3 +282,23 @@ def row_values(u: Tensor, y: Tensor, ignore_index: int = -100) -> RowValues:
         torch.where(is_top1, index, largest),
     )
     return RowValues(*(torch.where(active, x, torch.zeros_like(x)) for x in values))
+
+
+def assert_compiled_equals_eager(cases: Iterable[OptionsCase], device: str) -> None:
+    """Compare losses and gradients of calls of any number of tokens, compiled once, with eager."""
+
+    def step(h: Tensor, w: Tensor, options: dict[str, Any]) -> Tensor:
+        loss: Tensor = cutefce.linear_cross_entropy(h * 2, w, **options)
+        return loss + 1
+
+    torch.compiler.reset()
+    backend = "aot_eager" if device == "cpu" else "inductor"
+    compiled = torch.compile(step, fullgraph=True, dynamic=True, backend=backend)
+    for x in cases:
+        results = []
+        for function in (step, compiled):
+            leaves = x.leaves
+            loss = function(leaves[0], leaves[1], x.with_leaves(leaves))
+            results.append([loss, *torch.autograd.grad(loss, leaves)])
+        for eager, fast in zip(*results, strict=True):
+            torch.testing.assert_close(fast, eager)
