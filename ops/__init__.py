@@ -2,9 +2,9 @@
 
     interface/    1. the public functions; where a user error is raised: `checks.py`
     operators/    the operators that autograd and compilers see, and their derivatives
-    planning/     2. where the plan is made: `planner.py`, and where memory is predicted:
-                     `memory_model.py`
-    program/      3. which steps follow, where their buffers lie, and what runs them
+    planning/     what plans share: budgets, devices, the memory of single steps
+    program/      2. where the plan is made: `plan.py`
+                  3. which steps follow, where their buffers lie, and what runs them
     primitives/   4. what steps launch, on the CuTe DSL kernels or in plain torch
     sampling/     sampled gradients: how entries of the softmax are chosen, and their products
     rows/         per-token data of all steps: targets, options, statistics, coefficients

@@ -102,7 +102,7 @@ def test_every_name_can_be_called() -> None:
     finally:
         cutefce.set_strict(False)
     plan = cutefce.plan(h, w, workspace="max")
-    assert (plan.strategy, plan.chunk, plan.aliased, plan.vocab) == ("windows", 6, 0, 40)
-    assert plan.kept >= 40 and plan.window >= 40 and plan.workspace_bytes > 0 and plan.seconds > 0
+    assert (plan.strategy, plan.chunk, plan.problem.vocab) == ("windows", 6, 40)
+    assert plan.layout.kept >= 40 and plan.workspace_bytes > 0 and plan.seconds > 0
     assert "windows, 100% kept" in str(plan)
     assert "one pass of 6 tokens" in str(cutefce.plan_divergence(h, w, H, W))

@@ -43,7 +43,7 @@ from bench.harness.problems import (
 )
 from bench.harness.reference import float64_mean_reference, unfused
 from bench.harness.timing import Call, Timing, interleaved, peak_bytes, preceding_gemms
-from cutefce.ops.planning.planner import Plan
+from cutefce.ops.program.plan import Plan
 
 GIB = 1 << 30
 WORKSPACES: dict[str, str | int | None] = {

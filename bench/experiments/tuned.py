@@ -68,7 +68,7 @@ def run(shape: Shape, repeats: int) -> list[Row]:
     names = [field.name for field in dataclasses.fields(KernelConfigs)]
     differ = [name for name in names if getattr(default, name) != getattr(tuned, name)]
     width, won = (
-        outputs.smallest_plan(problem, configs).window
+        outputs.smallest_plan(problem, configs).layout.window
         for configs in (
             defaults.window_configs(problem),
             lookup.window_configs(problem, gpu),

@@ -59,7 +59,7 @@ def loss(
         target: (...) integer class indices in [0, V), or `ignore_index`, or (..., V) probabilities;
             None with soft targets.
         workspace: peak memory in bytes, beyond inputs and gradients, that the call may use for
-            speed, or the least that any plan takes; "min", "max", or None for `planner.DEFAULT`.
+            speed, or the least that any plan takes; "min", "max", or None for 2.5 GiB.
         arguments: the fields of `LossOptions`, `TensorOptions` and `Sharding`, by name.
 
     Returns:

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from cutefce.cute_kernels.problem import ITEM_BYTES
 from cutefce.ops import torch_compat
-from cutefce.ops.planning import planner
+from cutefce.ops.planning import budget
 
 DTYPES = {getattr(torch, name) for name in ITEM_BYTES}
 REDUCTIONS = ("mean", "sum", "none")
@@ -277,15 +277,15 @@ def workspace_bytes(workspace: int | str | None) -> int:
     """Return the budget in bytes that `workspace` means: bytes, "min", "max" or None."""
     check_type("workspace", workspace)
     if isinstance(workspace, str):
-        named = {"min": planner.MINIMUM, "max": planner.MAXIMUM}
+        named = {"min": budget.MINIMUM, "max": budget.MAXIMUM}
         if workspace not in named:
             raise ValueError(f'workspace: got {workspace!r}, expected bytes, "min", "max" or None')
         return named[workspace]
     if workspace is None:
-        return planner.DEFAULT
+        return budget.DEFAULT
     if not 0 <= workspace < 1 << 63:
         raise ValueError(f'workspace: got {workspace}, expected bytes from 0 to 2**63 - 1 or "max"')
-    return min(workspace, planner.MAXIMUM)
+    return min(workspace, budget.MAXIMUM)
 
 
 def rank_count(group: str | None, shards: Sequence[int] | None, sequence_parallel: bool) -> int:

@@ -99,6 +99,11 @@ class LossOptions(OperatorRecord):
         """Return the same with a loss for each token."""
         return dataclasses.replace(self, reduction="none")
 
+    def without_entropy(self) -> "LossOptions":
+        """Return the options of a backward in which entropy has no gradient."""
+        outputs = ",".join(name for name in self.output_names if name != "entropy")
+        return dataclasses.replace(self, outputs=outputs)
+
     def check_entropy_gradient(self) -> None:
         """Raise NotImplementedError unless entropy, as an output, has a gradient."""
         option_checks.check_entropy_gradient(self.softcap, self.gradient)

@@ -16,9 +16,9 @@ from cutefce.ops.interface.soft_targets import check_soft_targets
 from cutefce.ops.operators.context import autocast, is_mixed
 from cutefce.ops.operators.plans import copied_item_bytes, plan_for
 from cutefce.ops.parallel.dtensor import localize, localize_options
-from cutefce.ops.planning.planner import Plan
 from cutefce.ops.primitives import dispatch
 from cutefce.ops.primitives.dispatch import Backend
+from cutefce.ops.program.plan import Plan
 
 
 def set_strict(enabled: bool) -> None:
@@ -91,7 +91,7 @@ def plan(
     More than eight parameters: they are arguments of the call.
 
     Returns:
-        Strategy, window, columns aliased and kept, and predicted memory (bytes) and time (seconds).
+        Problem and layout of the program, and predicted memory (bytes) and time (seconds).
 
     Raises:
         TypeError, ValueError, NotImplementedError: as the call does.

@@ -14,7 +14,7 @@ from cutefce.ops.operators import operators
 from cutefce.ops.operators.context import can_bypass_dispatcher
 from cutefce.ops.operators.operators import IMPLS, LIBRARY, STEP
 from cutefce.ops.parallel.consistency import report_errors
-from cutefce.ops.planning import planner
+from cutefce.ops.planning import budget
 from cutefce.ops.schema import unpack
 
 _BUFFER = 4 + TensorOptions.names().index("accumulate_into")  # its place in what is saved
@@ -81,12 +81,11 @@ class RowOutputs(torch.autograd.Function):
         saved = _saved(ctx)
         stats, tensors = saved[3], TensorOptions(*saved[4:])
         sizes, zeros = (tensors.output_classes, 1, 1), stats.new_zeros(1, stats.shape[1])
-        pairs = zip(upstream[:3], sizes, strict=True)
+        # entropy's gradient takes one more pass over the exponentials
+        given = upstream[:3] if upstream[2] is not None else upstream[:2]
+        pairs = zip(given, sizes, strict=False)
         rows = [(zeros.expand(k, -1) if x is None else x.reshape(-1, k).t()) for x, k in pairs]
-        outputs = ctx.before[-1].split(",")
-        if upstream[2] is None:  # entropy's gradient takes one more pass over the exponentials
-            outputs = [name for name in outputs if name != "entropy"]
-        return _backward(ctx, torch.cat(rows), (*ctx.before[:-1], ",".join(outputs)), saved)
+        return _backward(ctx, torch.cat(rows), ctx.before, saved)
 
 
 class LinearCrossEntropyGradients(torch.autograd.Function):
@@ -188,7 +187,7 @@ def _save_forward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     options, tensors, sharding = unpack(arguments, *OPTIONS)
     bias = tensors.linear_bias
     grad_bias = bias is not None and bias.requires_grad
-    step = StepOptions(planner.DEFAULT, h.requires_grad, w.requires_grad, grad_bias)
+    step = StepOptions(budget.DEFAULT, h.requires_grad, w.requires_grad, grad_bias)
     if options.is_sampled and tensors.seed is None:
         tensors = dataclasses.replace(tensors, seed=torch.ops.cutefce.draw_seed(y))
     arguments = [*step.pack(), *options.pack(), *tensors.pack(), *sharding.pack()]

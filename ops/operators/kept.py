@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cutefce.ops.planning.planner import Plan
+from cutefce.ops.program.plan import Plan
 from cutefce.ops.program.run import Left
 from cutefce.ops.rows.loss_parts import LossParts
 from cutefce.ops.rows.selection import RowSelection
@@ -46,7 +46,7 @@ class Kept:
     def take_left(self) -> Left | None:
         """Return what a program has left; later backwards get None of what this one overwrites."""
         left = self.left
-        if left is not None and left.program.is_spent:
+        if left is not None and left.plan.program.is_spent:
             left = vars(self).pop("left", None)  # one step, for threads that share a graph
         return left
 

@@ -13,7 +13,6 @@ from cutefce.ops.operators.kept import Kept
 from cutefce.ops.operators.plans import plan_for
 from cutefce.ops.parallel.class_row import needs_class_row, set_class_row
 from cutefce.ops.parallel.shard import Unsharded
-from cutefce.ops.planning.planner import Plan
 from cutefce.ops.primitives.dispatch import (
     options_unsupported_reason,
     primitives_for,
@@ -21,6 +20,7 @@ from cutefce.ops.primitives.dispatch import (
 )
 from cutefce.ops.primitives.row_selection import select_rows, with_aligned_rows
 from cutefce.ops.program.inputs import LossInputs
+from cutefce.ops.program.plan import Plan
 from cutefce.ops.rows.loss_parts import check_soft_values, without_weightless
 from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.sampling.samples import Sampling
@@ -76,7 +76,7 @@ def prepare(
     own_sums = tensors.weight_cast is not None or tensors.accumulate_into is not None
     dw_dtype = sum_dtype(w.dtype) if own_sums else w.dtype
     dtypes = shard.dx_dtype(h.dtype), dw_dtype
-    buffer = tensors.accumulate_into if plan.grad_weight else None
+    buffer = tensors.accumulate_into if plan.problem.grad_weight else None
     operands = shard.primitives(own), h, w, targets, *dtypes, buffer, class_row
     sampling = None
     if plan.is_sampled and known is None:
@@ -110,7 +110,7 @@ def _select(
     """Return which tokens are computed, None for all."""
     y, ignored = without_weightless(y.long(), options, tensors).contiguous(), options.ignore_index
     counted = shard.counted(y, ignored) if problem.selects_rows else y
-    chunk = plan.selected_tokens(len(y))
+    chunk = plan.layout.chunk if plan.in_forward else len(y)
     return select_rows(problem, y, counted, ignored, plan.tokens, chunk)
 
 

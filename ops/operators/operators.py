@@ -26,11 +26,13 @@ from cutefce.ops.operators.context import isolated_context, refuse_tangents
 from cutefce.ops.operators.kept import Kept
 from cutefce.ops.operators.operands import NO_GRADIENTS, plan_of, prepare
 from cutefce.ops.parallel.shard import shard_of
-from cutefce.ops.planning.planner import MINIMUM, Plan
+from cutefce.ops.planning.budget import MINIMUM
 from cutefce.ops.program import calls as programs
 from cutefce.ops.program.inputs import LossInputs
+from cutefce.ops.program.plan import Plan
 from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.statistics import RowStats
+from cutefce.ops.rows.targets import OUTPUTS
 from cutefce.ops.sampling import gradients as sampled
 from cutefce.ops.schema import unpack
 
@@ -130,7 +132,8 @@ def loss_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dX (N, D), dW (V, D) and the bias' gradient (V,), without rows where not computed.
 
-    `stats` are those of `loss_forward`; `arguments` are those of `STEP`.
+    `stats` are those of `loss_forward`; `arguments` are those of `STEP`.  `upstream` is a number, or
+    (N,), or of outputs (K + 2, N), without its last row if entropy has no gradient.
     """
     step, options, tensors, sharding = unpack(arguments, *STEP)
     w, upstream = tensors.computed_weight(w), agreed_upstream(upstream, tensors)
@@ -155,6 +158,9 @@ def loss_backward(
     if selection is not None and upstream.ndim:
         upstream = selection.take(upstream)
     assert results is not None
+    if options.reduction == OUTPUTS and len(upstream) == tensors.output_classes + 1:
+        upstream = torch.cat([upstream, torch.zeros_like(upstream[:1])])
+        inputs.targets.options = options.without_entropy()
     if (classes := inputs.targets.output_classes) is not None:
         soft, upstream = classes.take(upstream)
         inputs.targets.parts = inputs.targets.parts._replace(soft=soft)
@@ -162,7 +168,7 @@ def loss_backward(
         dx, dw, dbias = sampled_gradients(upstream, inputs, rows, results)
     else:
         of_chunks = None
-        if plan.in_forward and plan.grad_hidden:
+        if plan.in_forward and plan.problem.grad_hidden:
             inputs.targets.selection = None  # all rows of the sums are defined
             selection, of_chunks = None, selection
         dx, dw, dbias = programs.backward(left, inputs, upstream, rows, of_chunks)
@@ -193,10 +199,10 @@ def sampled_gradients(
     plan, w = results.plan, inputs.w
     assert results.samples is not None
     dw = inputs.accumulate_into
-    if dw is None and plan.grad_weight:
+    if dw is None and plan.problem.grad_weight:
         dw = w.new_empty(w.shape, dtype=inputs.dw_dtype)
-    dbias = stats.rows.new_empty(w.shape[0]) if plan.grad_bias else None
-    given = stats, results.samples, upstream, plan.window, plan.grad_hidden
+    dbias = stats.rows.new_empty(w.shape[0]) if plan.problem.grad_bias else None
+    given = stats, results.samples, upstream, plan.layout.window, plan.problem.grad_hidden
     dx = sampled.backward(inputs, *given, dw, dbias)
     return dx, dw if inputs.accumulate_into is None else None, dbias
 

@@ -4,18 +4,19 @@ Operators make their plans when they run, where sizes are integers: a graph comp
 comparison of sizes, and one graph serves all of them.
 """
 
-import dataclasses
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from cutefce.cute_kernels.problem import Problem
+from cutefce.cute_kernels.problem import Problem as Operands
 from cutefce.cute_kernels.process_cache import process_cache
 from cutefce.ops import torch_compat
 from cutefce.ops.dtypes import sum_dtype
 from cutefce.ops.interface.options import LossOptions, Sharding, StepOptions, TensorOptions
-from cutefce.ops.planning import planner
-from cutefce.ops.planning.call_problem import CallProblem, forms_gradients, with_call
+from cutefce.ops.planning.device import device_of
+from cutefce.ops.planning.sampled_memory import SampledProblem, sampled_bytes, sampled_seconds
 from cutefce.ops.primitives.dispatch import (
     options_unsupported_reason,
     problem_of,
@@ -23,8 +24,43 @@ from cutefce.ops.primitives.dispatch import (
 )
 from cutefce.ops.primitives.portable_projection import is_dense
 from cutefce.ops.primitives.row_selection import has_aligned_rows
+from cutefce.ops.program.layout import Layout
+from cutefce.ops.program.place import token_bytes
+from cutefce.ops.program.plan import Plan, plan
+from cutefce.ops.program.primitives_backend import Copies, PrimitivesBackend
+from cutefce.ops.program.problem import Problem, Upstream
 from cutefce.ops.program.weight import can_add_in_place
 from cutefce.ops.rows.targets import OUTPUTS
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a call is planned by."""
+
+    problem: Problem
+    operands: Operands
+    copies: Copies
+    samples: int = 0
+    """Entries of a token that sampled gradients expect to keep; 0 for exact gradients."""
+    smooths: bool = False
+    """Whether label smoothing adds a part to sampled gradients."""
+
+    def of_ranks(self, vocab: int, knows_upstream: bool) -> "Request":
+        """Return the same for the widest shard, without copies, and a buffer that GEMMs add to."""
+        problem = replace(self.problem, vocab=vocab, adds_in_place=True)
+        if problem.into and knows_upstream:
+            problem = replace(problem, upstream=Upstream.KNOWN)
+        return replace(
+            self, problem=problem, operands=replace(self.operands, vocab=vocab), copies=Copies()
+        )
+
+    def of_tokens(self, tokens: int) -> "Request":
+        """Return the same of some tokens, copied with their dX."""
+        problem = replace(self.problem, tokens=tokens)
+        copied = (1 + problem.grad_hidden) * tokens * problem.hidden * problem.item
+        copies = replace(self.copies, dense=self.copies.dense + copied)
+        operands = replace(self.operands, tokens=tokens)
+        return replace(self, problem=problem, operands=operands, copies=copies)
 
 
 def plan_for(
@@ -36,7 +72,7 @@ def plan_for(
     sharding: Sharding,
     counted: int | None = None,
     leaves_out: bool = False,
-) -> planner.Plan:
+) -> Plan:
     """Return the plan of this rank's part of a step with h (N, D) and w (V, D).
 
     Ranks must use the same strategy and chunks, but may have different shards, copies and buffers:
@@ -46,55 +82,90 @@ def plan_for(
     says so, or if with a copy of their hidden states and one of their dX it takes no more memory
     than the plan for all.  More than eight parameters: the arguments of a call, by kind.
     """
-    ranks = sharding.ranks()
-    tokens = h.shape[0] * ranks if sharding.sequence_parallel else None
-    problem = problem_of(h, w, step.grad_hidden, step.grad_weight, step.grad_bias, tokens)
-    copies = max(int(options.softcap is not None), 2 * options.reduces_all)
-    buffer = tensors.accumulate_into if step.grad_weight else None
-    if tensors.weight_cast is not None or copies:
-        wide = tensors.weight_cast is not None
-        problem = dataclasses.replace(problem, wide_grad_weight=wide, tile_copies=copies)
-    if tensors.target_indices is not None:
-        soft, returned = tensors.target_indices.shape[-1], options.reduction == OUTPUTS
-        problem = with_call(problem, soft_targets=soft, returns_classes=returned)
-    if buffer is not None:
-        in_place = can_add_in_place(buffer, h.dtype, sum_dtype(h.dtype))
-        problem = with_call(
-            problem,
-            wide_grad_weight=True,
-            accumulates=True,
-            adds_in_place=in_place,
-            knows_upstream=tensors.grad_output is not None,
-        )
+    own = request_of(h, w, step, options, tensors, sharding)
+    leading, more = own, (h.device, step.budget)
     if sharding.group is not None:
-        parallel = sharding.sequence_parallel
-        problem = dataclasses.replace(problem, ranks=ranks, sequence_parallel=parallel)
-    is_sampled = options.is_sampled and forms_gradients(problem)
-    if is_sampled:
-        smooths = options.label_smoothing > 0
-        problem = with_call(problem, samples=options.samples, smooths=smooths)
-    if problem.arch is not None:
-        given = h.device, options, tensors, is_sampled
-        if options_unsupported_reason(problem, *given) is not None:
-            problem = dataclasses.replace(problem, arch=None)
-    own = _with_copies(problem, h, w, (step.copied_hidden, step.copied_weight))
-    widest = max(sharding.shards) if sharding.shards else problem.vocab
-    leading = own
-    if sharding.group is not None:
-        leading = dataclasses.replace(problem, vocab=widest)
-        if isinstance(leading, CallProblem):
-            leading = dataclasses.replace(leading, adds_in_place=True)
-    scales_rows = options.scales_rows or tensors.scales_rows
-    # entries of output classes are those of the backward, too
-    late = options.scales_exps or (options.reduction == OUTPUTS and tensors.output_classes > 1)
-    factors = options.is_scalar, scales_rows, late
-    more = h.device, step.budget, *factors
-    if counted is not None and counted < leading.tokens:
-        part = _of_tokens(leading, counted)
+        widest = max(sharding.shards) if sharding.shards else own.problem.vocab
+        leading = own.of_ranks(widest, tensors.grad_output is not None)
+    if counted is not None and counted < own.problem.tokens:
+        part = leading.of_tokens(counted)
         limit = _make_plan(leading, leading, *more).workspace_bytes
         if leaves_out or _make_plan(part, part, *more).workspace_bytes <= limit:
-            leading, own = part, _of_tokens(own, counted)
+            leading, own = part, own.of_tokens(counted)
     return _make_plan(leading, own, *more)
+
+
+def request_of(
+    h: Tensor,
+    w: Tensor,
+    step: StepOptions,
+    options: LossOptions,
+    tensors: TensorOptions,
+    sharding: Sharding,
+) -> Request:
+    """Return what this rank's part of a step with h (N, D) and w (V, D) is planned by."""
+    ranks = sharding.ranks()
+    tokens = h.shape[0] * ranks if sharding.sequence_parallel else None
+    operands = problem_of(h, w, step.grad_hidden, step.grad_weight, step.grad_bias, tokens)
+    buffer = tensors.accumulate_into if step.grad_weight else None
+    wide = tensors.weight_cast is not None or buffer is not None
+    # copies of a tile of logits that options make in plain torch
+    copies = max(int(options.softcap is not None), 2 * options.reduces_all)
+    if wide or copies:
+        operands = replace(operands, wide_grad_weight=wide, tile_copies=copies)
+    if sharding.group is not None:
+        operands = replace(operands, ranks=ranks, sequence_parallel=sharding.sequence_parallel)
+    is_sampled = options.is_sampled and any((step.grad_hidden, step.grad_weight, step.grad_bias))
+    if operands.arch is not None:
+        given = h.device, options, tensors, is_sampled
+        if options_unsupported_reason(operands, *given) is not None:
+            operands = replace(operands, arch=None)
+    samples = options.samples if is_sampled else 0
+    return Request(
+        _problem(h, operands, options, tensors, buffer),
+        operands,
+        _copies(operands, h, w, (step.copied_hidden, step.copied_weight)),
+        samples,
+        samples > 0 and options.label_smoothing > 0,
+    )
+
+
+def _problem(
+    h: Tensor,
+    of: Operands,
+    options: LossOptions,
+    tensors: TensorOptions,
+    buffer: Tensor | None,
+) -> Problem:
+    """Return what a program of a call depends on."""
+    sums = sum_dtype(h.dtype)
+    in_place = buffer is None or can_add_in_place(buffer, h.dtype, sums)
+    upstream = Upstream.SCALAR if options.is_scalar else Upstream.ROWS
+    if buffer is not None and in_place and tensors.grad_output is not None:
+        upstream = Upstream.KNOWN
+    soft = 0 if tensors.target_indices is None else tensors.target_indices.shape[-1]
+    return Problem(
+        of.tokens,
+        of.hidden,
+        of.vocab,
+        of.item_bytes,
+        of.accumulator_bytes,
+        of.grad_hidden,
+        of.grad_weight,
+        of.grad_bias,
+        upstream,
+        scales_rows=options.scales_rows or tensors.scales_rows,
+        every_class=options.label_smoothing != 0 or "mean_logit" in options.output_names,
+        soft=soft if soft > 1 else 0,
+        returns_classes=soft > 1 and options.reduction == OUTPUTS,
+        scales_exps=options.scales_exps,
+        stores=h.dtype != torch.float16,
+        selects=of.selects_rows,
+        grad_hidden_item=of.accumulator_bytes if of.ranks > 1 else 0,
+        grad_weight_item=of.accumulator_bytes if of.wide_grad_weight and buffer is None else 0,
+        into=0 if buffer is None else buffer.itemsize,
+        adds_in_place=in_place,
+    )
 
 
 def copied_item_bytes(given: Tensor, taken: Tensor) -> int:
@@ -107,41 +178,41 @@ def copied_item_bytes(given: Tensor, taken: Tensor) -> int:
     return given.element_size()
 
 
-def _with_copies(problem: Problem, h: Tensor, w: Tensor, copied: tuple[int, int]) -> Problem:
-    """Return `problem`, that of h (N, D) and w (V, D), with the copies of them that a call makes.
+def _copies(of: Operands, h: Tensor, w: Tensor, copied: tuple[int, int]) -> Copies:
+    """Return the copies of h (N, D) and w (V, D) that a call makes.
 
     `copied` are the `copied_item_bytes` of h and w.  The others depend on their layouts: they are
     those of `Projection.prepare`.
     """
-    accepts = is_dense if problem.arch is None else has_aligned_rows
-    gathered = (w,) if problem.sequence_parallel else (h, w)
-    dense_bytes = sum(x.numel() * x.element_size() for x in gathered if not accepts(x))
-    if not any((dense_bytes, *copied)):
-        return problem
-    of_h, of_w = copied
-    return with_call(problem, copied_hidden=of_h, copied_weight=of_w, dense_bytes=dense_bytes)
-
-
-def _of_tokens(problem: Problem, tokens: int) -> Problem:
-    """Return `problem` with some of its tokens, copied with their dX."""
-    problem = with_call(problem, tokens=tokens)
-    copied = (1 + problem.grad_hidden) * tokens * problem.hidden * problem.item_bytes
-    return dataclasses.replace(problem, dense_bytes=problem.dense_bytes + copied)
+    accepts = is_dense if of.arch is None else has_aligned_rows
+    gathered = (w,) if of.sequence_parallel else (h, w)
+    return Copies(*copied, sum(x.nbytes for x in gathered if not accepts(x)))
 
 
 @process_cache
-def _make_plan(
-    leading: Problem,
-    own: Problem,
-    device: torch.device,
-    budget: int,
-    is_scalar: bool,
-    scales_rows: bool,
-    scales_exps: bool = False,
-) -> planner.Plan:
+def _make_plan(leading: Request, own: Request, device: torch.device, budget: int) -> Plan:
     """Plan for `leading`, which is the same on all ranks, then for this rank's `own` problem."""
-    more = budget, is_scalar, scales_rows
-    plan = planner.make_plan(leading, window_configs_for(leading, device), *more, scales_exps)
-    if leading == own:
-        return plan
-    return planner.replan_for_shard(plan, own, window_configs_for(own, device), *more)
+    made = _plan(leading, device, budget)
+    return made if leading == own else _plan(own, device, budget, made.layout)
+
+
+def _plan(x: Request, device: torch.device, budget: int, like: Layout | None = None) -> Plan:
+    """Return the plan of a request; with a layout `like`, of chunks of as many tokens."""
+    backend = backend_of(x, device)
+    if not x.samples:
+        rates = device_of(x.operands.device)
+        return plan(x.problem, backend, rates, budget, like)
+    p, of = x.problem, vars(x.operands)
+    call: dict[str, Any] = {"accumulates": p.into > 0, "adds_in_place": p.adds_in_place}
+    sampled = SampledProblem(**of, samples=x.samples, smooths=x.smooths, **call)
+    layout = Layout(max(p.tokens, 1), backend.tiles.window)
+    size = backend.workspace(p, sampled_bytes(sampled, backend.tiles), token_bytes(p))
+    seconds = sampled_seconds(sampled)
+    return Plan(p, layout, backend, size, seconds, is_sampled=True).within(budget)
+
+
+def backend_of(x: Request, device: torch.device) -> PrimitivesBackend:
+    """Return what the primitives that serve a request need of memory."""
+    configs = window_configs_for(x.operands, device)
+    widths = tuple(config.window for config in configs)
+    return PrimitivesBackend(x.operands, configs[0], widths, x.copies)

@@ -5,8 +5,6 @@ from cutefce.cute_kernels.config import PortableTiles, WindowConfig
 from cutefce.cute_kernels.integers import ceil_div
 from cutefce.cute_kernels.problem import LOW_BITS, Problem, can_keep
 from cutefce.cute_kernels.schedule.order import PARTIAL_BYTES
-from cutefce.ops.planning.call_problem import accumulates, adds_in_forward
-from cutefce.ops.planning.dw_aliasing import FINISHED_ROWS
 
 UPCAST_BLOCK = 2048
 """Rows and columns of a 16-bit operand that a CPU's GEMM converts to float32 at a time."""
@@ -19,10 +17,8 @@ SAMPLED_BLOCK = {"cpu": 1 << 18}
 LARGE_SAMPLED_BLOCK = 1 << 22
 MIN_ADDED_ROWS = 1024
 """Rows of dW below which each product of them converts its operands for too little work."""
-MAX_SHORT_SUMS = 32
-"""Chunks up to which dW's sums are kept in the least bits.  Each addition errs by 1/16 of the final
-rounding's error, which together adds 4 % to the latter where sums grow evenly, and 6 % where one
-chunk has most of them."""
+FINISHED_ROWS = 1024
+"""Rows of dX whose sums exist at a time beside kept ones."""
 NARROWEST_TILE = 128
 """Columns of the narrowest tile of a kernel, each of which gives one partial sum at most."""
 
@@ -37,36 +33,39 @@ def sampled_rows(columns: int, device: str) -> int:
     return max(1, SAMPLED_BLOCK.get(device, LARGE_SAMPLED_BLOCK) // columns)
 
 
+def partial_sums(p: Problem, config: WindowConfig, rows: int, columns: int) -> int:
+    """Return how many numbers a row has of partial sums, and of their references."""
+    if p.arch is None:
+        return 2 * ceil_div(columns, config.reference_block)
+    affordable = PARTIAL_BYTES // (p.accumulator_bytes * max(rows, 1))
+    return max(1, min(ceil_div(columns, NARROWEST_TILE), affordable))
+
+
 def partial_bytes(p: Problem, config: WindowConfig, tokens: int) -> int:
     """Bytes of a token's target, logit and partial sums while the forward of `tokens` runs."""
-    if p.arch is not None:
-        tiles = ceil_div(p.vocab, NARROWEST_TILE)
-        partials = min(tiles, PARTIAL_BYTES // (4 * max(tokens, 1)))
-        return TARGET_BYTES + (2 + partials) * p.accumulator_bytes
-    blocks = ceil_div(p.vocab, config.reference_block)
-    return TARGET_BYTES + (2 + 2 * blocks) * p.accumulator_bytes
+    return TARGET_BYTES + (2 + partial_sums(p, config, tokens, p.vocab)) * p.accumulator_bytes
 
 
-def forward_step_bytes(p: Problem, config: WindowConfig, tokens: int, stored: int) -> int:
-    """Bytes of one step of the forward of `tokens` that stores `stored` columns."""
+def forward_step_bytes(p: Problem, config: WindowConfig, tokens: int) -> int:
+    """Bytes of one step of the forward of `tokens` that stores nothing."""
     if p.arch is not None:
         return 0
-    blocks = ceil_div(p.vocab, config.reference_block)
+    rows, tile = rows_bytes(p, tokens, CONVERTED), tile_bytes(p, config, tokens, p.vocab)
+    return max(tile, reduce_bytes(p, tokens, ceil_div(p.vocab, config.reference_block)), rows)
+
+
+def reduce_bytes(p: Problem, tokens: int, blocks: int) -> int:
+    """Bytes of the reduction of the partial sums of blocks of columns."""
+    if p.arch is not None:
+        return 0
     # vectors of tokens beside the partial sums; float16 makes new statistics of the old ones
     vectors = 5 if can_keep(p.dtype) else 8
-    reduced = tokens * max(blocks * (2 * p.accumulator_bytes + 1), vectors * p.accumulator_bytes)
-    repaired = 0
-    if stored and p.device == "cpu" and accumulates_wider(p):
-        # a block of exponentials in the dtype of sums, and of the scaled ones
-        repaired = 2 * min(tokens * p.vocab * p.accumulator_bytes, row_block_bytes(p.device))
-    rows = rows_bytes(p, tokens, CONVERTED)
-    tile = tile_bytes(p, config, tokens, p.vocab, stored=stored >= p.vocab)
-    return max(tile, reduced, repaired, rows)
+    return tokens * max(blocks * (2 * p.accumulator_bytes + 1), vectors * p.accumulator_bytes)
 
 
-PLAIN, GATHERED, CONVERTED, KEPT = 2, 3, 4, 12
+PLAIN, GATHERED, CONVERTED, ADDED = 2, 3, 4, 6
 """Half row blocks of a row-wise step with operands in the dtype of sums; with one that is gathered
-and converted; with one that is converted beside the result; with kept sums."""
+and converted; with one that is converted beside the result; of one that adds to kept sums."""
 
 
 def rows_bytes(p: Problem, rows: int, halves: int) -> int:
@@ -78,7 +77,18 @@ def rows_bytes(p: Problem, rows: int, halves: int) -> int:
     return block // 2 * halves if accumulates_wider(p) else block
 
 
-def tile_bytes(p: Problem, config: WindowConfig, tokens: int, window: int, *, stored: bool) -> int:
+def kept_bytes(p: Problem, rows: int, low_bits: int) -> int:
+    """Bytes of a row-wise step that adds to kept sums: their words are of two numbers, or of one.
+
+    A block has as many words as it has sums.
+    """
+    words = 2 if low_bits == LOW_BITS[0] else 1
+    return words * rows_bytes(p, ceil_div(rows, words), ADDED)
+
+
+def tile_bytes(
+    p: Problem, config: WindowConfig, tokens: int, window: int, *, stored: bool = False
+) -> int:
     """Bytes of a tile of the logits of `window` columns, and of the step that computes it.
 
     A CPU may compute logits in the memory of stored exponentials.
@@ -114,20 +124,6 @@ def upcast_bytes(p: Problem, rows: int, inner: int, columns: int) -> int:
     return (min(rows, UPCAST_BLOCK) + columns) * block * p.accumulator_bytes
 
 
-def kept_hidden_bytes(p: Problem, inner: int) -> int:
-    """Bytes of adding a product over `inner` columns to kept sums of dX."""
-    if has_weight_kernels(p):
-        return 0
-    rows = min(FINISHED_ROWS, p.tokens)
-    product = max(upcast_bytes(p, rows, inner, p.hidden), rows_bytes(p, rows, KEPT))
-    return rows_of_sums(p) + product
-
-
-def rows_of_sums(p: Problem) -> int:
-    """Bytes of the rows of dX whose sums are in float32 at a time, where kernels do not add."""
-    return min(FINISHED_ROWS, p.tokens) * p.hidden * p.accumulator_bytes
-
-
 def shared_sums_bytes(p: Problem) -> tuple[int, int]:
     """Return the bytes of dX's sums on a rank, and of adding them to the other ranks'.
 
@@ -147,38 +143,29 @@ def shared_sums_bytes(p: Problem) -> tuple[int, int]:
     return sums * p.hidden, max(reduced, rounded, gathered) * p.hidden
 
 
-def keeps_weight_sums(p: Problem) -> bool:
-    """Whether dW's sums over chunks of tokens are kept in 16 bits of dW and low bits beside."""
-    narrow = accumulates(p) or not p.wide_grad_weight
-    return p.grad_weight and accumulates_wider(p) and narrow and not adds_in_forward(p)
-
-
-def kept_low_bits(p: Problem, chunks: int) -> int:
-    """Return the low bits of each of dW's sums over `chunks` chunks of tokens."""
-    return LOW_BITS[-1] if accumulates(p) else low_bits_of(p.hidden, chunks)
-
-
-def low_bits_of(hidden: int, additions: int) -> int:
-    """Return the low bits of sums of `hidden` columns that are rounded `additions` times."""
-    return LOW_BITS[-1] if additions > MAX_SHORT_SUMS else few_low_bits(hidden)
-
-
 def few_low_bits(hidden: int) -> int:
     """Return the least low bits of kept sums: two columns share a byte."""
     return LOW_BITS[hidden % 2]
 
 
-def can_keep_hidden(p: Problem) -> bool:
-    """Whether dX's sums over windows may be kept in 16 bits and low bits beside.
+def targets_bytes(p: Problem, tokens: int) -> int:
+    """Bytes of the targets' part of dW until it is added."""
+    if has_weight_kernels(p):
+        return 12 * tokens + 4 * (p.vocab + 1)
+    return 8 * p.vocab + min(tokens + 1, p.vocab) * p.hidden * p.accumulator_bytes
 
-    Ranks add theirs in float32.
-    """
-    return p.grad_hidden and p.dtype == "bfloat16" and p.ranks == 1
+
+def target_rows_bytes(p: Problem, tokens: int) -> int:
+    """Bytes of the step that adds a block of tokens to the targets' part of dW, in plain torch."""
+    if has_weight_kernels(p):
+        return 0
+    return min(tokens * p.hidden * p.accumulator_bytes, row_block_bytes(p.device))
 
 
-def rounds_hidden(p: Problem) -> bool:
-    """Whether gradients in forward round dX, for a known upstream gradient."""
-    return adds_in_forward(p) and accumulates_wider(p) and p.grad_hidden and p.ranks == 1
+def added_bytes(p: Problem) -> int:
+    """Bytes of rows of dW that are computed beside the caller's buffer."""
+    rows = added_rows(p.hidden, p.accumulator_bytes, p.device)
+    return min(rows, p.vocab) * p.hidden * p.accumulator_bytes
 
 
 def has_weight_kernels(p: Problem) -> bool:

@@ -39,7 +39,7 @@ def scale_rows_to_(out: Tensor, x: Tensor, scale: Tensor) -> None:
 
 def scale_rows_in_place_(x: Tensor, scale: Tensor) -> None:
     """Multiply each row of `x` (R, C) by its `scale` (R,)."""
-    x.mul_(scale[:, None])
+    x.copy_(x.to(scale.dtype).mul_(scale[:, None]))
 
 
 def scale_by_log_(exps: Tensor, a: Tensor, b: Tensor) -> None:

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from cutefce.ops.dtypes import sum_dtype
-from cutefce.ops.planning.dw_aliasing import FINISHED_ROWS
-from cutefce.ops.planning.step_memory import UPCAST_BLOCK
+from cutefce.ops.planning.step_memory import FINISHED_ROWS, UPCAST_BLOCK
 from cutefce.ops.primitives.elementwise import (
     can_fuse,
     finish_dw_,

@@ -1,23 +1,20 @@
 """3. Program: a call of the loss as steps over buffers, which one interpreter runs.
 
-    calls.py       forward and backward of a call
-    run.py         the interpreter: arenas, and a function for each step
-    inputs.py      operands and primitives
-    table.py       which function runs which step
-    views.py       buffers as matrices, factors of tokens
-    exponentials.py  steps of logits: sums, statistics, loss, exponentials, factors
-    hidden.py      steps of dX
-    weight.py      steps of dW and of the bias' gradient
-    problem.py     what is asked: sizes, gradients, what is known when
-    layout.py      how it is laid out: chunks of tokens, windows of classes, what lies in dW
-    steps.py       buffers, steps and programs
-    backend.py     what lowering must know of those who run the steps
-    kernel_backend.py  the kernels, as such
-    lower.py       a problem and a layout to a program
-    place.py       offsets of buffers, the memory that a program takes, and what forbids overlap
-    cost.py        the time that it takes
-    plan.py        the fastest program within a budget
-
-`planning` chooses the layout of a call.  `plan.py` chooses among programs, by `cost.py` and the
-memory that `place.py` finds; no call asks it yet, nor `kernel_backend.py`.
+calls.py       forward and backward of a call
+run.py         the interpreter: arenas, and a function for each step
+inputs.py      operands and primitives
+table.py       which function runs which step
+views.py       buffers as matrices, factors of tokens
+exponentials.py  steps of logits: sums, statistics, loss, exponentials, factors
+hidden.py      steps of dX
+weight.py      steps of dW and of the bias' gradient
+problem.py     what is asked: sizes, gradients, what is known when
+layout.py      how it is laid out: chunks of tokens, windows of classes, what lies in dW
+steps.py       buffers, steps and programs
+backend.py     what lowering must know of those who run the steps
+primitives_backend.py  the primitives, as such: what they allocate themselves
+lower.py       a problem and a layout to a program
+place.py       offsets of buffers, the memory that a program takes, and what forbids overlap
+cost.py        the time that it takes
+plan.py        the plan of a call: the fastest program within a budget
 """

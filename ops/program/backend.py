@@ -1,7 +1,8 @@
-"""What lowering must know of those who will run the steps: how many bytes, and in which blocks."""
+"""What lowering asks of those who run its steps: their needs of memory."""
 
 from typing import Protocol
 
+from cutefce.ops.program.layout import Layout
 from cutefce.ops.program.problem import Problem
 from cutefce.ops.program.steps import Step
 
@@ -15,7 +16,18 @@ class Backend(Protocol):
 
     @property
     def places_values(self) -> bool:
-        """Whether places, logits and factors of tokens have buffers, not tensors of their own."""
+        """Whether places, logits, factors and partial sums have buffers, not their own tensors."""
+
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """Widths of windows that plans choose from, the widest first."""
+
+    @property
+    def skips_far(self) -> bool:
+        """Whether steps on far rows take no time where no row is far."""
+
+    def workspace(self, p: Problem, peak: int, kept: int) -> int:
+        """Return the bytes that a call takes whose program takes `peak`, and holds `kept`."""
 
     def partial_sums(self, p: Problem, rows: int, columns: int) -> int:
         """Return how many numbers PROJECT writes for a row, of so many rows and columns."""
@@ -23,8 +35,8 @@ class Backend(Protocol):
     def few_low_bits(self, p: Problem) -> int:
         """Return the bits beside the larger piece of a sum that is rounded once."""
 
-    def listed_targets(self, p: Problem) -> int:
+    def listed_targets(self, p: Problem, in_chunks: bool) -> int:
         """Return the bytes that LIST_TARGETS writes."""
 
-    def scratch(self, p: Problem, step: Step) -> int:
+    def scratch(self, p: Problem, x: Layout, step: Step) -> int:
         """Return the bytes that a step takes while it runs, beside its buffers."""

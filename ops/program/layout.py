@@ -11,8 +11,9 @@ So the first windows are narrow, and each next one is wider by N / D.  Exponenti
 computed again may lie there too, w columns at column c if w·N <= (V - c - w)·D.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
 
 from cutefce.cute_kernels.integers import ceil_div, round_up
 from cutefce.ops.program.problem import Problem
@@ -28,8 +29,7 @@ class Layout:
     window: int
     """Columns at a time of what is computed again, or in a chunk of a frozen weight."""
     kept: int = 0
-    """Columns whose exponentials have memory from the forward to the backward.  In a chunk of a
-    frozen weight, those of the last window at most, if it is wider than the others."""
+    """Columns whose exponentials have memory from the forward to the backward."""
     aliased: int = 0
     """Columns before these whose exponentials lie in the memory of dW."""
     low_bits: int = 0
@@ -48,6 +48,8 @@ class Window:
     home: Home | None = None
     offset: int = 0
     """Bytes into the memory of dW, if that is their home."""
+    times: int = 1
+    """How many like it there are, in a program that is made to be compared with others."""
 
     @property
     def width(self) -> int:
@@ -96,6 +98,18 @@ def even_windows(first: int, last: int, most: int, block: int) -> Iterator[Range
         width = round_up(ceil_div(last - first, count), block)
         for start in range(first, last, width):
             yield start, min(start + width, last)
+
+
+def alike(windows: Sequence[Window]) -> Iterator[Window]:
+    """Yield the first window and the last; one for those between that have equal width and home."""
+    yield from windows[:1]
+    for (_, home), like in groupby(windows[1:-1], lambda n: (n.width, n.home)):
+        found = list(like)
+        if home is None and not found[0].is_stored:
+            yield replace(found[0], times=len(found))
+        else:
+            yield from found
+    yield from windows[1:][-1:]
 
 
 def _aliased(p: Problem, count: int, block: int) -> Iterator[Window]:

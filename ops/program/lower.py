@@ -4,9 +4,8 @@ from collections.abc import Sequence
 
 from cutefce.cute_kernels.integers import round_up
 from cutefce.cute_kernels.workspace import NUM_STATS, low_bytes
-from cutefce.ops.planning.chunks.windows import split_columns
 from cutefce.ops.program.backend import Backend
-from cutefce.ops.program.layout import Layout, Window, chunks_of, windows_of
+from cutefce.ops.program.layout import Layout, Window, alike, chunks_of, even_windows, windows_of
 from cutefce.ops.program.place import place
 from cutefce.ops.program.problem import Problem, Upstream
 from cutefce.ops.program.steps import Buffer, Home, Kind, Program, Range, Step
@@ -15,15 +14,15 @@ ORDER_BYTES = 16
 """Bytes of a token's place and of its target, in the order of the rows that count."""
 FACTORS = 4
 """Numbers of a token: of its exponentials, target and every class, and their reference."""
-VALUES = "order", "class_row", "logits", "factors", "numbers", "last factors"
-"""Buffers of numbers of tokens, and of the class row."""
+VALUES = "order", "class_row", "logits", "factors", "numbers", "last factors", "partial of"
+"""Names of buffers of numbers of tokens, and of the class row."""
 
 
 def lower(p: Problem, x: Layout, backend: Backend, *, brief: bool = False) -> Program:
     """Return the program of a call, with a place for every buffer.
 
-    A `brief` one has one of many equal chunks, with the memory of all: it serves to choose, not to
-    run.
+    A `brief` one has one of many equal chunks and windows, with the memory of all: it serves to
+    choose, not to run.
     """
     lowering = _Lowering(p, x, backend, brief)
     lowering.forward()
@@ -47,9 +46,13 @@ class _Lowering:
         self.every = (0, p.tokens)
         self.in_forward = x.in_forward
         assert x.low_bits or not (self.in_forward and p.keeps_sums), "sums are in pieces"
+        self.parts: list[str] = []
+        """Partial sums, which tell until the loss which rows are far."""
         self.has_windows = self.in_forward and x.window < p.vocab
         """Whether a chunk has its columns one window after the other, which a frozen weight can."""
         self.windows = list(windows_of(p, x, backend.block))
+        if brief:
+            self.windows = list(alike(self.windows))
         if self.in_forward:
             self.windows = [Window((0, p.vocab), True)]
         self.order = ("order",) if p.selects else ()
@@ -67,8 +70,8 @@ class _Lowering:
         self, name: str, rows: int, columns: int, item: int, home: Home | None = None, at: int = 0
     ) -> str:
         """Name a buffer; where it is named again, it is as large as the larger one."""
-        if name in VALUES and not self.backend.places_values:
-            columns = 0
+        if name.startswith(VALUES) and not self.backend.places_values:
+            home = Home.OUTSIDE
         known = self.program.buffers.get(name)
         if known is None or (known.rows, known.columns) < (rows, columns):
             if known is not None:
@@ -91,9 +94,10 @@ class _Lowering:
         self.steps.append(step)
         for name in (*step.reads, *step.writes):
             lives[name] = lives.get(name, (self.count, 0))[0], self.count
-        size = self.backend.scratch(self.p, step)
+        size = self.backend.scratch(self.p, self.x, step)
         if size:
-            self.buffer(scratch := f"scratch {self.count}", 1, size, 1)
+            scratch = f"scratch {self.count}"
+            self.program.buffers[scratch] = Buffer(1, size, 1, Home.OUTSIDE)
             lives[scratch] = self.count, self.count
         self.count += 1
 
@@ -170,7 +174,7 @@ class _Lowering:
         else:
             states = self.states(self.every)
             self.statistics(self.every, states, [n for n in self.windows if n.is_stored])
-        self.emit(Kind.LOSS, (*self.order, self.stats()), (), self.every)
+        self.emit(Kind.LOSS, (*self.order, self.stats(), *self.parts), (), self.every)
 
     def states(self, rows: Range) -> tuple[str, ...]:
         """Emit hidden states and their targets' logits, in this order: see `place.check`."""
@@ -187,7 +191,7 @@ class _Lowering:
 
     def sums_of(self, n: Window, rows: Range) -> str:
         """Name the partial sums of a window."""
-        count = self.backend.partial_sums(self.p, rows[1] - rows[0], n.width)
+        count = n.times * self.backend.partial_sums(self.p, rows[1] - rows[0], n.width)
         return self.buffer(f"partial of {n.columns[0]}", self.x.chunk, count, self.p.sums)
 
     def statistics(self, rows: Range, states: Sequence[str], stored: Sequence[Window]) -> None:
@@ -207,6 +211,7 @@ class _Lowering:
             self.project_again(rows, n, states, self.stats(), far=True)
 
     def reduce(self, rows: Range, parts: Sequence[str]) -> None:
+        self.parts = [*dict.fromkeys((*self.parts, *parts))]
         if self.p.ranks > 1:
             shares = self.buffer("shares", self.x.chunk, self.p.ranks, self.p.sums)
             self.emit(Kind.ALL_GATHER, parts, (shares,), rows)
@@ -259,19 +264,23 @@ class _Lowering:
 
     def chunk_in_windows(self, rows: Range, states: Sequence[str]) -> None:
         """Emit windows whose products are added at once, and again where references move."""
-        widest = max(self.x.window, self.x.kept)
-        cut = split_columns(self.p.vocab, self.x.window, widest)
+        cut = even_windows(0, self.p.vocab, self.x.window, self.backend.block)
         windows = [Window(columns, False) for columns in cut]
-        parts = []
+        windows, parts = list(alike(windows)) if self.brief else windows, list[str]()
+        chunks = self.times
         for n in windows:
+            self.times = chunks * n.times
             parts.append(self.sums_of(n, rows))
             reads = (*states, "logits", *self.order)
             self.emit(Kind.PROJECT, reads, (parts[-1], self.exps(n, rows)), rows, n.columns)
             self.add_hidden(rows, n, first=n is windows[0])
+        self.times = chunks
         self.reduce(rows, parts)
         for n in windows:
+            self.times = chunks * n.times
             self.project_again(rows, n, states, self.stats(), far=True)
             self.add_hidden(rows, n, first=n is windows[0], far=True)
+        self.times = chunks
         if self.p.soft:
             sums = self.hidden_sums()
             self.emit(Kind.ENTRIES, (*self.order, self.stats(), *sums), sums, rows)
@@ -318,7 +327,7 @@ class _Lowering:
         Entries among narrow exponentials that the forward has stored are rounded once, with them.
         """
         stored = self.in_forward or any(n.is_stored for n in self.windows)
-        return self.p.scales_exps or (self.p.soft and self.p.keeps_sums and stored)
+        return self.p.scales_exps or (self.p.soft > 0 and self.p.keeps_sums and stored)
 
     def entries(self, rows: Range, n: Window, *factors: str) -> None:
         exps = self.exps(n, rows)
@@ -337,7 +346,8 @@ class _Lowering:
         self.emit(Kind.BIAS, reads, (sums,), rows, n.columns, **flags)
 
     def list_targets(self, states: Sequence[str], factors: str) -> None:
-        self.buffer("listed", 1, self.backend.listed_targets(self.p), 1)
+        home = None if self.backend.places_values else Home.OUTSIDE
+        self.buffer("listed", 1, self.backend.listed_targets(self.p, self.in_forward), 1, home)
         self.emit(Kind.LIST_TARGETS, (*self.order, *states, factors), ("listed",), self.every)
 
     def add_weight(
@@ -390,7 +400,7 @@ class _Lowering:
         p = self.p
         early = [n for n in self.windows if n.is_stored or not p.is_uniform]
         late = [n for n in self.windows if n not in early]
-        is_relative = p.soft and p.keeps_sums and not any(n.is_stored for n in early)
+        is_relative = p.soft > 0 and p.keeps_sums and not any(n.is_stored for n in early)
         """Whether soft targets' factors are in the references of exponentials."""
         names = "factors", *["numbers"] * bool(late)
         factors, *numbers = self.factors(self.every, *names, final=is_relative)
@@ -407,20 +417,24 @@ class _Lowering:
         if not all(n.is_stored for n in early) or (p.grad_weight and early and in_exps):
             plain = self.gather("plain", self.every, home=home if in_exps else None)
         for n in early:
+            self.times = n.times
             if not n.is_stored:
                 reference = factors if is_relative else self.stats()
                 self.project_again(self.every, n, plain, reference)
             if p.soft or p.scales_exps:
                 self.entries(self.every, n, factors)
             self.products(n, plain if in_exps else scaled, factors)
+        self.times = 1
         if early and late and p.grad_hidden:
             sums = self.hidden_sums()
             self.emit(Kind.RESCALE, (*self.order, self.stats(), *sums), sums, self.every)
         if late:
             plain = self.gather("states of late", self.every, home=home)
         for n in late:
+            self.times = n.times
             self.project_again(self.every, n, plain, *numbers)
             self.products(n, plain, *numbers)
+        self.times = 1
         if p.grad_hidden:
             self.finish_hidden(numbers[0] if numbers else factors, self.hidden_sums())
         if p.grad_bias:

@@ -7,6 +7,9 @@ in the first gap that is wide enough.
 from itertools import combinations, pairwise
 
 from cutefce.cute_kernels.integers import round_up
+from cutefce.cute_kernels.workspace import NUM_STATS
+from cutefce.ops.planning.step_memory import TARGET_BYTES
+from cutefce.ops.program.problem import Problem
 from cutefce.ops.program.steps import ARENAS, GRADIENTS, Buffer, Home, Kind, Program
 
 ALIGNMENT = 256
@@ -38,8 +41,13 @@ def place(program: Program) -> Program:
     return program
 
 
+def kept(program: Program) -> int:
+    """Return the bytes that a call holds from its forward to the end of its backward."""
+    return program.arenas[Home.KEPT] + token_bytes(program.problem)
+
+
 def peak(program: Program) -> int:
-    """Return the most bytes that a call holds beside its inputs, gradients and statistics.
+    """Return the most bytes that a call holds beside its inputs and gradients.
 
     The gradients that the forward has not allocated yet leave room for its scratch.
     """
@@ -56,8 +64,34 @@ def peak(program: Program) -> int:
         later += p.vocab * p.hidden * p.dw_item
     if p.grad_bias and Home.DBIAS not in begun:
         later += p.vocab * p.item
-    forward = program.arenas[Home.FORWARD] - later
-    return program.arenas[Home.KEPT] + max(forward, program.arenas[Home.BACKWARD], 0)
+    forward, backward = _most_outside(program)
+    forward += program.arenas[Home.FORWARD] - later
+    backward += program.arenas[Home.BACKWARD]
+    return kept(program) + max(forward, backward, 0)
+
+
+def token_bytes(p: Problem) -> int:
+    """Bytes of the statistics of tokens, and of their targets."""
+    of_class = 8 + 2 * p.sums
+    if p.returns_classes:
+        # 14 bytes less where exponentials have the dtype of sums: fitted to peaks on a CPU
+        of_class += (18 if p.item < p.sums else 4) + 5 * p.sums
+    statistics = NUM_STATS * p.sums * (1 + p.selects)  # in either order
+    return p.tokens * (statistics + TARGET_BYTES + p.soft * of_class)
+
+
+def _most_outside(program: Program) -> tuple[int, int]:
+    """Return the most bytes that primitives hold in tensors of their own, in either part."""
+    middle, events = len(program.forward), list[tuple[int, int]]()
+    for name, buffer in program.buffers.items():
+        if buffer.home is Home.OUTSIDE:
+            first, last = program.lives[name]
+            events += [(first, buffer.size), (last + 1, -buffer.size)]
+    most, held = [0, 0], 0
+    for at, size in sorted(events):
+        held += size
+        most[at >= middle] = max(most[at >= middle], held)
+    return most[0], most[1]
 
 
 def check(program: Program) -> None:
@@ -69,6 +103,8 @@ def check(program: Program) -> None:
     assert program.buffers.keys() == program.lives.keys(), "a buffer that no step names"
     found = [(name, program.buffers[name], program.lives[name]) for name in program.lives]
     for (one, a, (a_first, a_last)), (other, b, (b_first, b_last)) in combinations(found, 2):
+        if Home.OUTSIDE in (a.home, b.home):
+            continue
         apart = a.home is not b.home or a.end <= b.offset or b.end <= a.offset
         never = a_last < b_first or b_last < a_first
         assert apart or never or not (a.size and b.size), f"{one} and {other} overlap"

@@ -1,35 +1,32 @@
-"""From a problem and a budget to the program that runs: the fastest that fits.
+"""From a problem and a budget to the plan of a call: the fastest program that fits.
 
 Programs come in families that store more and more exponentials: of each family, the one that stores
 the most within the budget is a candidate.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from cutefce.cute_kernels.integers import ceil_div, round_up
+from cutefce.ops.planning.budget import MINIMUM, predicted
+from cutefce.ops.planning.device import Device
 from cutefce.ops.program.backend import Backend
-from cutefce.ops.program.cost import Device, seconds
+from cutefce.ops.program.cost import seconds
 from cutefce.ops.program.layout import Layout, most_aliased
 from cutefce.ops.program.lower import lower
-from cutefce.ops.program.place import peak
+from cutefce.ops.program.place import kept, peak
 from cutefce.ops.program.problem import Problem
 from cutefce.ops.program.steps import Program
 
-MINIMUM = -1
-"""The budget "min": the fastest program that takes little more than the least memory."""
-MAXIMUM = 1 << 62
-"""The budget "max": the fastest program."""
-WORTH = 5, 4
-"""Memory that "min" may take, over the least of any program: a tenth of it is often worth half of
-the time."""
-WINDOWS = 1024, 4096, 16384
-"""Widths of windows that are tried; where the vocabulary is narrower, it is one window."""
+WORTH, FREE = (5, 4), 4 << 20
+"""Memory that "min" may take, over the least of any program, and bytes that it may take beside:
+so much is often worth half of the time."""
 LEAST_CHUNK = 512
 """Tokens below which a chunk's products wait for the weight to be read."""
 CHUNK_WINDOWS = 16384, 65536
-"""Widths that are tried inside chunks of a frozen weight."""
-ROWS = 128
+"""Widths of windows inside chunks of a frozen weight."""
+ROWS = 256
 """Tokens of which chunks are multiples: those of a row of tiles."""
 LOW_BITS = 4, 8
 """Bits of kept sums beside 16; the fewer are tried up to `SHORT_SUMS` additions."""
@@ -37,23 +34,132 @@ SHORT_SUMS = 32
 """Additions whose roundings to 20 bits err together by less than 6 % of the last rounding."""
 
 
-def plan(p: Problem, backend: Backend, device: Device, budget: int) -> Program:
-    """Return the fastest program within `budget` bytes, or the one that takes the least."""
-    families = [*_families(p, backend)]
-    costs: dict[Layout, tuple[int, float]] = {}
+@dataclass(frozen=True)
+class Plan:
+    """How a call runs: its program is that of a problem and a layout."""
 
-    def cost(x: Layout) -> tuple[int, float]:
-        """Return bytes and seconds."""
-        if x not in costs:
-            program = lower(p, x, backend, brief=True)
-            costs[x] = peak(program), seconds(program, device)
-        return costs[x]
+    problem: Problem
+    layout: Layout
+    backend: Backend
+    workspace_bytes: int = 0
+    """Predicted peak memory beyond the inputs and the gradients."""
+    seconds: float = 0.0
+    """Predicted time of forward and backward; for comparing plans of one problem."""
+    is_sampled: bool = False
+    """Whether gradients are formed of sampled exponentials: the program is that of the forward."""
+    budget: int | None = field(default=None, compare=False)
+    """Bytes that were asked for, if no plan takes as few."""
 
-    least = min(cost(family[0])[0] for family in families)
-    limit = least * WORTH[0] // WORTH[1] if budget == MINIMUM else max(budget, least)
-    found = [_most_within(family, limit, lambda x: cost(x)[0]) for family in families]
-    chosen = min((x for x in found if x), key=lambda x: cost(x)[::-1])
-    return lower(p, chosen, backend)
+    @cached_property
+    def program(self) -> Program:
+        """What runs."""
+        return lower(self.problem, self.layout, self.backend)
+
+    @cached_property
+    def without_entropy(self) -> "Plan":
+        """The same, but that exponentials have no factors of their own in the backward."""
+        return replace(self, problem=replace(self.problem, scales_exps=False))
+
+    @property
+    def strategy(self) -> str:
+        """One of "windows", "gradients_in_forward" and "sampled"."""
+        if self.is_sampled:
+            return "sampled"
+        return "gradients_in_forward" if self.in_forward else "windows"
+
+    @property
+    def in_forward(self) -> bool:
+        """Whether gradients are formed in the forward."""
+        return self.layout.in_forward
+
+    @property
+    def adds_in_forward(self) -> bool:
+        """Whether gradients in forward add dW to the caller's buffer."""
+        return self.in_forward and self.problem.adds_in_forward
+
+    @property
+    def gradients(self) -> tuple[bool, bool, bool]:
+        """Which of dX, dW and the bias' gradient are computed."""
+        return self.problem.grad_hidden, self.problem.grad_weight, self.problem.grad_bias
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that are computed."""
+        return self.problem.tokens
+
+    @property
+    def chunk(self) -> int:
+        """Tokens at a time."""
+        return min(self.layout.chunk, max(self.tokens, 1))
+
+    def within(self, budget: int) -> "Plan":
+        """Return a plan that says so if it takes more than `budget` bytes."""
+        if MINIMUM < budget < self.workspace_bytes:
+            return replace(self, budget=budget)
+        return self
+
+    def __str__(self) -> str:
+        name, x = self.strategy.replace("_", " "), self.layout
+        cost = predicted(
+            self.workspace_bytes, self.seconds, None if self.is_sampled else self.budget
+        )
+        if self.is_sampled:
+            more = "; fewer samples take less, another workspace does not"
+            return f"{name} gradients: {cost}" + more * (self.budget is not None)
+        vocab = max(self.problem.vocab, 1)
+        columns = str(min(x.window, vocab))
+        if x.in_forward:
+            size = (
+                f"chunks of {self.chunk} tokens"
+                + ", dW in the caller's buffer" * self.adds_in_forward
+            )
+        else:
+            kept, aliased = min(x.kept / vocab, 1), x.aliased / vocab
+            size = f"{kept:.0%} kept" + f", {aliased:.0%} in the memory of dW" * (aliased > 0)
+            again = (1 - kept - aliased) * self.problem.needs_gradients
+            size += f", {again:.0%} computed again" * (again > 0.005)
+        return f"{name}, {size}, {columns} columns at a time: {cost}"
+
+
+def planned(p: Problem, x: Layout, backend: Backend, device: Device) -> Plan:
+    """Return the plan of a layout."""
+    program = lower(p, x, backend, brief=True)
+    size = backend.workspace(p, peak(program), kept(program))
+    return Plan(p, x, backend, size, seconds(program, device))
+
+
+def plan(
+    p: Problem,
+    backend: Backend,
+    device: Device,
+    budget: int,
+    like: Layout | None = None,
+) -> Plan:
+    """Return the fastest plan within `budget` bytes, or the one that takes the least.
+
+    More bytes never give a slower plan, nor one that takes less memory.  With a layout `like`
+    there are chunks of as many tokens as in that, or none.
+    """
+    if like is not None and like.in_forward:
+        every = round_up(p.vocab, backend.block)
+        window = like.window if like.window < p.vocab else every
+        return planned(p, replace(like, window=window), backend, device).within(budget)
+    families = [*_families(p, backend, like is None)]
+    made: dict[Layout, Plan] = {}
+
+    def of(x: Layout) -> Plan:
+        if x not in made:
+            made[x] = planned(p, x, backend, device)
+        return made[x]
+
+    def size(x: Layout) -> int:
+        return of(x).workspace_bytes
+
+    least = min(size(family[0]) for family in families)
+    limit = least * WORTH[0] // WORTH[1] + FREE if budget == MINIMUM else max(budget, least)
+    found = [_most_within(family, limit, size) for family in families]
+    cost = [of(x) for x in found if x]
+    return min(cost, key=lambda x: (x.seconds, x.workspace_bytes)).within(budget)
 
 
 def _most_within(
@@ -81,46 +187,50 @@ def _most_within(
     return family[low]
 
 
-def _families(p: Problem, backend: Backend) -> Iterator[Sequence[Layout]]:
+def _families(p: Problem, backend: Backend, may_chunk: bool) -> Iterator[Sequence[Layout]]:
     """Yield layouts of which each takes more memory, and less time, than the one before."""
-    block = backend.block
+    block, tokens = backend.block, max(p.tokens, 1)
     every = round_up(p.vocab, block)
+    widths = [width for width in backend.windows if width < p.vocab] or [every]
     if not (p.needs_gradients and p.stores):
-        yield [Layout(p.tokens, min(window, every)) for window in _widths(p)[:1]]
+        yield [Layout(tokens, widths[0])]
         return
-    for window in _widths(p):
+    for window in widths:
         # float32 sums are worth their memory where few windows add to them
-        widest = window == _widths(p)[-1]
-        for low in (*_bits(p, window), *[0] * widest) or (0,):
+        for low in (*_bits(p, window), *[0] * (window == widths[0])) or (0,):
             for aliased in {0, most_aliased(p, window, block)}:
                 rest = p.vocab - aliased
-                kept = [*range(0, rest, window), round_up(rest, block)]
-                yield [Layout(p.tokens, window, x, aliased, low) for x in kept]
-    if p.can_chunk and p.tokens > LEAST_CHUNK:
-        yield from _chunks(p, every)
-
-
-def _widths(p: Problem) -> list[int]:
-    return [window for window in WINDOWS if window < p.vocab] or [p.vocab]
+                columns = [*range(0, rest, window), round_up(rest, block)]
+                yield [Layout(tokens, window, x, aliased, low) for x in columns]
+    if may_chunk and p.can_chunk:
+        yield from _chunks(p, every, backend.skips_far)
 
 
 def _bits(p: Problem, window: int) -> list[int]:
     """Return the low bits of sums of dX over windows that are worth a try."""
-    if not (p.keeps_sums and p.grad_hidden and p.ranks == 1):
+    if not (p.keeps_sums and p.grad_hidden and p.dx_item == p.item):
         return []
     return [LOW_BITS[ceil_div(p.vocab, window) > SHORT_SUMS or p.hidden % 2]]
 
 
-def _chunks(p: Problem, every: int) -> Iterator[Sequence[Layout]]:
-    """Yield chunks, the most and smallest first, each size a family of its own kind."""
-    counts = [2]
-    while counts[-1] < ceil_div(p.tokens, LEAST_CHUNK):
+def _chunks(p: Problem, every: int, skips_far: bool) -> Iterator[Sequence[Layout]]:
+    """Yield chunks from small to large; with windows where dX alone is formed.
+
+    Such windows are computed again where references move: steps that skip all rows must be cheap.
+    """
+    tokens, counts = max(p.tokens, 1), [1]
+    while counts[-1] < ceil_div(tokens, LEAST_CHUNK):
         counts.append(counts[-1] + ceil_div(counts[-1], 6))
-    for count in sorted({*counts, SHORT_SUMS}):
-        size = round_up(ceil_div(p.tokens, count), ROWS)
-        low = LOW_BITS[count > SHORT_SUMS or p.hidden % 2] if p.keeps_sums else 0
-        whole = Layout(size, every, low_bits=low, in_forward=True)
-        if LEAST_CHUNK <= size < p.tokens:
-            yield [whole]
-            if not (p.grad_weight or p.grad_bias):
-                yield from ([replace(whole, window=x)] for x in CHUNK_WINDOWS if x < p.vocab)
+    windows = [every]
+    if skips_far and not (p.grad_weight or p.grad_bias):
+        windows += [x for x in CHUNK_WINDOWS if x < p.vocab]
+    families: dict[tuple[int, int], list[Layout]] = {}
+    for count in sorted({*counts, SHORT_SUMS}, reverse=True):
+        size = min(round_up(ceil_div(tokens, count), ROWS), tokens)
+        is_long = count > SHORT_SUMS or p.hidden % 2 or (p.into > 0 and not p.adds_in_forward)
+        low = LOW_BITS[is_long] if p.keeps_sums else 0
+        if size >= min(LEAST_CHUNK, tokens):
+            for window in windows:
+                chunks = Layout(size, window, low_bits=low, in_forward=True)
+                families.setdefault((low, window), []).append(chunks)
+    yield from families.values()

@@ -35,8 +35,8 @@ class Problem:
     """Whether losses of tokens have factors of their own, as weights and z-loss give them."""
     every_class: bool = False
     """Whether a loss depends on all logits, as with label smoothing."""
-    soft: bool = False
-    """Whether tokens have several target classes, whose terms are entries among exponentials."""
+    soft: int = 0
+    """Target classes of a token, whose terms are entries among exponentials; 0 for one class."""
     returns_classes: bool = False
     """Whether these terms come with the upstream gradient, that of several classes' outputs."""
     scales_exps: bool = False
@@ -51,6 +51,8 @@ class Problem:
     """Bytes of an element of dX; 0 for those of the hidden states."""
     into: int = 0
     """Bytes of an element of the caller's buffer that dW is added to; 0 where dW is returned."""
+    adds_in_place: bool = True
+    """Whether products can add to that buffer; else they are added by way of a block of rows."""
     ranks: int = 1
     """Ranks that share the vocabulary, each with all tokens."""
 
@@ -100,7 +102,7 @@ class Problem:
     @property
     def adds_in_forward(self) -> bool:
         """Whether chunks add dW to the caller's buffer at once."""
-        return self.into >= self.sums and self.upstream is Upstream.KNOWN
+        return self.into > 0 and self.adds_in_place and self.upstream is Upstream.KNOWN
 
     def gradient_bytes(self) -> int:
         """Return the bytes of the gradients that are returned."""

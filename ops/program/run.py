@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cutefce.ops.dtypes import sum_dtype
 from cutefce.ops.program.inputs import LossInputs
-from cutefce.ops.program.layout import Layout
+from cutefce.ops.program.plan import Plan
 from cutefce.ops.program.steps import Buffer, Home, Program, Range, Step
 from cutefce.ops.torch_compat import capture_id
 
@@ -22,8 +22,7 @@ from cutefce.ops.torch_compat import capture_id
 class Left:
     """What a forward leaves for a backward: no inputs, and no statistics, by which it is found."""
 
-    program: Program
-    layout: Layout
+    plan: Plan
     memory: dict[Home, Tensor]
     capture: int | None = field(default_factory=lambda: capture_id())
     """The CUDA graph capture in which the forward ran; None if in none."""
@@ -33,7 +32,7 @@ class Left:
 
         The dictionary is the caller's: threads may share a graph.
         """
-        if self.program.is_spent and self.capture != capture_id():
+        if self.plan.program.is_spent and self.capture != capture_id():
             return {home: x.clone() for home, x in self.memory.items()}
         return dict(self.memory)
 

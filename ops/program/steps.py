@@ -22,6 +22,7 @@ class Home(Enum):
     DW = "dW"
     DBIAS = "the gradient of the bias"
     INTO = "the caller's buffer for dW"
+    OUTSIDE = "tensors that primitives allocate"
 
 
 ARENAS = Home.KEPT, Home.FORWARD, Home.BACKWARD

@@ -18,7 +18,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from cutefce.ops.planning.plan import Plan
 from cutefce.ops.planning.sample_sizes import estimate_count
 from cutefce.ops.primitives.gradient_interface import TargetGradT
 from cutefce.ops.primitives.interface import (
@@ -30,6 +29,7 @@ from cutefce.ops.primitives.weighted_sum import RowFactors
 from cutefce.ops.program import calls as programs
 from cutefce.ops.program.hidden import class_term, finish_dx
 from cutefce.ops.program.inputs import LossInputs
+from cutefce.ops.program.plan import Plan
 from cutefce.ops.program.weight import WeightGradient, every_row, finish_dbias
 from cutefce.ops.rows.coefficients import RowCoefficients
 from cutefce.ops.rows.logit_map import LogitMap

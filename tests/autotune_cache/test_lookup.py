@@ -23,8 +23,9 @@ from cutefce.cute_kernels.problem import Problem
 from cutefce.cute_kernels.variant import PLAIN, PREBUILT
 from cutefce.ops.interface.options import LossOptions
 from cutefce.ops.operators import plans
-from cutefce.ops.planning import planner
 from cutefce.ops.primitives import cute_projection, dispatch
+from cutefce.ops.program.primitives_backend import Copies
+from cutefce.ops.program.problem import Problem as LossProblem
 from cutefce.ops.rows.targets import Targets
 from tests.support.tables import DSL, ENTRY, GPU, KEY, OTHER, PROBLEM, TABLE, TUNED
 
@@ -198,8 +199,6 @@ def test_an_edited_window_is_planned(file: Path, monkeypatch: pytest.MonkeyPatch
     device = torch.device("cuda", 7)
     monkeypatch.setattr(dispatch, "gpu_of", lambda device: GPU)
     problem, key = dataclasses.replace(PROBLEM, tokens=2048), dataclasses.replace(KEY, tokens=2048)
-    arguments = problem, problem, device, planner.MINIMUM, True, False
-    planned = plans._make_plan(*arguments).window
     every = [config.window for config in defaults.window_configs(problem)]
     for width in (*every, 12345):
         entry = dataclasses.replace(ENTRY, config=width)
@@ -207,10 +206,10 @@ def test_an_edited_window_is_planned(file: Path, monkeypatch: pytest.MonkeyPatch
         table_io.write(file, dataclasses.replace(TABLE, entries=windows))
         assert table_io.read(file).entries == windows
         process_cache.reset()
-        plan = plans._make_plan(*arguments)
         offered = [config.window for config in lookup.window_configs(problem, GPU)]
         assert offered == (every[every.index(width) :] if width in every else every)
-        assert plan.window in offered and (width in every or plan.window == planned)
+        request = plans.Request(LossProblem(2048, 4096, 131072), problem, Copies())
+        assert plans.backend_of(request, device).windows == tuple(offered)
         only_dw = dataclasses.replace(problem, grad_hidden=False)
         found = [config.window for config in lookup.window_configs(only_dw, GPU)]
         assert found == every, "tuned with dX"

@@ -639,8 +639,8 @@ NUMERICS = (
         (
             Edit(
                 "ops/program/run.py",
-                "if self.program.is_spent and self.capture != capture_id():",
-                "if self.program.is_spent and self.capture is self.memory:",
+                "if self.plan.program.is_spent and self.capture != capture_id():",
+                "if self.plan.program.is_spent and self.capture is self.memory:",
             ),
         ),
         (
@@ -847,8 +847,9 @@ RANKS = (
         (
             Edit(
                 "ops/operators/plans.py",
-                "leading = dataclasses.replace(problem, vocab=widest)",
-                "leading = dataclasses.replace(own, vocab=widest)",
+                "            self, problem=problem, operands=replace(self.operands, vocab=vocab),"
+                " copies=Copies()\n",
+                "            self, problem=problem, operands=replace(self.operands, vocab=vocab)\n",
             ),
         ),
         (
@@ -977,8 +978,8 @@ PLANNER = (
         (
             Edit(
                 "ops/planning/step_memory.py",
-                "PLAIN, GATHERED, CONVERTED, KEPT = 2, 3, 4, 12",
-                "PLAIN, GATHERED, CONVERTED, KEPT = 2, 3, 4, 9",
+                "PLAIN, GATHERED, CONVERTED, ADDED = 2, 3, 4, 6",
+                "PLAIN, GATHERED, CONVERTED, ADDED = 2, 3, 4, 4",
             ),
         ),
         ("tests/ops/test_memory_model.py::test_the_peak_of_a_layout_is_predicted",),
@@ -1005,12 +1006,12 @@ PLANNER = (
         "38a026b",
         (
             Edit(
-                "ops/planning/planner.py",
-                "    yield recompute_some(0)\n",
-                "    if not _most_aliased(p, config):\n        yield recompute_some(0)\n",
+                "ops/program/plan.py",
+                "for aliased in {0, most_aliased(p, window, block)}:",
+                "for aliased in {most_aliased(p, window, block)}:",
             ),
         ),
-        ("tests/ops/test_planner.py",),
+        ("tests/program/test_planning.py",),
     ),
     Fault(
         "copies-of-strided-operands",
@@ -1019,9 +1020,9 @@ PLANNER = (
         "11fc916",
         (
             Edit(
-                "ops/planning/memory_model.py",
-                "return max(workspace + p.dense_bytes, converted)",
-                "return max(workspace, converted)",
+                "ops/program/primitives_backend.py",
+                "        peak += copies.dense\n",
+                "",
             ),
         ),
         ("tests/ops/test_memory_model.py::test_copies_of_operands_are_predicted",),

@@ -10,9 +10,9 @@ import cutefce
 from bench.harness.timing import peak_bytes
 from cutefce.cute_kernels.problem import Problem
 from cutefce.ops.divergence import operators
+from cutefce.ops.planning.budget import MAXIMUM
 from cutefce.ops.planning.divergence.planner import make_plan
 from cutefce.ops.planning.divergence.problem import DivergencePlan, DivergenceProblem
-from cutefce.ops.planning.planner import MAXIMUM
 from tests.support.divergence import heads
 from tests.support.tiers import rest_slow
 

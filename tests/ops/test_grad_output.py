@@ -14,7 +14,7 @@ from cutefce.cute_kernels.config import PortableTiles
 from cutefce.ops.interface.options import LossOptions, Sharding, StepOptions, TensorOptions
 from cutefce.ops.operators import agreement, kept
 from cutefce.ops.operators.plans import plan_for
-from cutefce.ops.planning.planner import MINIMUM
+from cutefce.ops.planning.budget import MINIMUM
 from tests.support.backends import Backend, on_backends
 from tests.support.layouts import Layout, pinned
 from tests.support.options import OPTIONS, options_case, soft_case
@@ -223,7 +223,7 @@ def test_every_layout(layout: Layout, backend: Backend) -> None:
     h, w = case.h.clone().requires_grad_(), case.w.clone().requires_grad_()
     buffer, promised = torch.ones(333, 48, device=backend.device), torch.tensor(PROMISED)
     options: dict[str, Any] = {"accumulate_into": buffer, "reduction": "sum"}
-    with pinned(dataclasses.replace(layout, adds_in_forward=True)):
+    with pinned(layout):
         loss = cutefce.linear_cross_entropy(h, w, case.y, grad_output=PROMISED, **options)
         error = (buffer.double() - 1 - want.dw).norm()
         assert error <= 2**-7 * want.dw.norm(), "it was added in the forward"
@@ -236,13 +236,12 @@ def test_dx_is_rounded_once_with_nothing_beside(small_tiles: PortableTiles, devi
     case = random_case(1100, 48, 333, dtype=torch.bfloat16, device=device)
     want = wanted(case, 0.37)
     layout = Layout(in_chunks=True, kept=336, chunk=256)
-    known = dataclasses.replace(layout, adds_in_forward=True)
     errors, upstream = [], torch.tensor(0.37, device=device)
-    for given, own in ((None, layout), (upstream, known)):
+    for given in (None, upstream):
         h, w = (x.clone().requires_grad_() for x in (case.h, case.w))
         buffer = torch.zeros(333, 48, device=device)
         options: dict[str, Any] = {"accumulate_into": buffer, "grad_output": given}
-        with pinned(own):
+        with pinned(layout):
             loss = cutefce.linear_cross_entropy(h, w, case.y, reduction="sum", **options)
             loss.backward(upstream.to(loss.dtype))
         assert h.grad is not None

@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from bench.harness.accuracy import relative_error
-from cutefce.cute_kernels.problem import LOW_BITS, Problem
-from cutefce.ops.planning.step_memory import kept_low_bits
+from cutefce.cute_kernels.problem import LOW_BITS
+from cutefce.ops.planning.step_memory import few_low_bits
 from cutefce.ops.primitives.portable_gradients import PortableGradients
+from cutefce.ops.program.plan import SHORT_SUMS
 from cutefce.ops.rows.kept_sums import joined_sums
 from tests.support.kept_sums import split_sums
 
@@ -144,8 +145,7 @@ def growing(chunks: int, numbers: int) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("chunks", [1, 2, 4, 8, 16, 24, 32, 33, 64])
 def test_no_number_of_chunks_adds_a_twentieth_to_the_rounding_error(chunks: int) -> None:
-    problem = Problem(chunks * 512, 8, 1000, "bfloat16", "cuda")
-    low_bits = kept_low_bits(problem, chunks)
+    low_bits = LOW_BITS[chunks > SHORT_SUMS]
     for parts in growing(chunks, 1 << 16).values():
         exact, sums = parts.double().sum(0), torch.zeros(1, parts.shape[1])
         kept = torch.empty_like(sums, dtype=torch.bfloat16)
@@ -158,5 +158,4 @@ def test_no_number_of_chunks_adds_a_twentieth_to_the_rounding_error(chunks: int)
 
 
 def test_an_odd_number_of_columns_shares_no_bytes() -> None:
-    even, odd = (Problem(4096, hidden, 1000, "bfloat16", "cpu") for hidden in (64, 63))
-    assert (kept_low_bits(even, 8), kept_low_bits(odd, 8)) == LOW_BITS
+    assert (few_low_bits(64), few_low_bits(63)) == LOW_BITS

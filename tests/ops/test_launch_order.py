@@ -23,12 +23,13 @@ from cutefce.cute_kernels.spec import (
 )
 from cutefce.ops.rows import loss_parts
 from tests.support.kernel_models import model_of, serve_calls
+from tests.support.layouts import Layout, pinned
 
 FORWARD = "SelectRows GatherRows TargetLogit ProjectExp ReducePartials"
 REPAIR = "ProjectExp"
 """Of stored exponentials whose reference was too far from the logits, which the device knows."""
 BEFORE_DW = "RowCoefficients SortTargets GatherRows"
-STEPS: dict[str, tuple[str, str, str, str, str]] = {
+STEPS: dict[str, tuple[str | int | Layout, str, str, str, str]] = {
     "a plain step": (
         "max",
         "hw",
@@ -37,25 +38,32 @@ STEPS: dict[str, tuple[str, str, str, str, str]] = {
         f"{BEFORE_DW} GradHidden GradWeight ScaleAddRows",
     ),
     "in little memory": (
-        "min",
+        0,
         "hw",
         FORWARD,
-        f"{BEFORE_DW}( ProjectExp GradHidden GradWeight)+ ScaleAddRows",
-        f"{BEFORE_DW}( ProjectExp GradHidden GradWeight)+ ScaleAddRows",
+        f"{BEFORE_DW}( ProjectExp GradHidden GradWeight)+ KeptSums",
+        f"{BEFORE_DW}( ProjectExp GradHidden GradWeight)+ KeptSums",
     ),
     "a frozen head": (
         "max",
+        "h",
+        f"{FORWARD} {REPAIR}",
+        "RowCoefficients GradHidden ScaleAddRows",
+        "RowCoefficients GradHidden ScaleAddRows",
+    ),
+    "a frozen head in chunks": (
+        Layout(in_chunks=True, kept=336, low_bits=4),
         "h",
         f"{FORWARD} {REPAIR} GradHidden KeptSums",
         "RowCoefficients KeptSums",
         f"{FORWARD} {REPAIR} GradHidden KeptSums RowCoefficients KeptSums",
     ),
     "a frozen head in little memory": (
-        "min",
+        0,
         "h",
         FORWARD,
-        "RowCoefficients GatherRows( ProjectExp GradHidden)+ ScaleAddRows",
-        "RowCoefficients GatherRows( ProjectExp GradHidden)+ ScaleAddRows",
+        "RowCoefficients GatherRows( ProjectExp GradHidden)+ KeptSums",
+        "RowCoefficients GatherRows( ProjectExp GradHidden)+ KeptSums",
     ),
     "frozen hidden states": (
         "max",
@@ -65,7 +73,7 @@ STEPS: dict[str, tuple[str, str, str, str, str]] = {
         f"{BEFORE_DW} GradWeight",
     ),
 }
-"""Workspace, what is trained, and the launches of the forward, a backward, and a second one.
+"""Workspace or layout, what is trained, and the launches of a forward and of two backwards.
 
 Each has a regular expression, in which windows repeat.
 """
@@ -75,7 +83,7 @@ Each has a regular expression, in which windows repeat.
     ("workspace", "trained", "forward", "backward", "again"), STEPS.values(), ids=STEPS
 )
 def test_launches_of_steps(
-    workspace: str,
+    workspace: str | int | Layout,
     trained: str,
     forward: str,
     backward: str,
@@ -108,6 +116,9 @@ def test_launches_of_steps(
     y = torch.randint(333, (150,))
 
     def run() -> Tensor:
+        if isinstance(workspace, Layout):
+            with pinned(workspace):
+                return cutefce.linear_cross_entropy(h, w, y)
         return cutefce.linear_cross_entropy(h, w, y, workspace=workspace)
 
     loss, names = launches(run)

@@ -14,8 +14,8 @@ from torch import Tensor
 import cutefce
 from cutefce.cute_kernels import process_cache
 from cutefce.cute_kernels.config import PortableTiles
-from cutefce.ops.planning import planner
-from cutefce.ops.planning.planner import Plan, make_plan
+from cutefce.ops.operators import plans
+from cutefce.ops.program.plan import Plan, plan
 from tests.support.reference import (
     Case,
     Result,
@@ -379,9 +379,9 @@ def test_default_plans_are_cached(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def count(*arguments: Any) -> Plan:
         made.append(arguments)
-        return make_plan(*arguments)
+        return plan(*arguments)
 
-    monkeypatch.setattr(planner, "make_plan", count)
+    monkeypatch.setattr(plans, "plan", count)
     ours(case)
     once = len(made)
     ours(case)

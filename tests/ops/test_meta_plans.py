@@ -11,9 +11,12 @@ from cutefce.autotune_cache import defaults
 from cutefce.cute_kernels.problem import Problem
 from cutefce.ops.dtypes import dtype_name
 from cutefce.ops.interface import checks
-from cutefce.ops.planning import planner
+from cutefce.ops.planning.device import GPU
 from cutefce.ops.planning.divergence.planner import make_plan
 from cutefce.ops.planning.divergence.problem import DivergenceProblem
+from cutefce.ops.program.plan import plan as make_loss_plan
+from cutefce.ops.program.primitives_backend import PrimitivesBackend
+from cutefce.ops.program.problem import Problem as LossProblem
 
 TOKENS, HIDDEN, VOCAB = 8192, 4096, 128256
 
@@ -31,10 +34,20 @@ def empty(*shape: int, dtype: torch.dtype = torch.bfloat16, grad: bool = True) -
 def test_a_plan_is_that_of_a_hopper_gpu(
     dtype: torch.dtype, arch: str | None, workspace: Any
 ) -> None:
-    name = dtype_name(dtype)
-    problem = Problem(TOKENS, HIDDEN, VOCAB, name, "cuda", arch=arch)
-    budget = checks.workspace_bytes(workspace)
-    want = planner.make_plan(problem, defaults.window_configs(problem), budget, True, False)
+    problem = Problem(TOKENS, HIDDEN, VOCAB, dtype_name(dtype), "cuda", arch=arch)
+    configs = defaults.window_configs(problem)
+    backend = PrimitivesBackend(problem, configs[0], tuple(config.window for config in configs))
+    item, sums = problem.item_bytes, problem.accumulator_bytes
+    loss = LossProblem(
+        TOKENS,
+        HIDDEN,
+        VOCAB,
+        item,
+        sums,
+        stores=item != 2 or dtype == torch.bfloat16,
+        selects=arch is not None,
+    )
+    want = make_loss_plan(loss, backend, GPU, checks.workspace_bytes(workspace))
     w = empty(VOCAB, HIDDEN, dtype=dtype)
     for shape in ((TOKENS, HIDDEN), (8, TOKENS // 8, HIDDEN)):
         assert cutefce.plan(empty(*shape, dtype=dtype), w, workspace=workspace) == want

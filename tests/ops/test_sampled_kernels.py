@@ -16,8 +16,7 @@ from cutefce.cute_kernels.problem import Problem
 from cutefce.cute_kernels.spec import ChooseClassesSpec, KernelSpec, SelectRowsSpec
 from cutefce.ops.operators import kept
 from cutefce.ops.planning import sample_sizes
-from cutefce.ops.planning.call_problem import CallProblem
-from cutefce.ops.planning.sampled_memory import sampled_bytes
+from cutefce.ops.planning.sampled_memory import SampledProblem, sampled_bytes
 from cutefce.ops.planning.step_memory import added_rows
 from cutefce.ops.primitives.dispatch import sampling_unsupported_reason
 from cutefce.ops.sampling import gradients as strategy
@@ -257,7 +256,7 @@ def test_peak_memory_is_predicted(
     (peak,) = peaks([step])
     peak -= sum(x.nbytes for x in wanted)
     sizes = tokens, hidden, vocab, "bfloat16", "cuda", *trained, HOPPER.name
-    problem = CallProblem(*sizes, samples=samples, smooths=smoothing > 0)
+    problem = SampledProblem(*sizes, samples=samples, smooths=smoothing > 0)
     predicted = sampled_bytes(problem, tiles)
     assert abs(predicted - peak) <= 0.05 * peak, (predicted, peak)
 

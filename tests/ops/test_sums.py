@@ -56,9 +56,6 @@ VARIANTS = {
     "dX in 24 bits": Variant(replace(STORED, hidden_bits=8), STORED, 2.0**-12),
     "short chunks": Variant(SHORT, CHUNKS["in one chunk"], 2.0**-9, 2.0**-9),
     "windows in chunks": Variant(windows_in_chunks(64, 128), FROZEN, 2.0**-12, frozen=True),
-    "windows in chunks, a wide one": Variant(
-        windows_in_chunks(40, 72, 128), FROZEN, 2.0**-12, frozen=True
-    ),
 }
 
 
@@ -252,8 +249,6 @@ FROZEN_LAYOUTS = CHUNKS | {
     "chunks of 40, windows of 64": windows_in_chunks(40, 64),
     "one chunk, windows of 128": windows_in_chunks(150, 128),
     "chunks of 64, windows of 304": windows_in_chunks(64, 304),
-    "chunks of 64, windows of 72 and 80": windows_in_chunks(64, 72, 80),
-    "chunks of 40, windows of 72 and 128": windows_in_chunks(40, 72, 128),
 }
 
 
@@ -274,7 +269,7 @@ HIGH = {
 FAR_LAYOUTS = {
     "whole": windows_in_chunks(16, COLUMNS),
     "windows of 64": windows_in_chunks(16, 64),
-    "windows of 72 and 128": windows_in_chunks(16, 72, 128),
+    "windows of 128": windows_in_chunks(16, 128),
 }
 
 

@@ -29,9 +29,10 @@ from bench.harness.timing import peak_bytes
 from cutefce.autotune_cache import defaults
 from cutefce.cute_kernels import process_cache
 from cutefce.cute_kernels.config import PortableTiles
+from cutefce.ops.interface.options import Sharding
 from cutefce.ops.parallel import shard
 from cutefce.ops.primitives import dispatch
-from tests.support.layouts import Layout, predicted
+from tests.support.layouts import Layout, pinned_plan, predicted
 from tests.support.ranks import Ranks, each_value, group, mesh, started
 from tests.support.reference import assert_as_accurate, ours, random_case
 from tests.support.tiers import rest_slow
@@ -382,7 +383,7 @@ def copied_on_one_rank(strided: str) -> tuple[list[tuple[str, int]], list[float]
 @pytest.mark.parametrize("strided", ["hidden", "weight"])
 def test_ranks_that_copy_different_operands_plan_alike(strided: str, ranks: Ranks) -> None:
     (first, losses), (second, others) = ranks.run(2, copied_on_one_rank, strided)
-    assert first == second and len(set(first)) > 2
+    assert first == second and len(set(first)) > 1
     assert losses == others
     assert losses[:-1] == pytest.approx([losses[-1]] * 3, rel=1e-5)
 
@@ -620,7 +621,7 @@ def peak_of_chunks(sequence_parallel: bool, dtype: torch.dtype) -> tuple[int, in
     """Return the predicted and the measured workspace of gradients in forward."""
     tokens, vocab, chunks = 2048, 4096, Layout(in_chunks=True, chunk=512)
     case = random_case(tokens, 256, vocab, dtype=dtype, seed=dist.get_rank())
-    every, w = case.h.requires_grad_(), case.w.requires_grad_()
+    w = case.w.requires_grad_()
     y = random_case(tokens, 8, 2 * vocab, ignored=0).y
     sharing: dict[str, Any] = {"sequence_parallel": sequence_parallel}
     h = case.h.detach()[: tokens // 2 if sequence_parallel else tokens].requires_grad_()
@@ -631,8 +632,8 @@ def peak_of_chunks(sequence_parallel: bool, dtype: torch.dtype) -> tuple[int, in
 
     with ExitStack() as stack:
         stack.enter_context(served_with(PortableTiles(256, 64, 128, 128)))
-        chosen = predicted(chunks, every, w, ranks=2, **sharing)
-        stack.enter_context(chosen.pinned())
+        chosen = predicted(chunks, h, w, Sharding(group(2).group_name, None, sequence_parallel))
+        stack.enter_context(pinned_plan(chosen))
         step()
         measured = peak_bytes(step, "cpu")
     gradient_bytes = sum(x.numel() * x.element_size() for x in (h, w))

@@ -10,7 +10,6 @@ from torch import Tensor
 
 import cutefce
 from bench.harness.accuracy import relative_error
-from cutefce.ops.planning.dw_aliasing import DwMemory
 from tests.support.layouts import (
     CHUNKS,
     COLUMNS,
@@ -75,14 +74,10 @@ def shared(
 def share_in_layout(
     case: Case, sizes: tuple[int, ...], sequence_parallel: bool, layout: Layout
 ) -> Share:
-    """Run in a layout; aliased and kept columns are at most what there is room for, and all."""
+    """Run in a layout."""
     h, w = leaves(case, sizes, sequence_parallel)
-    piece = min(SMALL_TILES.reference_block, -(-len(w) // 8) * 8)
-    memory = DwMemory(len(case.h), w.shape[1], len(w), SMALL_TILES.reference_block)
-    aliased = min(layout.aliased, memory.most_aliased(SMALL_TILES.reference_block))
-    kept = min(layout.kept, -(-(len(w) - aliased) // piece) * piece)
     sharing = {**options_of(sizes, sequence_parallel), "reduction": layout.reduction}
-    with pinned(dataclasses.replace(layout, aliased=aliased, kept=kept)):
+    with pinned(layout):
         loss = cutefce.linear_cross_entropy(h, w, case.y, **sharing)
         return gradients(case, loss, h, w)
 
@@ -169,7 +164,7 @@ def frozen_share(
     """Return dX of a frozen head's losses of each token, by chunks in windows of `columns`."""
     h, w = leaves(case, sizes, sequence_parallel)
     sharing = options_of(sizes, sequence_parallel)
-    with pinned(windows_in_chunks(chunk=40, window=SMALL_TILES.window, kept=columns)):
+    with pinned(windows_in_chunks(chunk=40, window=columns)):
         losses = cutefce.linear_cross_entropy(h, w.detach(), case.y, reduction="none", **sharing)
         return torch.autograd.grad(losses, h, case.upstream)[0]
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cutefce.ops.program.layout import Layout
 from cutefce.ops.program.problem import Problem, Upstream
 from cutefce.ops.program.steps import GRADIENTS, Home, Kind, Program, Step
 
@@ -30,6 +31,11 @@ class Backend:
 
     block = 1
     places_values = True
+    windows = ()
+    skips_far = True
+
+    def workspace(self, p: Problem, peak: int, kept: int) -> int:
+        return peak
 
     def partial_sums(self, p: Problem, rows: int, columns: int) -> int:
         return 1
@@ -37,10 +43,10 @@ class Backend:
     def few_low_bits(self, p: Problem) -> int:
         return LOW_BITS
 
-    def listed_targets(self, p: Problem) -> int:
+    def listed_targets(self, p: Problem, in_chunks: bool) -> int:
         return 4
 
-    def scratch(self, p: Problem, step: Step) -> int:
+    def scratch(self, p: Problem, x: Layout, step: Step) -> int:
         return 0
 
 

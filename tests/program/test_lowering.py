@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cutefce.ops.program.layout import Layout, most_aliased
 from cutefce.ops.program.lower import lower
-from cutefce.ops.program.place import check, peak
+from cutefce.ops.program.place import check, peak, token_bytes
 from cutefce.ops.program.problem import Problem, Upstream
 from cutefce.ops.program.steps import Home, Kind, Program
 from tests.program.interpreter import IGNORED, LOW_BITS, Backend, Call, Inputs, counted, together
@@ -135,7 +135,7 @@ def compare(programs: Sequence[Program], ranks: Sequence[Inputs]) -> None:
             if call.x.into is not None and p.grad_weight:
                 torch.testing.assert_close(call.x.into, 1 + number * wanted[1], **near)
     for call in calls:
-        assert call.held == peak(call.q) + call.p.gradient_bytes()
+        assert call.held + token_bytes(call.p) == peak(call.q) + call.p.gradient_bytes()
 
 
 def cases() -> Iterator[tuple[str, Problem, Layout]]:

@@ -36,8 +36,7 @@ from cutefce.cute_kernels.workspace import (
 )
 from cutefce.ops.divergence import logits, row_kernel
 from cutefce.ops.dtypes import dtype_name
-from cutefce.ops.operators import operands, operators
-from cutefce.ops.planning.planner import Plan
+from cutefce.ops.operators import operands, operators, plans
 from cutefce.ops.primitives import (
     cute_gradients,
     cute_projection,
@@ -45,6 +44,7 @@ from cutefce.ops.primitives import (
     dispatch,
     row_selection,
 )
+from cutefce.ops.program.plan import Plan
 from cutefce.ops.rows.kept_sums import joined_sums
 from cutefce.ops.rows.loss_terms import LossTerms
 from cutefce.ops.rows.statistics import RowStats
@@ -673,6 +673,8 @@ def serve_calls(
     monkeypatch.setattr(cute_gradients, "MAX_UNSCALED_ROWS", 0)
     monkeypatch.setattr(operators, "plan_of", plan_of)
     monkeypatch.setattr(operands, "problem_of", problem_of)
+    monkeypatch.setattr(plans, "problem_of", problem_of)
+    monkeypatch.setattr(plans, "window_configs_for", lambda *_: (tiles,))
     monkeypatch.setattr(operands, "primitives_for", primitives_for)
 
 

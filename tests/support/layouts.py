@@ -3,7 +3,6 @@
 Tests call the public functions inside `pinned(...)`.  What a plan is, only this file knows.
 """
 
-import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -14,18 +13,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from cutefce.autotune_cache.defaults import widest_window
 from cutefce.cute_kernels.config import PortableTiles
-from cutefce.cute_kernels.integers import ceil_div, round_up
-from cutefce.cute_kernels.problem import LOW_BITS, Problem
-from cutefce.ops.dtypes import dtype_name
+from cutefce.cute_kernels.integers import round_up
+from cutefce.cute_kernels.problem import LOW_BITS
 from cutefce.ops.interface.options import LossOptions, Sharding, StepOptions, TensorOptions
 from cutefce.ops.operators import operands
-from cutefce.ops.planning.call_problem import with_call
-from cutefce.ops.planning.memory_model import chunked_bytes, windows_bytes
-from cutefce.ops.planning.planner import Plan
-from cutefce.ops.planning.step_memory import kept_low_bits
-from cutefce.ops.primitives.dispatch import arch_of
+from cutefce.ops.operators.plans import Request, backend_of, request_of
+from cutefce.ops.planning.budget import MAXIMUM
+from cutefce.ops.planning.device import CPU
+from cutefce.ops.program import layout as program_layout
+from cutefce.ops.program.plan import Plan, planned
 
 SMALL_TILES = PortableTiles(window=64, reference_block=16, tile_columns=32, tile_rows=32)
 """Configurations that give small problems many windows, tiles, row blocks and reference blocks."""
@@ -52,8 +49,6 @@ class Layout:
     """Bits of each of dX's sums beside 16; None for float32 ones."""
     low_bits: int = LOW_BITS[-1]
     """Bits of each of dW's sums over chunks beside 16."""
-    adds_in_forward: bool = False
-    """Whether the forward adds dW to the buffer of the caller."""
 
     @property
     def stores(self) -> bool:
@@ -85,12 +80,9 @@ CHUNKS = {
 LAYOUTS = WINDOWS | CHUNKS
 
 
-def windows_in_chunks(chunk: int, window: int, kept: int | None = None) -> Layout:
-    """Return chunks of tokens in windows of columns, for a frozen weight.
-
-    The last window has up to `kept` columns, by default as many as the others.
-    """
-    return Layout(in_chunks=True, window=window, kept=kept or window, chunk=chunk)
+def windows_in_chunks(chunk: int, window: int) -> Layout:
+    """Return chunks of tokens in windows of columns, for a frozen weight."""
+    return Layout(in_chunks=True, window=window, kept=window, chunk=chunk)
 
 
 def chunk_of(layout: Layout, tokens: int) -> int:
@@ -98,34 +90,27 @@ def chunk_of(layout: Layout, tokens: int) -> int:
     return max(1, min(layout.chunk or tokens, tokens))
 
 
-def plan_of(
-    layout: Layout,
-    tokens: int,
-    w: Tensor,
-    gradients: tuple[bool, bool, bool],
-) -> Plan:
-    """Return the plan of a call of `tokens` with w (V, D) and the gradients of h, w and a bias."""
-    grad_hidden, grad_weight, grad_bias = gradients
-    in_chunks = layout.in_chunks and any(gradients)
-    return Plan(
-        strategy="gradients_in_forward" if in_chunks else "windows",
-        window=layout.window,
-        aliased=layout.aliased if grad_weight else 0,
-        kept=layout.kept if in_chunks or any(gradients) else 0,
-        chunk=chunk_of(layout, tokens) if in_chunks else tokens,
-        grad_hidden=grad_hidden,
-        grad_weight=grad_weight,
-        grad_bias=grad_bias,
-        vocab=len(w),
-        tokens=tokens,
-        low_bits=layout.low_bits,
-        hidden_bits=layout.hidden_bits,
-        adds_in_forward=layout.adds_in_forward,
-    )
+def plan_of(layout: Layout, request: Request, device: torch.device) -> Plan:
+    """Return the plan of a request in a layout."""
+    p, backend = request.problem, backend_of(request, device)
+    every = round_up(p.vocab, backend.block)
+    in_chunks, chunk = layout.in_chunks and p.needs_gradients, chunk_of(layout, p.tokens)
+    low = layout.low_bits if in_chunks else layout.hidden_bits or 0
+    if not p.keeps_sums or (p.dx_item != p.item and not in_chunks):
+        low = 0
+    if in_chunks:
+        window = layout.window if 0 < layout.kept < p.vocab else every
+        x = program_layout.Layout(chunk, window, low_bits=low, in_forward=True)
+    else:
+        most = program_layout.most_aliased(p, backend.block, backend.block)
+        aliased = min(layout.aliased, most)
+        kept = layout.kept if p.needs_gradients else 0
+        x = program_layout.Layout(max(p.tokens, 1), layout.window, kept, aliased, low)
+    return planned(p, x, backend, CPU)
 
 
 @contextmanager
-def pinned(layout: Layout | None, tiles: PortableTiles = SMALL_TILES) -> Iterator[None]:
+def pinned(layout: Layout | None) -> Iterator[None]:
     """Run calls in this layout; without one, as they are planned.
 
     On a GPU it skips a test whose columns in gradients' memory are no blocks of the kernels.
@@ -145,13 +130,12 @@ def pinned(layout: Layout | None, tiles: PortableTiles = SMALL_TILES) -> Iterato
         leaves_out: bool = False,
     ) -> Plan:
         shares = layout.aliased and step.grad_weight
-        if shares and tiles is SMALL_TILES and h.is_cuda and h.dtype.itemsize == 2:
+        if shares and h.is_cuda and h.dtype.itemsize == 2:
             pytest.skip("kernels have wider blocks of columns in the memory of gradients")
-        tokens = len(h) * (sharding.ranks() if sharding.sequence_parallel else 1)
+        request = request_of(h, w, step, options, tensors, sharding)
         if leaves_out and counted is not None:
-            tokens = counted
-        gradients = step.grad_hidden, step.grad_weight, step.grad_bias
-        return plan_of(layout, tokens, w, gradients)
+            request = request.of_tokens(counted)
+        return plan_of(layout, request, h.device)
 
     with _planned_by(plan_for):
         yield
@@ -162,56 +146,22 @@ def pinned_plan(plan: Plan) -> AbstractContextManager[None]:
     return _planned_by(lambda *_, **__: plan)
 
 
+def predicted(
+    layout: Layout, h: Tensor, w: Tensor, sharding: Sharding | None = None, **tensors: Any
+) -> Plan:
+    """Return the plan of a mean loss with h (N, D) and w (V, D), which train what requires it.
+
+    `tensors` are fields of `TensorOptions`.
+    """
+    step = StepOptions(MAXIMUM, h.requires_grad, w.requires_grad, False)
+    request = request_of(
+        h, w, step, LossOptions(), TensorOptions(**tensors), sharding or Sharding()
+    )
+    return plan_of(layout, request, h.device)
+
+
 def _planned_by(plan_for: Callable[..., Plan]) -> AbstractContextManager[Any]:
     return mock.patch.object(operands, "plan_for", plan_for)
-
-
-@dataclass(frozen=True)
-class Predicted:
-    """A layout in the tiles of a problem, and the memory that is predicted for it."""
-
-    layout: Layout
-    tiles: PortableTiles
-    workspace_bytes: int
-
-    def pinned(self) -> Any:
-        """Return a context in which calls have this layout."""
-        return pinned(self.layout, self.tiles)
-
-
-def predicted(
-    layout: Layout,
-    h: Tensor,
-    w: Tensor,
-    *,
-    windows: int = 1,
-    wider: int = 1,
-    **call: Any,
-) -> Predicted:
-    """Return the memory of a call with h (N, D) and w (V, D), which train what requires gradients.
-
-    A chunk has all columns at once, or `windows` of them of equal width but for a last one that has
-    the memory of `wider` others; `call` are fields of `CallProblem`.
-    """
-    sizes = h.shape[0], h.shape[1], w.shape[0]
-    where = dtype_name(h.dtype), h.device.type
-    problem = Problem(*sizes, *where, h.requires_grad, w.requires_grad, arch_of(h, w))
-    problem = with_call(problem, **call) if call else problem
-    tiles = widest_window(problem)
-    if not layout.in_chunks:
-        layout = dataclasses.replace(layout, window=tiles.window)
-        columns = layout.aliased, layout.kept
-        needed = windows_bytes(problem, tiles, *columns, True, layout.hidden_bits)
-        return Predicted(layout, tiles, needed)
-    every = round_up(len(w), tiles.reference_block)
-    width = every // tiles.reference_block // windows * tiles.reference_block
-    kept = wider * width if windows > 1 else every
-    layout = dataclasses.replace(layout, window=width, kept=kept)
-    chunk = chunk_of(layout, len(h))
-    low_bits = kept_low_bits(problem, ceil_div(len(h), chunk))
-    layout = dataclasses.replace(layout, low_bits=low_bits)
-    needed = chunked_bytes(problem, tiles, kept, chunk)
-    return Predicted(layout, tiles, needed)
 
 
 def can_store(dtype: torch.dtype) -> bool:

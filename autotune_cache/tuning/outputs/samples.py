@@ -16,12 +16,12 @@ from cutefce.cute_kernels.arch.base import Arch
 from cutefce.cute_kernels.kernel_set import KernelSet
 from cutefce.cute_kernels.sampling_set import sampling_kernels
 from cutefce.cute_kernels.spec import KernelSpec
-from cutefce.ops.planning.plan import Plan
 from cutefce.ops.planning.sample_sizes import slots
 from cutefce.ops.primitives.cute_projection import CuteProjection
 from cutefce.ops.primitives.interface import WrappedProjection
 from cutefce.ops.program import calls as programs
 from cutefce.ops.program.inputs import LossInputs
+from cutefce.ops.program.plan import Plan
 from cutefce.ops.rows.targets import Targets
 from cutefce.ops.sampling import gradients as sampled
 from cutefce.ops.sampling.interface import SamplingProjection
@@ -70,7 +70,7 @@ def gradients_of_all(
         return loss, dx, dw
     inputs, dw = _with_low_estimates(inputs), torch.empty_like(inputs.w)
     loss, stats, samples = sampled.forward(inputs, _sampling(inputs, ALL), plan)
-    given = stats, samples, upstream, plan.window, True, dw, None
+    given = stats, samples, upstream, plan.layout.window, True, dw, None
     return loss, sampled.backward(inputs, *given), dw
 
 

@@ -17,14 +17,21 @@ from cutefce.cute_kernels.config import WindowConfig
 from cutefce.cute_kernels.integers import ceil_div, round_up
 from cutefce.cute_kernels.parts import DIVERGENCES, FORWARD, PARTS, SAMPLES, SOFT_TARGETS, STEP
 from cutefce.cute_kernels.problem import LOW_BITS, Problem, can_keep
-from cutefce.ops.dtypes import sum_dtype
+from cutefce.ops.dtypes import dtype_name, sum_dtype
 from cutefce.ops.interface.options import LossOptions, TensorOptions
-from cutefce.ops.planning import planner
+from cutefce.ops.planning.budget import DEFAULT, MINIMUM
+from cutefce.ops.planning.device import device_of
 from cutefce.ops.primitives.cute_projection import CuteProjection
 from cutefce.ops.primitives.interface import AnyPrimitives
 from cutefce.ops.primitives.row_selection import restore_rows, select_on_device
 from cutefce.ops.program import calls as programs
 from cutefce.ops.program.inputs import LossInputs
+from cutefce.ops.program.layout import Layout
+from cutefce.ops.program.plan import Plan
+from cutefce.ops.program.plan import plan as make_plan
+from cutefce.ops.program.primitives_backend import PrimitivesBackend
+from cutefce.ops.program.problem import Problem as LossProblem
+from cutefce.ops.program.problem import Upstream
 from cutefce.ops.program.run import Call
 from cutefce.ops.rows import targets as rows
 from cutefce.ops.rows.coefficients import RowCoefficients
@@ -49,30 +56,77 @@ def loss_inputs(case: TuningCase, primitives: AnyPrimitives, reduction: str = "n
     return LossInputs(primitives, h, w, make_targets(case, reduction), h.dtype, h.dtype)
 
 
-def default_plan(case: TuningCase) -> planner.Plan:
-    """Return the plan of a step with the default workspace."""
-    configs = defaults.window_configs(case.problem)
-    return planner.make_plan(case.problem, configs, planner.DEFAULT, scalar_upstream=False)
+def window_of(case: TuningCase) -> int:
+    """Return the columns of a window."""
+    return defaults.widest_window(case.problem).window
 
 
-def smallest_plan(problem: Problem, configs: Sequence[WindowConfig]) -> planner.Plan:
-    """Return the plan of a step with the smallest workspace."""
-    return planner.make_plan(problem, configs, planner.MINIMUM, scalar_upstream=True)
+def kept_columns(case: TuningCase) -> int:
+    """Return the columns that a step stores in the default workspace; none of float16."""
+    p, block = case.problem, defaults.widest_window(case.problem).reference_block
+    if not can_keep(p.dtype):
+        return 0
+    affordable = DEFAULT // (p.tokens * p.item_bytes) // block * block
+    return min(affordable, round_up(p.vocab, block))
+
+
+def smallest_plan(operands: Problem, configs: Sequence[WindowConfig]) -> Plan:
+    """Return the plan of a step in windows with the smallest workspace."""
+    problem = LossProblem(
+        operands.tokens,
+        operands.hidden,
+        operands.vocab,
+        operands.item_bytes,
+        operands.accumulator_bytes,
+        operands.grad_hidden,
+        operands.grad_weight,
+        stores=can_keep(operands.dtype),
+    )
+    widths = tuple(config.window for config in configs)
+    backend = PrimitivesBackend(operands, configs[0], widths)
+    in_windows = Layout(operands.tokens, widths[0])
+    return make_plan(problem, backend, device_of(operands.device), MINIMUM, in_windows)
 
 
 def layout(
-    inputs: Inputs, window: int | None = None, kept: int = 0, chunk: int | None = None, **more: Any
-) -> planner.Plan:
+    inputs: Inputs,
+    window: int | None = None,
+    kept: int = 0,
+    chunk: int | None = None,
+    low_bits: int = 0,
+    grad_hidden: bool = True,
+    grad_weight: bool = True,
+) -> Plan:
     """Return a plan of windows of some columns; with `chunk`, of chunks of as many tokens."""
-    grads: Any = {"grad_hidden": True, "grad_weight": True} | more
-    tokens, vocab = inputs.tokens, len(inputs.w)
-    strategy = "windows" if chunk is None else "gradients_in_forward"
-    given = strategy, window or vocab, 0, kept, chunk or tokens
-    return planner.Plan(*given, **grads, vocab=vocab, tokens=tokens)
+    (tokens, hidden), vocab, dtype = (
+        (inputs.tokens, inputs.h.shape[1]),
+        len(inputs.w),
+        inputs.h.dtype,
+    )
+    targets = inputs.targets
+    problem = LossProblem(
+        tokens,
+        hidden,
+        vocab,
+        dtype.itemsize,
+        sum_dtype(dtype).itemsize,
+        grad_hidden,
+        grad_weight,
+        upstream=Upstream.SCALAR if targets.options.is_scalar else Upstream.ROWS,
+        stores=dtype != torch.float16,
+        selects=targets.selection is not None,
+        grad_weight_item=inputs.dw_dtype.itemsize,
+    )
+    operands, tiles = (
+        Problem(tokens, hidden, vocab, dtype_name(dtype), inputs.h.device.type),
+        inputs.primitives.config,
+    )
+    x = Layout(chunk or tokens, window or vocab, kept, 0, low_bits, in_forward=chunk is not None)
+    return Plan(problem, x, PrimitivesBackend(operands, tiles, (tiles.window,)))
 
 
 def step_of(
-    inputs: Inputs, plan: planner.Plan, upstream: Tensor, selection: RowSelection | None = None
+    inputs: Inputs, plan: Plan, upstream: Tensor, selection: RowSelection | None = None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return losses, dX and dW of a plan; `selection` is that of tokens in chunks."""
     loss, stats, left = programs.forward(inputs, plan)
@@ -132,10 +186,10 @@ def step_outputs(
 def _stored_outputs(case: TuningCase, inputs: Inputs) -> tuple[dict[str, CheckedOutput], RowStats]:
     """Return losses, stored and recomputed exponentials; and the statistics."""
     vocab, dtype = case.problem.vocab, case.h.dtype
-    h, w, plan = inputs.h, inputs.w, default_plan(case)
-    loss, stats, left = programs.forward(inputs, layout(inputs, kept=plan.kept))
-    recomputed = h.new_empty(h.shape[0], plan.window)
-    first = (vocab - 1) // plan.window * plan.window
+    h, w, window, kept = inputs.h, inputs.w, window_of(case), kept_columns(case)
+    loss, stats, left = programs.forward(inputs, layout(inputs, kept=kept))
+    recomputed = h.new_empty(h.shape[0], window)
+    first = (vocab - 1) // window * window
     rows = stats.reference, inputs.targets, recomputed
     inputs.primitives.projection.recompute_exp(h, w, (first, vocab), *rows)
     # the smallest float16 exponentials underflow, relative to sums of at most FLOAT16_TOTAL
@@ -147,25 +201,25 @@ def _stored_outputs(case: TuningCase, inputs: Inputs) -> tuple[dict[str, Checked
             recomputed[:, : vocab - first], 1, stats.sum_exp, floor
         ),
     }
-    if plan.kept:
-        kept = Call(left.program, inputs, left.memory).view("exps of 0")
+    if kept:
+        exps = Call(left.plan.program, inputs, left.memory).view("exps of 0")
         # the portable path rounds again when it changes the reference
-        results["stored exponentials"] = CheckedOutput(kept[:, :vocab], 2, stats.sum_exp, floor)
+        results["stored exponentials"] = CheckedOutput(exps[:, :vocab], 2, stats.sum_exp, floor)
     return results, stats
 
 
 def _gradient_outputs(case: TuningCase, inputs: Inputs) -> dict[str, CheckedOutput]:
     """Return the outputs of steps by plans of exact gradients."""
-    upstream, primitives, plan = case.upstream, inputs.primitives, default_plan(case)
+    upstream, primitives, window = case.upstream, inputs.primitives, window_of(case)
     assert upstream is not None
-    w, dtype, window = inputs.w, case.h.dtype, plan.window
+    w, dtype, kept = inputs.w, case.h.dtype, kept_columns(case)
     results, stats = _stored_outputs(case, inputs)
-    results |= _gradients("", *step_of(inputs, layout(inputs, window, plan.kept), upstream)[1:])
-    recomputed = layout(inputs, window)
-    of_sum = step_of(loss_inputs(case, primitives, "sum"), recomputed, upstream.new_ones(()))
-    results |= _gradients(" of the sum, from probabilities", *of_sum[1:])
+    results |= _gradients("", *step_of(inputs, layout(inputs, window, kept), upstream)[1:])
+    of_sum = loss_inputs(case, primitives, "sum")
+    found = step_of(of_sum, layout(of_sum, window), upstream.new_ones(()))
+    results |= _gradients(" of the sum, from probabilities", *found[1:])
     in_sums = replace(inputs, dw_dtype=stats.rows.dtype)
-    _, dx, dw = step_of(in_sums, recomputed, upstream)
+    _, dx, dw = step_of(in_sums, layout(in_sums, window), upstream)
     assert dw is not None
     results |= _gradients(" in the dtype of sums, then rounded", dx, dw.to(dtype))
     if can_keep(case.problem.dtype):
@@ -183,7 +237,7 @@ def _gradient_outputs(case: TuningCase, inputs: Inputs) -> dict[str, CheckedOutp
 def _sampled_outputs(case: TuningCase, inputs: Inputs) -> dict[str, CheckedOutput]:
     """Return the outputs of sampled gradients."""
     assert case.upstream is not None
-    plan = layout(inputs, default_plan(case).window)
+    plan = layout(inputs, window_of(case))
     loss, dx, dw = sampled_outputs.gradients_of_all(inputs, case.upstream, plan)
     results = {"sampled loss": CheckedOutput(loss, 1)} | _gradients(" of samples", dx, dw)
     entries = sampled_outputs.entries_of_few(inputs, plan)
@@ -226,12 +280,12 @@ def _counted_rows_outputs(
 ) -> dict[str, CheckedOutput]:
     """Return losses and gradients of a step with ignored tokens, which kernels leave out."""
     assert case.upstream is not None
-    plan, upstream, y = default_plan(case), case.upstream, _partly_ignored(case)
+    window, upstream, y = window_of(case), case.upstream, _partly_ignored(case)
     inputs, selection = _counting(case, loss_inputs(case, primitives), y)
     counts = (y != IGNORED)[:, None]
     if selection is not None:
         upstream = selection.take(upstream)
-    loss, dx, dw = step_of(inputs, layout(inputs, plan.window, plan.kept), upstream)
+    loss, dx, dw = step_of(inputs, layout(inputs, window, kept_columns(case)), upstream)
     loss, suffix = _restored(loss, selection), f" of counted rows{how}"
     results = {f"loss{suffix}": CheckedOutput(loss, 1)} | _gradients(suffix, dx, dw)
     for name, dtype in (("partial dX", upstream.dtype), ("moved rows", inputs.h.dtype)):
@@ -260,13 +314,13 @@ def _gradients_in_forward_outputs(case: TuningCase, inputs: Inputs) -> dict[str,
     sums = sum_dtype(w.dtype)
     scale = inputs.targets.loss_scale(sums)
     for suffix, dtype, bits in (*kinds, (", in the dtype of sums", sums, LOW_BITS[-1])):
-        plan = layout(inputs, every, every, chunk=chunk, low_bits=bits)
-        _, dx, dw = step_of(replace(inputs, dw_dtype=dtype), plan, scale)
+        given = replace(inputs, dw_dtype=dtype)
+        _, dx, dw = step_of(given, layout(given, every, chunk=chunk, low_bits=bits), scale)
         assert dw is not None
         results |= _gradients(f" of gradients in the forward{suffix}", dx, dw.to(w.dtype))
     window = min(round_up(ceil_div(len(w), 3), block), every)
     counted, selection = _counting(case, inputs, inputs.targets.index, chunk)
-    plan = layout(counted, window, window, chunk=chunk, grad_weight=False)
+    plan = layout(counted, window, chunk=chunk, low_bits=LOW_BITS[0], grad_weight=False)
     _, dx, _ = step_of(counted, plan, scale, selection)
     assert dx is not None
     return results | {"dX of windows in chunks": _gradient(dx)}
@@ -284,18 +338,18 @@ def _gradients_of_windows(case: TuningCase, inputs: Inputs) -> dict[str, Checked
     one = inputs.h.new_ones((), dtype=sum_dtype(inputs.h.dtype))
     results: dict[str, CheckedOutput] = {}
     for bits in LOW_BITS:
-        kept = bits if inputs.h.dtype == torch.bfloat16 else None
-        _, dx, dw = step_of(inputs, layout(inputs, window, window, hidden_bits=kept), one)
+        low = bits if inputs.h.dtype == torch.bfloat16 else 0
+        _, dx, dw = step_of(inputs, layout(inputs, window, window, low_bits=low), one)
         results |= _gradients(f" of windows, with {16 + bits} bits of dX's sums", dx, dw)
     return results
 
 
 def _forward_outputs(case: TuningCase, inputs: Inputs) -> dict[str, CheckedOutput]:
     """Return the outputs of forwards that store nothing, of all rows and of some."""
-    plan = layout(inputs, grad_hidden=False, grad_weight=False)
-    loss, stats, _ = programs.forward(inputs, plan)
+    none = {"grad_hidden": False, "grad_weight": False}
+    loss, stats, _ = programs.forward(inputs, layout(inputs, **none))
     counted, selection = _counting(case, inputs, _partly_ignored(case))
-    of_counted = _restored(programs.forward(counted, plan)[0], selection)
+    of_counted = _restored(programs.forward(counted, layout(counted, **none))[0], selection)
     others = CheckedOutput(stats.sum_exp_others, 1, stats.sum_exp)
     return {
         "no-grad loss": CheckedOutput(loss, 1),

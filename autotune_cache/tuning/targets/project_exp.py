@@ -42,7 +42,7 @@ class ProjectExpTarget(TuningTarget):
         h, w = projection.prepare(case.h, case.w)
         targets = outputs.make_targets(case)
         logit = projection.target_logit(h, w, targets)
-        kept = outputs.default_plan(case).kept
+        kept = outputs.kept_columns(case)
         exps = h.new_empty(h.shape[0], kept) if kept else None
         columns = 0, case.problem.vocab
         return lambda: projection.project_exp(h, w, columns, logit, targets, exps)

@@ -35,13 +35,13 @@ class WindowTarget(TuningTarget):
         return ()  # a width adds no kernels to verify
 
     def default(self, problem: Problem) -> Candidate:
-        return outputs.smallest_plan(problem, defaults.window_configs(problem)).window
+        return outputs.smallest_plan(problem, defaults.window_configs(problem)).layout.window
 
     def candidates(self, problem: Problem) -> Sequence[Candidate]:
         configs = defaults.window_configs(problem)
         plans = [outputs.smallest_plan(problem, (config,)) for config in configs]
         limit = plans[0].workspace_bytes
-        return [plan.window for plan in plans if plan.workspace_bytes <= limit]
+        return [plan.layout.window for plan in plans if plan.workspace_bytes <= limit]
 
     def cost(self, problem: Problem, candidate: Candidate) -> float:
         return outputs.smallest_plan(problem, (_tiles(problem, candidate),)).seconds

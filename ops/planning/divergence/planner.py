@@ -16,9 +16,9 @@ from math import ceil
 from cutefce.cute_kernels.integers import ceil_div
 from cutefce.cute_kernels.process_cache import process_cache
 from cutefce.cute_kernels.schedule.order import PARTIAL_BYTES
+from cutefce.ops.planning.device import device_of
 from cutefce.ops.planning.divergence.problem import DivergencePlan, DivergenceProblem
 from cutefce.ops.planning.step_memory import accumulates_wider, row_block_bytes, upcast_bytes
-from cutefce.ops.planning.time_model import rates
 
 FORWARD_ROWS = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 """Tokens of the forward's tiles that have all classes."""
@@ -78,7 +78,7 @@ def make_plan(problem: DivergenceProblem, budget: int) -> DivergencePlan:
     return replace(
         best,
         sharded=problem.sharded,
-        seconds=2 * best.cost / rates(problem.student)[0],
+        seconds=2 * best.cost / device_of(problem.student.device).flops,
         budget=asked if 0 <= asked < least else None,
     )
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from cutefce.cute_kernels.problem import Problem
-from cutefce.ops.planning.plan import predicted
+from cutefce.ops.planning.budget import predicted
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,212 @@
+"""What the primitives of a call allocate themselves: values of tokens, and scratch of steps.
+
+Kernels compute in registers and shared memory.  Plain torch takes tiles of logits; on a CPU also
+blocks of operands that are converted to the dtype of sums, and of rows.
+"""
+
+from dataclasses import dataclass
+
+from cutefce.cute_kernels.config import WindowConfig
+from cutefce.cute_kernels.integers import ceil_div
+from cutefce.cute_kernels.problem import Problem as Operands
+from cutefce.ops.planning.step_memory import (
+    CONVERTED,
+    FINISHED_ROWS,
+    GATHERED,
+    PLAIN,
+    accumulates_wider,
+    added_bytes,
+    few_low_bits,
+    has_weight_kernels,
+    kept_bytes,
+    partial_sums,
+    reduce_bytes,
+    row_block_bytes,
+    rows_bytes,
+    shared_sums_bytes,
+    soft_block_rows,
+    target_rows_bytes,
+    targets_bytes,
+    tile_bytes,
+    upcast_bytes,
+)
+from cutefce.ops.program.layout import Layout
+from cutefce.ops.program.problem import Problem
+from cutefce.ops.program.steps import Kind, Step
+
+MADE_BYTES = 33
+"""Bytes of a soft target while it is sorted, or put."""
+
+
+@dataclass(frozen=True)
+class Copies:
+    """Copies of operands that a call makes, or works on, as under autocast."""
+
+    hidden: int = 0
+    """Bytes per element of the hidden states as given, if the call works on a copy of them that
+    lives until its backward; else 0."""
+    weight: int = 0
+    """The same of the weight."""
+    dense: int = 0
+    """Bytes of operands that forward and backward each copy to a layout that GEMMs can address."""
+
+
+@dataclass(frozen=True)
+class PrimitivesBackend:
+    """The primitives that serve a call."""
+
+    operands: Operands
+    """Which kernels serve it, on which device."""
+    tiles: WindowConfig
+    """The widest window."""
+    windows: tuple[int, ...]
+    """Widths of windows that plans choose from, the widest first."""
+    copies: Copies = Copies()
+
+    places_values = False
+
+    @property
+    def block(self) -> int:
+        """Columns of which windows of classes are multiples."""
+        return self.tiles.reference_block
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether kernels form gradients, with no scratch of their own."""
+        return has_weight_kernels(self.operands)
+
+    @property
+    def skips_far(self) -> bool:
+        """Whether steps on far rows take no time where no row is far: kernels select rows."""
+        return self.is_fused and self.operands.selects_rows
+
+    def workspace(self, p: Problem, peak: int, kept: int) -> int:
+        """Return the workspace of a call whose program takes `peak` bytes, and holds `kept`.
+
+        Copies made before the forward live until the backward has its gradients, which then are
+        converted, one after the other, to the dtypes of the tensors given.  A rank whose hidden
+        states are a share gathers them, and has all of dX's sums until the ranks add theirs.
+        """
+        of, copies, converted = self.operands, self.copies, 0
+        peak += copies.dense
+        if of.ranks > 1 and p.grad_hidden:
+            shared, reduced = shared_sums_bytes(of)
+            ordered = p.tokens * p.hidden * p.sums * p.selects  # in the order of the call
+            peak = max(peak, kept + max(ordered, reduced)) + shared
+        if of.sequence_parallel:
+            peak += p.tokens * p.hidden * p.item
+        own_tokens = p.tokens // of.ranks if of.sequence_parallel else p.tokens
+        for given, rows, returned in (
+            (copies.hidden, own_tokens, p.grad_hidden),
+            (copies.weight, p.vocab, p.grad_weight and not of.wide_grad_weight),
+        ):
+            copy = rows * p.hidden * p.item
+            if given:
+                peak += copy
+            if returned and given > p.item:
+                peak -= rows * p.hidden * (given - p.item)
+                converted = max(converted, copy)
+        return max(peak, converted)
+
+    def partial_sums(self, p: Problem, rows: int, columns: int) -> int:
+        """Return how many numbers PROJECT writes for a row, of so many rows and columns."""
+        return partial_sums(self.operands, self.tiles, rows, columns)
+
+    def few_low_bits(self, p: Problem) -> int:
+        """Return 4, or 8 where two columns of a byte would be of two rows."""
+        return few_low_bits(p.hidden)
+
+    def listed_targets(self, p: Problem, in_chunks: bool) -> int:
+        """Return the bytes of the targets' part of dW; plain torch adds that of each chunk."""
+        if in_chunks and not self.is_fused:
+            return 0
+        return targets_bytes(self.operands, p.tokens)
+
+    def scratch(self, p: Problem, x: Layout, step: Step) -> int:
+        """Return the bytes that a step takes while it runs, beside its buffers."""
+        of, columns = self.operands, step.columns[1] - step.columns[0]
+        rows = step.rows[1] - step.rows[0]
+        match step.kind:
+            case Kind.PROJECT if step.far and "exps" not in step.writes:
+                return self._columns(rows, columns)
+            case Kind.PROJECT:
+                stores = any(name.startswith("exps") for name in step.writes)
+                return tile_bytes(of, self.tiles, rows, columns, stored=stores)
+            case Kind.REDUCE:
+                count = sum(name.startswith("partial") for name in step.reads)
+                blocks = ceil_div(p.vocab, self.tiles.reference_block)
+                joined = rows * partial_sums(of, self.tiles, rows, p.vocab) * p.sums * (count > 1)
+                return max(reduce_bytes(of, rows, blocks), self._soft(p, rows)) + joined
+            case Kind.TARGET_LOGIT | Kind.GATHER:
+                return rows_bytes(of, rows, CONVERTED)
+            case Kind.ENTRIES | Kind.SCALE_EXPS:
+                # kernels put entries where they are
+                made = 0 if self.is_fused else self._soft(p, rows)
+                return made + rows * p.soft * p.sums + self._columns(rows, columns)
+            case Kind.BIAS:
+                return 4 * columns * p.sums + self._columns(rows, columns)
+            case Kind.GEMM_HIDDEN if len(step.writes) > 1:
+                return self._kept_hidden(p, columns, x.low_bits)
+            case Kind.GEMM_HIDDEN:
+                return upcast_bytes(of, rows, columns, p.hidden)
+            case Kind.GEMM_WEIGHT:
+                return self._weight(p, step, rows, columns, x.low_bits)
+            case Kind.KEEP_HIDDEN:
+                kept = kept_bytes(of, rows, few_low_bits(p.hidden)) if len(step.writes) > 1 else 0
+                return max(kept, rows_bytes(of, rows, GATHERED))
+            case Kind.RESCALE if len(step.writes) > 1:
+                return kept_bytes(of, rows, x.low_bits)
+            case Kind.FINISH_HIDDEN:
+                pieces = any(name.startswith("low") for name in step.reads)
+                sums = self._sums(p, FINISHED_ROWS, rows) if pieces and not self.is_fused else 0
+                return sums + max(sums, rows_bytes(of, rows, GATHERED))
+            case Kind.FINISH_WEIGHT if len(step.reads) > 1:
+                return kept_bytes(of, p.vocab, x.low_bits)
+        return 0
+
+    def _weight(self, p: Problem, step: Step, rows: int, columns: int, low_bits: int) -> int:
+        """Bytes of a product that adds to dW, or writes rows of it."""
+        of = self.operands
+        is_beside = step.writes == ("into",) and not p.adds_in_place
+        beside = added_bytes(of) if is_beside else 0
+        if self.is_fused:
+            return beside
+        wide = accumulates_wider(of) and (len(step.writes) > 1 or p.dw_item < p.sums)
+        window = min(self.tiles.window, columns)
+        sums = beside or self._sums(p, window, columns) * (wide and step.writes != ("into",))
+        block = window if sums else columns
+        steps = [upcast_bytes(of, block, rows, p.hidden), rows_bytes(of, block, PLAIN)]
+        steps += [target_rows_bytes(of, rows), rows_bytes(of, rows, CONVERTED)]
+        if len(step.writes) > 1:  # of a chunk, whose targets are summed for it
+            sums += targets_bytes(of, rows)
+            steps.append(kept_bytes(of, block, low_bits))
+        return sums + max(steps)
+
+    def _kept_hidden(self, p: Problem, columns: int, low_bits: int) -> int:
+        """Bytes of adding a product over some columns to kept sums of dX."""
+        if self.is_fused:
+            return 0
+        rows = min(FINISHED_ROWS, p.tokens)
+        product = upcast_bytes(self.operands, rows, columns, p.hidden)
+        added = kept_bytes(self.operands, rows, low_bits)
+        return self._sums(p, rows, p.tokens) + max(product, added)
+
+    def _sums(self, p: Problem, rows: int, most: int) -> int:
+        """Bytes of rows of sums, of at most so many."""
+        return min(rows, most) * p.hidden * p.sums
+
+    def _columns(self, rows: int, columns: int) -> int:
+        """Bytes of a block of rows of exponentials in the dtype of sums, on a CPU."""
+        of = self.operands
+        if of.device != "cpu" or not accumulates_wider(of):
+            return 0
+        return min(rows * columns * of.accumulator_bytes, row_block_bytes(of.device))
+
+    def _soft(self, p: Problem, rows: int) -> int:
+        """Bytes of making soft targets, or of the rows of the weight that they gather."""
+        of, made = self.operands, rows * p.soft * MADE_BYTES
+        if of.device != "cpu" or not p.soft:
+            return made
+        elements = p.soft * p.hidden
+        block = min(soft_block_rows(elements, p.sums, of.device), rows)
+        return max(made, block * elements * (p.sums + p.item * accumulates_wider(of)))
