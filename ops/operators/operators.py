@@ -132,8 +132,8 @@ def loss_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dX (N, D), dW (V, D) and the bias' gradient (V,), without rows where not computed.
 
-    `stats` are those of `loss_forward`; `arguments` are those of `STEP`.  `upstream` is a number, or
-    (N,), or of outputs (K + 2, N), without its last row if entropy has no gradient.
+    `stats` are those of `loss_forward`; `arguments` are those of `STEP`.  `upstream` is () or (N,),
+    or of outputs (K + 2, N), without its last row if entropy has no gradient.
     """
     step, options, tensors, sharding = unpack(arguments, *STEP)
     w, upstream = tensors.computed_weight(w), agreed_upstream(upstream, tensors)

@@ -122,7 +122,7 @@ def request_of(
             operands = replace(operands, arch=None)
     samples = options.samples if is_sampled else 0
     return Request(
-        _problem(h, operands, options, tensors, buffer),
+        _problem(h, operands, options, tensors, buffer, sharding.group is not None),
         operands,
         _copies(operands, h, w, (step.copied_hidden, step.copied_weight)),
         samples,
@@ -136,6 +136,7 @@ def _problem(
     options: LossOptions,
     tensors: TensorOptions,
     buffer: Tensor | None,
+    in_group: bool,
 ) -> Problem:
     """Return what a program of a call depends on."""
     sums = sum_dtype(h.dtype)
@@ -161,7 +162,7 @@ def _problem(
         scales_exps=options.scales_exps,
         stores=h.dtype != torch.float16,
         selects=of.selects_rows,
-        grad_hidden_item=of.accumulator_bytes if of.ranks > 1 else 0,
+        grad_hidden_item=of.accumulator_bytes if in_group else 0,
         grad_weight_item=of.accumulator_bytes if of.wide_grad_weight and buffer is None else 0,
         into=0 if buffer is None else buffer.itemsize,
         adds_in_place=in_place,

@@ -89,7 +89,7 @@ class PrimitivesBackend:
         """
         of, copies, converted = self.operands, self.copies, 0
         peak += copies.dense
-        if of.ranks > 1 and p.grad_hidden:
+        if p.grad_hidden_item and p.grad_hidden:  # ranks add theirs
             shared, reduced = shared_sums_bytes(of)
             ordered = p.tokens * p.hidden * p.sums * p.selects  # in the order of the call
             peak = max(peak, kept + max(ordered, reduced)) + shared

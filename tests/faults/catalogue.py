@@ -574,10 +574,8 @@ NUMERICS = (
         (
             Edit(
                 "ops/operators/autograd.py",
-                'return _backward(ctx, torch.cat(rows), (*ctx.before[:-1], ",".join(outputs)),'
-                " saved)",
-                'return _backward(ctx, torch.cat(rows), (*ctx.before[:-1], ",".join(outputs)),'
-                " _saved(ctx))",
+                "return _backward(ctx, torch.cat(rows), ctx.before, saved)",
+                "return _backward(ctx, torch.cat(rows), ctx.before, _saved(ctx))",
             ),
         ),
         (

@@ -464,15 +464,20 @@ def test_no_reference_cycle_keeps_tensors(workspace: int | str, device: str) -> 
         gc.enable()
 
 
+def allocated() -> int:
+    """Return the bytes that are allocated once no thread of autograd's holds gradients."""
+    until, least = time.monotonic() + 0.5, torch.cuda.memory_allocated()
+    while time.monotonic() < until:
+        least = min(least, torch.cuda.memory_allocated())
+    return least
+
+
 def left_by(run: Callable[[], object], device: str) -> int:
     """Return by how many bytes more are allocated after `run` than before."""
     if device != "cpu":
-        before = torch.cuda.memory_allocated()
+        before = allocated()
         run()
-        until, left = time.monotonic() + 1.0, torch.cuda.memory_allocated() - before
-        while time.monotonic() < until:  # a thread of autograd's may hold gradients a little longer
-            left = min(left, torch.cuda.memory_allocated() - before)
-        return left
+        return allocated() - before
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         run()
     results = profiler.profiler.kineto_results if profiler.profiler else None
