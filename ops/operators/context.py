@@ -23,8 +23,8 @@ def can_bypass_dispatcher(h: Tensor, *others: Tensor | None) -> bool:
     if torch_compat.has_dispatch_mode() or h.is_meta:
         return False
     for x in (h, *others):
-        if x is not None and not (
-            type(x) in PLAIN_TYPES and x.layout == torch.strided and not x.is_neg()
+        if x is not None and (
+            type(x) not in PLAIN_TYPES or x.layout is not torch.strided or x.is_neg()
         ):
             return False
     return True

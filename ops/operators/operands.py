@@ -13,11 +13,7 @@ from cutefce.ops.operators.kept import Kept
 from cutefce.ops.operators.plans import plan_for
 from cutefce.ops.parallel.class_row import needs_class_row, set_class_row
 from cutefce.ops.parallel.shard import Unsharded
-from cutefce.ops.primitives.dispatch import (
-    options_unsupported_reason,
-    primitives_for,
-    problem_of,
-)
+from cutefce.ops.primitives.dispatch import primitives_for
 from cutefce.ops.primitives.row_selection import select_rows, with_aligned_rows
 from cutefce.ops.program.inputs import LossInputs
 from cutefce.ops.program.plan import Plan
@@ -47,12 +43,7 @@ def prepare(
     h = shard.gather_hidden(h) if gathers else h
     if known is not None and known.arch is not None:
         w = with_aligned_rows(w)  # hooks of saved tensors may restore another layout
-    problem = problem_of(h, w, *plan.gradients, len(y))
-    if problem.arch is not None:
-        given = h.device, options, tensors, plan.is_sampled
-        is_unserved = known is not None and known.arch is None
-        if is_unserved or options_unsupported_reason(problem, *given) is not None:
-            problem = replace(problem, arch=None)
+    problem = plan.backend.operands
     selection = None if known is None else known.selection
     if known is None:
         check_soft_values(y, options, tensors, shard.total_vocab(w))

@@ -18,17 +18,6 @@ class Backend(Protocol):
     def places_values(self) -> bool:
         """Whether places, logits, factors and partial sums have buffers, not their own tensors."""
 
-    @property
-    def windows(self) -> tuple[int, ...]:
-        """Widths of windows that plans choose from, the widest first."""
-
-    @property
-    def skips_far(self) -> bool:
-        """Whether steps on far rows take no time where no row is far."""
-
-    def workspace(self, p: Problem, peak: int, kept: int) -> int:
-        """Return the bytes that a call takes whose program takes `peak`, and holds `kept`."""
-
     def partial_sums(self, p: Problem, rows: int, columns: int) -> int:
         """Return how many numbers PROJECT writes for a row, of so many rows and columns."""
 

@@ -20,10 +20,7 @@ def forward(inputs: LossInputs[Any, Any], plan: Plan) -> tuple[Tensor, RowStats,
     call = Call(plan.program, inputs)
     _check(plan.problem, inputs)
     call.allocate(Home.KEPT)
-    buffers, lives = call.program.buffers, call.program.lives
-    middle = len(call.program.forward)
-    homes = {b.home for n, b in buffers.items() if lives[n][0] < middle}
-    allocate_gradients(call, homes)
+    allocate_gradients(call, call.program.homes_of_forward)
     call.run(call.program.forward, Home.FORWARD, TABLE)
     return call.values["loss"], call.values["stats"], Left(plan, call.memory)
 
@@ -70,11 +67,10 @@ def backward(
         program = left.plan.without_entropy.program
         assert _kept(program) == _kept(left.plan.program)
     call = Call(program, inputs, left.taken())
-    p, buffers = program.problem, program.buffers.values()
+    p = program.problem
     call.values |= {"upstream": upstream, "stats": stats, "selection": selection}
     call.values["rounds"] = p.upstream is Upstream.KNOWN
-    missing = {b.home for b in buffers if b.home not in call.memory}
-    allocate_gradients(call, missing)
+    allocate_gradients(call, program.homes - call.memory.keys())
     call.run(call.program.backward, Home.BACKWARD, TABLE)
     dx, dw = call.memory.pop(Home.DX, None), call.memory.pop(Home.DW, None)
     return call.values.get("dx", dx), dw, call.values.get("dbias")

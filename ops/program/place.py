@@ -12,6 +12,8 @@ from cutefce.ops.planning.step_memory import TARGET_BYTES
 from cutefce.ops.program.problem import Problem
 from cutefce.ops.program.steps import ARENAS, GRADIENTS, Buffer, Home, Kind, Program
 
+ITEM = 8
+"""Bytes of which arenas are multiples, so that they may be seen in every dtype."""
 ALIGNMENT = 256
 """Bytes of which offsets are multiples, as those of allocations are: more than TMA asks for."""
 
@@ -37,7 +39,7 @@ def place(program: Program) -> Program:
         placed = Buffer(buffer.rows, buffer.columns, buffer.item, home, offset)
         taken[home].append((offset, placed.end, first, last))
         buffers[name] = placed
-        program.arenas[home] = max(program.arenas[home], placed.end)
+        program.arenas[home] = max(program.arenas[home], round_up(placed.end, ITEM))
     return program
 
 

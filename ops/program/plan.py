@@ -11,11 +11,11 @@ from functools import cached_property
 from cutefce.cute_kernels.integers import ceil_div, round_up
 from cutefce.ops.planning.budget import MINIMUM, predicted
 from cutefce.ops.planning.device import Device
-from cutefce.ops.program.backend import Backend
 from cutefce.ops.program.cost import seconds
 from cutefce.ops.program.layout import Layout, most_aliased
 from cutefce.ops.program.lower import lower
 from cutefce.ops.program.place import kept, peak
+from cutefce.ops.program.primitives_backend import PrimitivesBackend
 from cutefce.ops.program.problem import Problem
 from cutefce.ops.program.steps import Program
 
@@ -40,7 +40,7 @@ class Plan:
 
     problem: Problem
     layout: Layout
-    backend: Backend
+    backend: PrimitivesBackend
     workspace_bytes: int = 0
     """Predicted peak memory beyond the inputs and the gradients."""
     seconds: float = 0.0
@@ -121,7 +121,7 @@ class Plan:
         return f"{name}, {size}, {columns} columns at a time: {cost}"
 
 
-def planned(p: Problem, x: Layout, backend: Backend, device: Device) -> Plan:
+def planned(p: Problem, x: Layout, backend: PrimitivesBackend, device: Device) -> Plan:
     """Return the plan of a layout."""
     program = lower(p, x, backend, brief=True)
     size = backend.workspace(p, peak(program), kept(program))
@@ -130,7 +130,7 @@ def planned(p: Problem, x: Layout, backend: Backend, device: Device) -> Plan:
 
 def plan(
     p: Problem,
-    backend: Backend,
+    backend: PrimitivesBackend,
     device: Device,
     budget: int,
     like: Layout | None = None,
@@ -187,7 +187,9 @@ def _most_within(
     return family[low]
 
 
-def _families(p: Problem, backend: Backend, may_chunk: bool) -> Iterator[Sequence[Layout]]:
+def _families(
+    p: Problem, backend: PrimitivesBackend, may_chunk: bool
+) -> Iterator[Sequence[Layout]]:
     """Yield layouts of which each takes more memory, and less time, than the one before."""
     block, tokens = backend.block, max(p.tokens, 1)
     every = round_up(p.vocab, block)

@@ -70,13 +70,17 @@ class Call:
         found = self.views.get((name, columns))
         if found is None:
             b = self.program.buffers[name]
-            assert b.home is not None
-            flat = self.memory[b.home].view(-1).view(torch.uint8)[b.offset : b.end]
-            found = flat.view(self.dtype_of(b)).view(b.rows, b.columns)
-            if columns not in (None, b.columns):
-                found = found[:, :columns]
+            size = b.rows, b.columns if columns is None else columns
+            flat = self._flat(b)
+            found = flat.as_strided(size, (b.columns, 1), b.offset // b.item)
             self.views[name, columns] = found
         return found
+
+    def _flat(self, b: Buffer) -> Tensor:
+        """Return the memory of a buffer's home in the dtype of the buffer."""
+        assert b.home is not None
+        memory, dtype = self.memory[b.home], self.dtype_of(b)
+        return memory if memory.dtype == dtype else memory.view(-1).view(dtype)
 
     def dtype_of(self, b: Buffer) -> torch.dtype:
         """Return the dtype of a buffer's elements."""

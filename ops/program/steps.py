@@ -14,6 +14,8 @@ Range = tuple[int, int]
 class Home(Enum):
     """The memory that a buffer lies in."""
 
+    __hash__ = object.__hash__  # there is one object of each: that of names takes time
+
     KEPT = "what lives from the forward to the backward"
     FORWARD = "scratch of the forward"
     BACKWARD = "scratch of the backward"
@@ -35,6 +37,8 @@ class Kind(Enum):
     `r` are logits of targets, `e` exponentials relative to a reference and 0 at targets, `s` the
     factors of tokens; see `ops.primitives.interface` for the formulas.
     """
+
+    __hash__ = object.__hash__
 
     SELECT = "find the rows that count, and how many they are"
     CLASS_ROW = "sum the rows of the weight, for losses of all classes"
@@ -125,6 +129,17 @@ class Program:
         """Yield all steps."""
         yield from self.forward
         yield from self.backward
+
+    @cached_property
+    def homes(self) -> set[Home | None]:
+        """Which memory has buffers."""
+        return {buffer.home for buffer in self.buffers.values()}
+
+    @cached_property
+    def homes_of_forward(self) -> set[Home | None]:
+        """Which memory has buffers that the forward writes."""
+        middle, lives = len(self.forward), self.lives
+        return {b.home for name, b in self.buffers.items() if lives[name][0] < middle}
 
     @cached_property
     def scales_exps(self) -> bool:

@@ -31,11 +31,6 @@ class Backend:
 
     block = 1
     places_values = True
-    windows = ()
-    skips_far = True
-
-    def workspace(self, p: Problem, peak: int, kept: int) -> int:
-        return peak
 
     def partial_sums(self, p: Problem, rows: int, columns: int) -> int:
         return 1
