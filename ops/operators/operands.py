@@ -68,11 +68,11 @@ def prepare(
     dw_dtype = sum_dtype(w.dtype) if own_sums else w.dtype
     dtypes = shard.dx_dtype(h.dtype), dw_dtype
     buffer = tensors.accumulate_into if plan.problem.grad_weight else None
-    operands = shard.primitives(own), h, w, targets, *dtypes, buffer, class_row
+    operands = own, h, w, targets, *dtypes, buffer, class_row
     sampling = None
     if plan.is_sampled and known is None:
         sampling = _sampling(shard, w, y, options, tensors, selection)
-    return LossInputs(*operands, sampling, problem.arch), selection
+    return LossInputs(*operands, sampling, shard.ranks(), problem.arch), selection
 
 
 def _sampling(

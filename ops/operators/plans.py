@@ -163,6 +163,7 @@ def _problem(
         stores=h.dtype != torch.float16,
         selects=of.selects_rows,
         grad_hidden_item=of.accumulator_bytes if in_group else 0,
+        ranks=of.ranks if in_group else 0,
         grad_weight_item=of.accumulator_bytes if of.wide_grad_weight and buffer is None else 0,
         into=0 if buffer is None else buffer.itemsize,
         adds_in_place=in_place,

@@ -24,7 +24,7 @@ import functools
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -34,12 +34,13 @@ from cutefce.ops import torch_compat
 from cutefce.ops.dtypes import sum_dtype
 from cutefce.ops.interface.options import LossOptions, Sharding, TensorOptions
 from cutefce.ops.parallel.consistency import exchange
-from cutefce.ops.parallel.primitives import ShardProjection
+from cutefce.ops.parallel.sampling import ShardSampling
 from cutefce.ops.primitives.dispatch import backend_of
-from cutefce.ops.primitives.interface import AnyPrimitives, Primitives, Projection
+from cutefce.ops.program.inputs import Ranks
 from cutefce.ops.rows import targets as rows
 from cutefce.ops.rows.logit_map import LogitMap
 from cutefce.ops.rows.loss_parts import parts_of, without_weightless
+from cutefce.ops.rows.outputs import PartialOutputs
 from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.targets import Targets
 
@@ -86,9 +87,9 @@ class Unsharded:
         """Return the x of the group's first rank."""
         return x
 
-    def primitives(self, own: AnyPrimitives) -> AnyPrimitives:
-        """Return primitives that combine the results of `own` on all ranks."""
-        return own
+    def ranks(self) -> Ranks | None:
+        """Return the ranks that programs exchange with."""
+        return None
 
     def dx_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype in which a rank finishes its part of dX, for inputs of `dtype`."""
@@ -164,10 +165,49 @@ class VocabShard(Unsharded):
         """Return the x of the group's first rank."""
         return self.all_reduce_(x.clone() if self.rank == 0 else torch.zeros_like(x))
 
-    def primitives(self, own: AnyPrimitives) -> AnyPrimitives:
-        """Return primitives that combine the results of `own` on all ranks."""
-        projection = cast(Projection[Any], ShardProjection(own.projection, self))
-        return Primitives(own.config, projection, own.gradients)
+    def ranks(self) -> Ranks:
+        """Return the ranks that programs exchange with."""
+        return self
+
+    def target_logit(self, logit: Tensor, targets: Targets) -> Tensor:
+        """Return r (N,): +inf for ignored tokens alone, NaN for targets of no rank or of several.
+
+        Raises:
+            IndexError: on a CPU, on every rank, for such a target, or one that some ranks ignore.
+        """
+        here, ranks = targets.owned, len(self.vocab)
+        # an owner counts 1, and a rank that ignores the token more than all ranks could as owners
+        count = torch.where(targets.active, here.to(logit.dtype), ranks + 1)
+        found = torch.stack([torch.where(here, logit, 0), count])
+        logit, count = self.all_reduce_(found)
+        ignored = count == ranks * (ranks + 1)
+        wrong = ~ignored & (count != 1)
+        if wrong.device.type == "cpu" and bool(wrong.any()):
+            row = int(wrong.nonzero()[0])
+            target = int(targets.index[row]) + self.first
+            raise IndexError(
+                f"target: got {target if bool(targets.active[row]) else 'ignore_index'}, expected "
+                f"0 <= target < {sum(self.vocab)} or ignore_index, on every rank"
+            )
+        return torch.where(ignored, torch.inf, torch.where(wrong, torch.nan, logit))
+
+    def soft_excess(self, excess: Tensor) -> Tensor:
+        """Return that of the classes of all ranks."""
+        return self.all_reduce_(excess)
+
+    def partial_outputs(self, own: PartialOutputs) -> PartialOutputs:
+        """Return those of all ranks, one part each."""
+        own = own.combined()
+        if own.column is not None:
+            own = own._replace(column=own.column + self.first)
+        given = torch.cat([x for x in own if x is not None], 1)
+        # contiguous parts of a token are added in the same order for all tokens
+        parts = iter(self.all_gather(given).permute(2, 1, 0).contiguous())
+        return PartialOutputs(*(None if x is None else next(parts) for x in own))
+
+    def sampling(self, own: Any) -> ShardSampling[Any]:
+        """Return a projection that samples the classes of all ranks."""
+        return ShardSampling(own, self)
 
     def dx_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype of sums: dX is rounded after the ranks' parts are added."""

@@ -199,14 +199,3 @@ def expect_soft_logits(projection: Projection[PartialT], targets: Targets) -> No
     """Let the next `project_exp` of all columns write the logits of soft targets, if it can."""
     if targets.tensors.target_indices is not None:
         targets.soft_logits = projection.empty_soft_logits(targets)
-
-
-def set_soft_excess(
-    projection: Projection[PartialT], h: Tensor, w: Tensor, targets: Targets, target_logit: Tensor
-) -> None:
-    """Set the excess of soft targets, if it is not set; h is as for `Projection.target_logit`.
-
-    Launches of it that follow those of a GEMM take no CPU time for which the GPU waits.
-    """
-    if targets.soft is not None and targets.soft.excess is None:
-        targets.soft.excess = projection.soft_excess(h, w, targets, target_logit)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cutefce.ops.primitives.interface import expect_soft_logits, set_soft_excess
+from cutefce.ops.primitives.interface import expect_soft_logits
 from cutefce.ops.primitives.portable_gradients import scale_by_log
 from cutefce.ops.primitives.row_selection import clear_first_rows
 from cutefce.ops.primitives.weighted_sum import add_soft_rows
@@ -33,6 +33,23 @@ def target_logit(call: Call, s: Step) -> None:
     expect_soft_logits(x.primitives.projection, x.targets)
     if x.targets.class_logits is not None:
         call.values.setdefault("class logits", []).append(x.targets.class_logits)
+
+
+def all_reduce(call: Call, s: Step) -> None:
+    """Take the logits of targets from the ranks that have them."""
+    x = call.part(s.rows)
+    assert x.ranks is not None
+    call.values["logits"] = x.ranks.target_logit(call.values["logits"], x.targets)
+
+
+def all_gather(call: Call, s: Step) -> None:
+    """Gather the row sums of all ranks."""
+    x = call.part(s.rows)
+    projection, ranks = x.primitives.projection, x.ranks
+    assert ranks is not None
+    partial = projection.concat_partials(call.values.pop("partials"))
+    shares = projection.gather_partials(partial, ranks.all_gather)
+    call.values |= {"partial": partial, "shares": shares}
 
 
 def clear(call: Call, s: Step) -> None:
@@ -81,12 +98,22 @@ def reduce(call: Call, s: Step) -> None:
     x, logit = call.part(s.rows), call.values["logits"]
     projection, targets = x.primitives.projection, x.targets
     outputs, more, part = targets.options.output_names, None, None
-    set_soft_excess(projection, x.h, x.w, targets, logit)
-    partial = projection.concat_partials(call.values.pop("partials"))
-    stats, loss = projection.reduce_partials(partial, logit, targets)
+    if targets.soft is not None and targets.soft.excess is None:
+        # launched behind a product, it takes no CPU time for which a GPU waits
+        excess = projection.soft_excess(x.h, x.w, targets, logit)
+        targets.soft.excess = excess if x.ranks is None else x.ranks.soft_excess(excess)
+    if x.ranks is None:
+        partial = projection.concat_partials(call.values.pop("partials"))
+        stats, loss = projection.reduce_partials(partial, logit, targets)
+    else:
+        partial = call.values["partial"]
+        stats, loss = projection.reduce_partials(call.values.pop("shares"), logit, targets)
+        # where another rank has the target
+        stats.sum_exp_others.masked_fill_(targets.active & ~targets.owned, 0)
     if stat_rows(outputs):
         if targets.options.reduces_rows:
             part = projection.partial_outputs(partial, logit)
+            part = part if x.ranks is None else x.ranks.partial_outputs(part)
         classes = targets.index + targets.first
         more = reduce_outputs(part, classes, targets.class_logits, outputs)
     if x.h.dtype == torch.float16:

@@ -1,15 +1,35 @@
 """The operands of a forward or backward."""
 
 from dataclasses import dataclass
-from typing import Generic
+from typing import Any, Generic, Protocol
 
 import torch
 from torch import Tensor
 
 from cutefce.ops.primitives.gradient_interface import TargetGradT
 from cutefce.ops.primitives.interface import PartialT, Primitives
+from cutefce.ops.rows.outputs import PartialOutputs
 from cutefce.ops.rows.targets import Targets
 from cutefce.ops.sampling.samples import Sampling
+
+
+class Ranks(Protocol):
+    """What the ranks of a group exchange, each of which has some classes."""
+
+    def target_logit(self, logit: Tensor, targets: Targets) -> Tensor:
+        """Return r (N,) of all ranks from that of this one."""
+
+    def soft_excess(self, excess: Tensor) -> Tensor:
+        """Return the excess (N,) of the soft targets of all ranks from that of this one."""
+
+    def partial_outputs(self, own: PartialOutputs) -> PartialOutputs:
+        """Return the row reductions of all ranks, one part each."""
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """Return the x (...) of every rank as (R, ...)."""
+
+    def sampling(self, own: Any) -> Any:
+        """Return `own`, a projection that samples, with what the ranks' samples need."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +56,8 @@ class LossInputs(Generic[PartialT, TargetGradT]):
     """(D,) Σ_v κ_v W_v over this rank's classes, for losses that depend on it."""
     sampling: Sampling | None = None
     """How a forward chooses entries, with sampled gradients."""
+    ranks: Ranks | None = None
+    """The other ranks; None for a call of one device."""
     arch: str | None = None
     """Architecture of the kernels that serve the call; None of the portable path."""
 

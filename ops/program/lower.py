@@ -14,7 +14,16 @@ ORDER_BYTES = 16
 """Bytes of a token's place and of its target, in the order of the rows that count."""
 FACTORS = 4
 """Numbers of a token: of its exponentials, target and every class, and their reference."""
-VALUES = "order", "class_row", "logits", "factors", "numbers", "last factors", "partial of"
+VALUES = (
+    "order",
+    "class_row",
+    "logits",
+    "factors",
+    "numbers",
+    "last factors",
+    "partial of",
+    "shares",
+)
 """Names of buffers of numbers of tokens, and of the class row."""
 
 
@@ -58,9 +67,9 @@ class _Lowering:
         self.order = ("order",) if p.selects else ()
         self.class_row = ("class_row",) if p.every_class else ()
         narrow = p.keeps_sums and x.low_bits > 0 and p.dx_item == p.item
-        self.keeps_hidden = narrow and p.grad_hidden and p.ranks == 1
+        self.keeps_hidden = narrow and p.grad_hidden
         """Whether dX's sums over windows are kept in pieces."""
-        self.sums_in_dx = p.grad_hidden and not p.selects and p.ranks == 1
+        self.sums_in_dx = p.grad_hidden and not p.selects
         self.sums_in_dx &= self.keeps_hidden or p.dx_item == p.sums
         """Whether they, or the larger pieces, lie in the memory of dX."""
 
@@ -181,13 +190,9 @@ class _Lowering:
         p, states = self.p, self.gather("states", rows)
         self.buffer("logits", p.tokens, 2 if p.every_class else 1, p.sums)
         self.emit(Kind.TARGET_LOGIT, (*self.order, *self.class_row), ("logits",), rows)
-        self.of_ranks(Kind.ALL_REDUCE, "logits", rows)
+        if p.ranks:
+            self.emit(Kind.ALL_REDUCE, ("logits",), ("logits",), rows)
         return states
-
-    def of_ranks(self, kind: Kind, name: str, rows: Range) -> None:
-        """Emit an exchange, which one rank has not."""
-        if self.p.ranks > 1:
-            self.emit(kind, (name,), (name,), rows)
 
     def sums_of(self, n: Window, rows: Range) -> str:
         """Name the partial sums of a window."""
@@ -212,7 +217,7 @@ class _Lowering:
 
     def reduce(self, rows: Range, parts: Sequence[str]) -> None:
         self.parts = [*dict.fromkeys((*self.parts, *parts))]
-        if self.p.ranks > 1:
+        if self.p.ranks:
             shares = self.buffer("shares", self.x.chunk, self.p.ranks, self.p.sums)
             self.emit(Kind.ALL_GATHER, parts, (shares,), rows)
             parts = (shares,)
@@ -291,9 +296,7 @@ class _Lowering:
         self.emit(Kind.KEEP_HIDDEN, reads, self.kept_hidden(), rows, final=self.rounds_hidden)
 
     def kept_hidden(self) -> tuple[str, ...]:
-        """Name what is kept of dX: it or its larger pieces in its memory; whole sums of ranks."""
-        if self.p.ranks > 1:
-            return (self.buffer("kept dx", self.p.tokens, self.p.hidden, self.p.sums),)
+        """Name what is kept of dX: it or its larger pieces in its memory."""
         rounded = self.rounds_hidden or self.p.dx_item == self.p.sums
         # a sum over all classes is rounded once
         few = self.backend.few_low_bits(self.p)
@@ -302,7 +305,7 @@ class _Lowering:
     @property
     def rounds_hidden(self) -> bool:
         """Whether a chunk's rows of dX are final, as the upstream gradient is known."""
-        return self.p.upstream is Upstream.KNOWN and self.p.ranks == 1
+        return self.p.upstream is Upstream.KNOWN
 
     # -- products ---------------------------------------------------------------------------------
 
@@ -452,14 +455,8 @@ class _Lowering:
             self.add_weight(self.every, n, states, factors)
 
     def finish_hidden(self, factors: str, sums: Sequence[str]) -> None:
-        p, reads = self.p, (*self.order, factors, *sums, *self.class_row)
-        if p.ranks > 1:
-            part = self.buffer("dx of rank", p.tokens, p.hidden, p.sums)
-            self.emit(Kind.FINISH_HIDDEN, reads, (part,), self.every)
-            self.emit(Kind.ALL_REDUCE, (part,), (part,), self.every)
-            self.emit(Kind.ROUND_HIDDEN, (part,), (self.dx(),), self.every)
-        else:
-            self.emit(Kind.FINISH_HIDDEN, reads, (self.dx(),), self.every)
+        reads = (*self.order, factors, *sums, *self.class_row)
+        self.emit(Kind.FINISH_HIDDEN, reads, (self.dx(),), self.every)
 
     def finish_bias(self) -> None:
         out = self.buffer("dbias", 1, self.p.vocab, self.p.item, Home.DBIAS)

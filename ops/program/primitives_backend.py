@@ -137,6 +137,8 @@ class PrimitivesBackend:
                 blocks = ceil_div(p.vocab, self.tiles.reference_block)
                 joined = rows * partial_sums(of, self.tiles, rows, p.vocab) * p.sums * (count > 1)
                 return max(reduce_bytes(of, rows, blocks), self._soft(p, rows)) + joined
+            case Kind.ALL_REDUCE:
+                return 6 * rows * p.sums
             case Kind.TARGET_LOGIT | Kind.GATHER:
                 return rows_bytes(of, rows, CONVERTED)
             case Kind.ENTRIES | Kind.SCALE_EXPS:

@@ -53,8 +53,8 @@ class Problem:
     """Bytes of an element of the caller's buffer that dW is added to; 0 where dW is returned."""
     adds_in_place: bool = True
     """Whether products can add to that buffer; else they are added by way of a block of rows."""
-    ranks: int = 1
-    """Ranks that share the vocabulary, each with all tokens."""
+    ranks: int = 0
+    """Ranks that share the vocabulary, each with all tokens; 0 for a call of one device."""
 
     @property
     def needs_gradients(self) -> bool:

@@ -60,9 +60,8 @@ class Kind(Enum):
     FINISH_HIDDEN = "factors and the terms of targets; dX, rounded"
     FINISH_WEIGHT = "sums over chunks times the upstream gradient: dW, rounded or added"
     FINISH_BIAS = "the gradient of the bias, rounded"
-    ALL_REDUCE = "the sum of all ranks"
+    ALL_REDUCE = "r of all ranks, of which one has each target"
     ALL_GATHER = "row sums of all ranks"
-    ROUND_HIDDEN = "dX of the sums of all ranks"
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,8 @@ TABLE: dict[Kind, Callable[[Call, Step], None]] = {
     Kind.CLASS_ROW: nothing,
     Kind.GATHER: exponentials.gather,
     Kind.TARGET_LOGIT: exponentials.target_logit,
+    Kind.ALL_REDUCE: exponentials.all_reduce,
+    Kind.ALL_GATHER: exponentials.all_gather,
     Kind.CLEAR: exponentials.clear,
     Kind.PROJECT: exponentials.project,
     Kind.REDUCE: exponentials.reduce,

@@ -74,7 +74,8 @@ def forward(
     """Return the reduced loss, () or (N,), the statistics of every token, and the entries."""
     own = cast(SamplingProjection[PartialT], inputs.primitives.projection)
     found: list[Any] = []
-    projection = SamplingForward(own, sampling, found)
+    of_ranks = own if inputs.ranks is None else inputs.ranks.sampling(own)
+    projection = SamplingForward(of_ranks, sampling, found)
     primitives = replace(inputs.primitives, projection=cast(Projection[PartialT], projection))
     loss, stats, _ = programs.forward(replace(inputs, primitives=primitives), plan)
     (samples,) = found

@@ -191,8 +191,7 @@ class Call:
                 total = torch.cat([v(name)[k] for name in s.reads], 1).logsumexp(1)
                 v(s.writes[0])[k] = yield kind, total
             case Kind.ALL_REDUCE:
-                rows = r if s.writes[0] == "logits" else slice(None)
-                v(s.writes[0])[rows] = yield kind, v(s.writes[0])[rows]
+                v("logits")[r] = yield kind, v("logits")[r]
             case Kind.REDUCE:
                 parts = [n for n in s.reads if n.startswith(("partial", "shares"))]
                 logits = v("logits")[r]
@@ -286,8 +285,8 @@ class Call:
                     sums = self.finished(sums, v("factors")[r], own, at)
                 self.put(s.writes, t, sums)
             case Kind.FINISH_HIDDEN:
-                names = [n for n in s.reads if n in ("sums", "dx", "kept dx") or "low" in n]
-                in_order = "low of dx" in names or "kept dx" in names or self.q.in_forward
+                names = [n for n in s.reads if n in ("sums", "dx") or "low" in n]
+                in_order = "low of dx" in names or self.q.in_forward
                 sums = self.value(names)[t if in_order else k]
                 (factors,) = [n for n in s.reads if n in ("factors", "numbers", "last factors")]
                 made = sums
@@ -305,8 +304,6 @@ class Call:
             case Kind.FINISH_BIAS:
                 times = self.q.in_forward and p.upstream is not Upstream.KNOWN
                 self.put(s.writes, slice(None), v(s.reads[0]) * (self.upstream if times else 1))
-            case Kind.ROUND_HIDDEN:
-                self.put(s.writes, slice(None), v(s.reads[0]))
 
     def finished(self, sums: Tensor, factors: Tensor, own: Tensor, at: Tensor) -> Tensor:
         target = torch.where(own, factors[:, TARGET], 0)[:, None] * self.x.w[at].double()

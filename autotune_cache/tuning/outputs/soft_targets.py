@@ -13,7 +13,6 @@ from cutefce.cute_kernels.problem import can_keep
 from cutefce.ops.dtypes import dtype_name, sum_dtype
 from cutefce.ops.interface.options import LossOptions, TensorOptions
 from cutefce.ops.primitives.cute_projection import CuteProjection
-from cutefce.ops.primitives.interface import set_soft_excess
 from cutefce.ops.program.inputs import LossInputs
 from cutefce.ops.rows.targets import make_targets
 from cutefce.ops.soft_targets.rows import leads
@@ -42,9 +41,10 @@ def soft_outputs(inputs: LossInputs[Any, Any], y: Tensor, arch: str | None) -> d
     dtype = sum_dtype(h.dtype)
     targets = make_targets(lead, vocab, options, tensors, dtype, arch)
     target_logit = projection.target_logit(h, w, targets)
-    set_soft_excess(projection, h, w, targets, target_logit)
     soft, exps = targets.soft, h.new_zeros(len(h), vocab)
-    assert soft is not None and soft.logits is not None and soft.excess is not None
+    assert soft is not None
+    soft.excess = projection.soft_excess(h, w, targets, target_logit)
+    assert soft.logits is not None
     results = {"soft logits": soft.logits, "excess": soft.excess}
     width = round_up(vocab, inputs.primitives.config.reference_block)
     buffer = h.new_empty(len(h), width)
@@ -52,8 +52,7 @@ def soft_outputs(inputs: LossInputs[Any, Any], y: Tensor, arch: str | None) -> d
         soft.excess = None
         targets.soft_logits = projection.empty_soft_logits(targets)
         projection.project_exp(h, w, (0, vocab), target_logit, targets, to)
-        set_soft_excess(projection, h, w, targets, target_logit)
-        assert soft.excess is not None
+        soft.excess = projection.soft_excess(h, w, targets, target_logit)
         results |= {f"soft logits{suffix}": soft.logits, f"excess{suffix}": soft.excess}
         if not can_keep(dtype_name(h.dtype)):
             break
