@@ -813,7 +813,7 @@ RANKS = (
         "f25aadb",
         (
             Edit(
-                "ops/parallel/primitives.py",
+                "ops/parallel/shard.py",
                 "ignored = count == ranks * (ranks + 1)",
                 "ignored = ~targets.active",
             ),
