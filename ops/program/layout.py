@@ -101,15 +101,18 @@ def even_windows(first: int, last: int, most: int, block: int) -> Iterator[Range
 
 
 def alike(windows: Sequence[Window]) -> Iterator[Window]:
-    """Yield the first window and the last; one for those between that have equal width and home."""
-    yield from windows[:1]
-    for (_, home), like in groupby(windows[1:-1], lambda n: (n.width, n.home)):
-        found = list(like)
-        if home is None and not found[0].is_stored:
-            yield replace(found[0], times=len(found))
+    """Yield the first and the last window of each memory, and one for those between."""
+    for _, like in groupby(windows, lambda n: (n.home, n.is_stored)):
+        first, *others = like
+        yield first
+        if len(others) > 2:
+            *between, last = others
+            start, count = between[0].columns[0], len(between)
+            mean = (between[-1].columns[1] - start) // count
+            yield replace(between[0], columns=(start, start + mean), times=count)
+            yield last
         else:
-            yield from found
-    yield from windows[1:][-1:]
+            yield from others
 
 
 def _aliased(p: Problem, count: int, block: int) -> Iterator[Window]:

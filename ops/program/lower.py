@@ -206,14 +206,19 @@ class _Lowering:
         if done < self.p.vocab or not stored:
             summed.append(Window((done, self.p.vocab), False))
         parts = []
+        chunks = self.times
         for n in summed:
+            self.times = chunks * n.times
             parts.append(self.sums_of(n, rows))
             out = (parts[-1], self.exps(n, rows)) if n.is_stored else (parts[-1],)
             reads = (*states, "logits", *self.order)
             self.emit(Kind.PROJECT, reads, out, rows, n.columns)
+        self.times = chunks
         self.reduce(rows, parts)
         for n in stored:
+            self.times = chunks * n.times
             self.project_again(rows, n, states, self.stats(), far=True)
+        self.times = chunks
 
     def reduce(self, rows: Range, parts: Sequence[str]) -> None:
         self.parts = [*dict.fromkeys((*self.parts, *parts))]

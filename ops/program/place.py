@@ -4,7 +4,7 @@ Buffers that never live at the same time may share memory.  The largest ones are
 in the first gap that is wide enough.
 """
 
-from itertools import combinations, pairwise
+from itertools import combinations, groupby, pairwise
 
 from cutefce.cute_kernels.integers import round_up
 from cutefce.cute_kernels.workspace import NUM_STATS
@@ -90,8 +90,8 @@ def _most_outside(program: Program) -> tuple[int, int]:
             first, last = program.lives[name]
             events += [(first, buffer.size), (last + 1, -buffer.size)]
     most, held = [0, 0], 0
-    for at, size in sorted(events):
-        held += size
+    for at, sizes in groupby(sorted(events), lambda event: event[0]):
+        held += sum(size for _, size in sizes)
         most[at >= middle] = max(most[at >= middle], held)
     return most[0], most[1]
 

@@ -155,11 +155,22 @@ def plan(
     def size(x: Layout) -> int:
         return of(x).workspace_bytes
 
-    least = min(size(family[0]) for family in families)
-    limit = least * WORTH[0] // WORTH[1] + FREE if budget == MINIMUM else max(budget, least)
-    found = [_most_within(family, limit, size) for family in families]
-    cost = [of(x) for x in found if x]
-    return min(cost, key=lambda x: (x.seconds, x.workspace_bytes)).within(budget)
+    best, limit = None, budget
+    if budget == MINIMUM:
+        limit = min(size(family[0]) for family in families) * WORTH[0] // WORTH[1] + FREE
+    for family in families:
+        if best is not None and of(family[-1]).seconds >= best.seconds:
+            continue  # its last one is its fastest
+        x = _most_within(family, limit, size)
+        if x is not None and (best is None or _cost(of(x)) < _cost(best)):
+            best = of(x)
+    if best is None:
+        best = min((of(family[0]) for family in families), key=lambda x: _cost(x)[::-1])
+    return best.within(budget)
+
+
+def _cost(x: Plan) -> tuple[float, int]:
+    return x.seconds, x.workspace_bytes
 
 
 def _most_within(
@@ -170,10 +181,10 @@ def _most_within(
     Bytes grow about linearly, so that a guess between two that are known is nearly right.
     """
     low, high = 0, len(family) - 1
-    if size(family[low]) > limit:
-        return None
     if size(family[high]) <= limit:
         return family[high]
+    if size(family[low]) > limit:
+        return None
     while high - low > 1:
         least, most = size(family[low]), size(family[high])
         guess = low + (limit - least) * (high - low) // max(most - least, 1)

@@ -15,7 +15,7 @@ from cutefce.ops.planning.device import GPU
 from cutefce.ops.program.cost import seconds
 from cutefce.ops.program.layout import Layout, most_aliased
 from cutefce.ops.program.lower import lower
-from cutefce.ops.program.place import check
+from cutefce.ops.program.place import check, peak
 from cutefce.ops.program.plan import FREE, WORTH, plan
 from cutefce.ops.program.primitives_backend import PrimitivesBackend
 from cutefce.ops.program.problem import Problem, Upstream
@@ -99,6 +99,7 @@ def test_no_buffers_overlap(draws: range) -> None:
             of_brief = lower(p, x, backend, brief=True)
             assert of_brief.arenas == program.arenas
             assert seconds(of_brief, GPU) == pytest.approx(seconds(program, GPU), rel=0.02)
+            assert peak(of_brief) == pytest.approx(peak(program), rel=0.01, abs=MIB)
 
 
 @pytest.mark.parametrize("draws", rest_slow(DRAWS))
