@@ -101,9 +101,9 @@ def test_the_hook_is_used() -> None:
     [
         ("cutefce.cute_kernels.spec", "from cutefce.ops import schema"),
         ("cutefce.cute_kernels.arch.sm90", "import cutefce.autotune_cache.table"),
-        ("cutefce.autotune_cache.lookup", "from cutefce.ops.planning import planner"),
+        ("cutefce.autotune_cache.lookup", "from cutefce.ops.program import plan"),
         ("cutefce.autotune_cache.table", "def f():\n    from cutefce.autotune_cache import tuning"),
-        ("cutefce.ops.planning.planner", "from cutefce.autotune_cache.tuning import tuner"),
+        ("cutefce.ops.program.plan", "from cutefce.autotune_cache.tuning import tuner"),
         ("cutefce.ops.primitives.dispatch", 'import_module("cutefce.autotune_cache.tuning.tuner")'),
         ("cutefce.ops.program.calls", "from cutefce.ops.interface import call"),
         ("cutefce.autotune_cache.tuning.tuner", "from cutefce.commands import tune"),

@@ -25,9 +25,9 @@ from cutefce.ops.primitives.dispatch import (
 from cutefce.ops.primitives.portable_projection import is_dense
 from cutefce.ops.primitives.row_selection import has_aligned_rows
 from cutefce.ops.program.layout import Layout
-from cutefce.ops.program.place import token_bytes
+from cutefce.ops.program.place import soft_target_bytes, token_bytes
 from cutefce.ops.program.plan import Plan, plan
-from cutefce.ops.program.primitives_backend import Copies, PrimitivesBackend
+from cutefce.ops.program.primitives_backend import MADE_BYTES, Copies, PrimitivesBackend
 from cutefce.ops.program.problem import Problem, Upstream
 from cutefce.ops.program.weight import can_add_in_place
 from cutefce.ops.rows.targets import OUTPUTS
@@ -208,7 +208,8 @@ def _plan(x: Request, device: torch.device, budget: int, like: Layout | None = N
     call: dict[str, Any] = {"accumulates": p.into > 0, "adds_in_place": p.adds_in_place}
     sampled = SampledProblem(**of, samples=x.samples, smooths=x.smooths, **call)
     layout = Layout(max(p.tokens, 1), backend.tiles.window)
-    size = backend.workspace(p, sampled_bytes(sampled, backend.tiles), token_bytes(p))
+    soft = p.tokens * p.soft * (soft_target_bytes(p) + MADE_BYTES)
+    size = backend.workspace(p, sampled_bytes(sampled, backend.tiles) + soft, token_bytes(p))
     seconds = sampled_seconds(sampled)
     return Plan(p, layout, backend, size, seconds, is_sampled=True).within(budget)
 

@@ -22,7 +22,7 @@ from cutefce.ops.program.steps import Home, Range
 
 @dataclass(frozen=True)
 class Layout:
-    """The whole search space of the planner."""
+    """How a call is laid out: what plans choose."""
 
     chunk: int
     """Tokens at a time; all of them with gradients in the backward."""

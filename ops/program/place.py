@@ -74,12 +74,17 @@ def peak(program: Program) -> int:
 
 def token_bytes(p: Problem) -> int:
     """Bytes of the statistics of tokens, and of their targets."""
-    of_class = 8 + 2 * p.sums
+    statistics = NUM_STATS * p.sums * (1 + p.selects)  # in either order
+    return p.tokens * (statistics + TARGET_BYTES + p.soft * soft_target_bytes(p))
+
+
+def soft_target_bytes(p: Problem) -> int:
+    """Bytes of one of a token's soft targets."""
+    found = 8 + 2 * p.sums
     if p.returns_classes:
         # 14 bytes less where exponentials have the dtype of sums: fitted to peaks on a CPU
-        of_class += (18 if p.item < p.sums else 4) + 5 * p.sums
-    statistics = NUM_STATS * p.sums * (1 + p.selects)  # in either order
-    return p.tokens * (statistics + TARGET_BYTES + p.soft * of_class)
+        found += (18 if p.item < p.sums else 4) + 5 * p.sums
+    return found
 
 
 def _most_outside(program: Program) -> tuple[int, int]:

@@ -143,7 +143,9 @@ def plan(
     if like is not None and like.in_forward:
         every = round_up(p.vocab, backend.block)
         window = like.window if like.window < p.vocab else every
-        return planned(p, replace(like, window=window), backend, device).within(budget)
+        low = _bits_of_chunks(p, ceil_div(p.tokens, like.chunk))
+        x = replace(like, window=window, low_bits=low)
+        return planned(p, x, backend, device).within(budget)
     families = [*_families(p, backend, like is None)]
     made: dict[Layout, Plan] = {}
 
@@ -155,18 +157,33 @@ def plan(
     def size(x: Layout) -> int:
         return of(x).workspace_bytes
 
-    best, limit = None, budget
-    if budget == MINIMUM:
-        limit = min(size(family[0]) for family in families) * WORTH[0] // WORTH[1] + FREE
-    for family in families:
-        if best is not None and of(family[-1]).seconds >= best.seconds:
-            continue  # its last one is its fastest
-        x = _most_within(family, limit, size)
-        if x is not None and (best is None or _cost(of(x)) < _cost(best)):
-            best = of(x)
-    if best is None:
-        best = min((of(family[0]) for family in families), key=lambda x: _cost(x)[::-1])
-    return best.within(budget)
+    parts = [part for x in families for part in (x[:1], x[-1:], x[1:-1]) if part]
+    found = None
+    if budget != MINIMUM:
+        found = _fastest(parts, of, budget)
+    if found is None:
+        least = min(size(x) for part in parts for x in (part[0], part[-1]))
+        limit = least * WORTH[0] // WORTH[1] + FREE if budget == MINIMUM else least
+        found = _fastest(parts, of, limit)
+    assert found is not None, "the least fits"
+    return found.within(budget)
+
+
+def _fastest(
+    parts: Sequence[Sequence[Layout]], of: Callable[[Layout], Plan], limit: int
+) -> Plan | None:
+    """Return the fastest plan of at most `limit` bytes, the smallest one of those; None if none is.
+
+    Each layout of a part takes more memory, and less time, than the one before.
+    """
+    best = None
+    for part in parts:
+        if best is not None and of(part[-1]).seconds >= best.seconds:
+            continue
+        found = _most_within(part, limit, lambda x: of(x).workspace_bytes)
+        if found is not None and (best is None or _cost(of(found)) < _cost(best)):
+            best = of(found)
+    return best
 
 
 def _cost(x: Plan) -> tuple[float, int]:
@@ -201,7 +218,11 @@ def _most_within(
 def _families(
     p: Problem, backend: PrimitivesBackend, may_chunk: bool
 ) -> Iterator[Sequence[Layout]]:
-    """Yield layouts of which each takes more memory, and less time, than the one before."""
+    """Yield layouts of which each takes more memory, and less time, than the one before.
+
+    The first and the last may not: one stores nothing, so that other factors are needed, and one
+    computes nothing again.
+    """
     block, tokens = backend.block, max(p.tokens, 1)
     every = round_up(p.vocab, block)
     widths = [width for width in backend.windows if width < p.vocab] or [every]
@@ -213,8 +234,9 @@ def _families(
         for low in (*_bits(p, window), *[0] * (window == widths[0])) or (0,):
             for aliased in {0, most_aliased(p, window, block)}:
                 rest = p.vocab - aliased
-                columns = [*range(0, rest, window), round_up(rest, block)]
-                yield [Layout(tokens, window, x, aliased, low) for x in columns]
+                some = [Layout(tokens, window, x, aliased, low) for x in range(0, rest, window)]
+                # no window is computed again, of whatever width
+                yield [*some, Layout(tokens, widths[0], round_up(rest, block), aliased, low)]
     if may_chunk and p.can_chunk:
         yield from _chunks(p, every, backend.skips_far)
 
@@ -224,6 +246,12 @@ def _bits(p: Problem, window: int) -> list[int]:
     if not (p.keeps_sums and p.grad_hidden and p.dx_item == p.item):
         return []
     return [LOW_BITS[ceil_div(p.vocab, window) > SHORT_SUMS or p.hidden % 2]]
+
+
+def _bits_of_chunks(p: Problem, count: int) -> int:
+    """Return the low bits of sums over so many chunks."""
+    is_long = count > SHORT_SUMS or p.hidden % 2 or (p.into > 0 and not p.adds_in_forward)
+    return LOW_BITS[is_long] if p.keeps_sums else 0
 
 
 def _chunks(p: Problem, every: int, skips_far: bool) -> Iterator[Sequence[Layout]]:
@@ -240,8 +268,7 @@ def _chunks(p: Problem, every: int, skips_far: bool) -> Iterator[Sequence[Layout
     families: dict[tuple[int, int], list[Layout]] = {}
     for count in sorted({*counts, SHORT_SUMS}, reverse=True):
         size = min(round_up(ceil_div(tokens, count), ROWS), tokens)
-        is_long = count > SHORT_SUMS or p.hidden % 2 or (p.into > 0 and not p.adds_in_forward)
-        low = LOW_BITS[is_long] if p.keeps_sums else 0
+        low = _bits_of_chunks(p, count)
         if size >= min(LEAST_CHUNK, tokens):
             for window in windows:
                 chunks = Layout(size, window, low_bits=low, in_forward=True)

@@ -4,7 +4,7 @@ Kernels compute in registers and shared memory.  Plain torch takes tiles of logi
 blocks of operands that are converted to the dtype of sums, and of rows.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cutefce.cute_kernels.config import WindowConfig
 from cutefce.cute_kernels.integers import ceil_div
@@ -131,19 +131,27 @@ class PrimitivesBackend:
                 return self._columns(rows, columns)
             case Kind.PROJECT:
                 stores = any(name.startswith("exps") for name in step.writes)
+                if of.tile_copies > 1 and "logits" not in step.reads:  # of sums over all classes
+                    of = replace(of, tile_copies=0)
                 return tile_bytes(of, self.tiles, rows, columns, stored=stores)
             case Kind.REDUCE:
                 count = sum(name.startswith("partial") for name in step.reads)
                 blocks = ceil_div(p.vocab, self.tiles.reference_block)
                 joined = rows * partial_sums(of, self.tiles, rows, p.vocab) * p.sums * (count > 1)
-                return max(reduce_bytes(of, rows, blocks), self._soft(p, rows)) + joined
+                return max(reduce_bytes(of, rows, blocks), self._gathered(p, rows)) + joined
             case Kind.ALL_REDUCE:
                 return 6 * rows * p.sums
-            case Kind.TARGET_LOGIT | Kind.GATHER:
+            case Kind.TARGET_LOGIT:
+                # the first rows' step makes the soft targets of all tokens
+                made = p.tokens * p.soft * (MADE_BYTES - 8 - 2 * p.sums) * (step.rows[0] == 0)
+                return max(rows_bytes(of, rows, CONVERTED), made)
+            case Kind.GATHER:
                 return rows_bytes(of, rows, CONVERTED)
             case Kind.ENTRIES | Kind.SCALE_EXPS:
                 # kernels put entries where they are
-                made = 0 if self.is_fused else self._soft(p, rows)
+                made = (
+                    0 if self.is_fused else max(rows * p.soft * MADE_BYTES, self._gathered(p, rows))
+                )
                 return made + rows * p.soft * p.sums + self._columns(rows, columns)
             case Kind.BIAS:
                 return 4 * columns * p.sums + self._columns(rows, columns)
@@ -204,11 +212,10 @@ class PrimitivesBackend:
             return 0
         return min(rows * columns * of.accumulator_bytes, row_block_bytes(of.device))
 
-    def _soft(self, p: Problem, rows: int) -> int:
-        """Bytes of making soft targets, or of the rows of the weight that they gather."""
-        of, made = self.operands, rows * p.soft * MADE_BYTES
+    def _gathered(self, p: Problem, rows: int) -> int:
+        """Bytes of the rows of the weight that soft targets gather, on a CPU."""
+        of, elements = self.operands, p.soft * p.hidden
         if of.device != "cpu" or not p.soft:
-            return made
-        elements = p.soft * p.hidden
+            return 0
         block = min(soft_block_rows(elements, p.sums, of.device), rows)
-        return max(made, block * elements * (p.sums + p.item * accumulates_wider(of)))
+        return block * elements * (p.sums + p.item * accumulates_wider(of))

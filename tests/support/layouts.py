@@ -1,4 +1,4 @@
-"""How a call's exponentials and sums lie in memory, set by a test in place of the planner.
+"""How a call's exponentials and sums lie in memory, set by a test in place of its plan.
 
 Tests call the public functions inside `pinned(...)`.  What a plan is, only this file knows.
 """

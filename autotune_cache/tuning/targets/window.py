@@ -1,6 +1,6 @@
 """Tuning target for the width of windows.
 
-Narrow windows alias more of dW's buffer, wide ones have longer GEMMs.  The planner models that
+Narrow windows alias more of dW's buffer, wide ones have longer GEMMs.  The plan models that
 roughly; a step with the smallest workspace, which has the most windows, measures it.
 """
 
