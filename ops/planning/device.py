@@ -20,7 +20,7 @@ class Device:
     smaller."""
 
 
-CPU = Device(flops=1e11, bytes=2e10, edge=1e-5, launch=1e-5)
+CPU = Device(flops=1e11, bytes=2e10, edge=2e-5, launch=5e-6)
 GPU = Device(flops=7e14, bytes=4e12, edge=4e-5, launch=3e-6)
 """An H200's: at its power limit, where 8192x4096x131072 keeps the tensor cores at 7e14 FLOP/s.
 Chunks of 1024 to 8192 tokens of this head take 0.6 to 0.8 ms each beside their products, which is
