@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from cutefce.cute_kernels.problem import Problem as Operands
+from cutefce.cute_kernels.problem import can_keep
 from cutefce.cute_kernels.process_cache import process_cache
 from cutefce.ops import torch_compat
 from cutefce.ops.dtypes import sum_dtype
@@ -160,7 +161,7 @@ def _problem(
         soft=soft if soft > 1 else 0,
         returns_classes=soft > 1 and options.reduction == OUTPUTS,
         scales_exps=options.scales_exps,
-        stores=h.dtype != torch.float16,
+        stores=can_keep(of.dtype),
         selects=of.selects_rows,
         grad_hidden_item=of.accumulator_bytes if in_group else 0,
         ranks=of.ranks if in_group else 0,

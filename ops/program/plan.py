@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from cutefce.cute_kernels.integers import ceil_div, round_up
+from cutefce.cute_kernels.problem import LOW_BITS
 from cutefce.ops.planning.budget import MINIMUM, predicted
 from cutefce.ops.planning.device import Device
 from cutefce.ops.program.cost import seconds
@@ -28,10 +29,9 @@ CHUNK_WINDOWS = 16384, 65536
 """Widths of windows inside chunks of a frozen weight."""
 ROWS = 256
 """Tokens of which chunks are multiples: those of a row of tiles."""
-LOW_BITS = 4, 8
-"""Bits of kept sums beside 16; the fewer are tried up to `SHORT_SUMS` additions."""
 SHORT_SUMS = 32
-"""Additions whose roundings to 20 bits err together by less than 6 % of the last rounding."""
+"""Additions up to which sums are kept in 20 bits, not 24: their roundings err together by less than
+6 % of the last rounding."""
 
 
 @dataclass(frozen=True)
@@ -137,13 +137,13 @@ def plan(
 ) -> Plan:
     """Return the fastest plan within `budget` bytes, or the one that takes the least.
 
-    More bytes never give a slower plan, nor one that takes less memory.  With a layout `like`
-    there are chunks of as many tokens as in that, or none.
+    More bytes give no slower plan, nor one that takes less memory; of a few tokens, within 2 %.
+    With a layout `like` there are chunks of as many tokens as in that, or none.
     """
     if like is not None and like.in_forward:
         every = round_up(p.vocab, backend.block)
         window = like.window if like.window < p.vocab else every
-        low = _bits_of_chunks(p, ceil_div(p.tokens, like.chunk))
+        low = _low_bits(p, ceil_div(p.tokens, like.chunk), p.into > 0 and not p.adds_in_forward)
         x = replace(like, window=window, low_bits=low)
         return planned(p, x, backend, device).within(budget)
     families = [*_families(p, backend, like is None)]
@@ -245,13 +245,14 @@ def _bits(p: Problem, window: int) -> list[int]:
     """Return the low bits of sums of dX over windows that are worth a try."""
     if not (p.keeps_sums and p.grad_hidden and p.dx_item == p.item):
         return []
-    return [LOW_BITS[ceil_div(p.vocab, window) > SHORT_SUMS or p.hidden % 2]]
+    return [_low_bits(p, ceil_div(p.vocab, window))]
 
 
-def _bits_of_chunks(p: Problem, count: int) -> int:
-    """Return the low bits of sums over so many chunks."""
-    is_long = count > SHORT_SUMS or p.hidden % 2 or (p.into > 0 and not p.adds_in_forward)
-    return LOW_BITS[is_long] if p.keeps_sums else 0
+def _low_bits(p: Problem, additions: int, is_exact: bool = False) -> int:
+    """Return the bits beside 16 of sums of so many additions; the most if they are to be exact."""
+    if not p.keeps_sums:
+        return 0
+    return LOW_BITS[is_exact or additions > SHORT_SUMS or p.hidden % 2]
 
 
 def _chunks(p: Problem, every: int, skips_far: bool) -> Iterator[Sequence[Layout]]:
@@ -268,7 +269,7 @@ def _chunks(p: Problem, every: int, skips_far: bool) -> Iterator[Sequence[Layout
     families: dict[tuple[int, int], list[Layout]] = {}
     for count in sorted({*counts, SHORT_SUMS}, reverse=True):
         size = min(round_up(ceil_div(tokens, count), ROWS), tokens)
-        low = _bits_of_chunks(p, count)
+        low = _low_bits(p, count, p.into > 0 and not p.adds_in_forward)
         if size >= min(LEAST_CHUNK, tokens):
             for window in windows:
                 chunks = Layout(size, window, low_bits=low, in_forward=True)

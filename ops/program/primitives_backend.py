@@ -148,11 +148,10 @@ class PrimitivesBackend:
             case Kind.GATHER:
                 return rows_bytes(of, rows, CONVERTED)
             case Kind.ENTRIES | Kind.SCALE_EXPS:
-                # kernels put entries where they are
-                made = (
-                    0 if self.is_fused else max(rows * p.soft * MADE_BYTES, self._gathered(p, rows))
-                )
-                return made + rows * p.soft * p.sums + self._columns(rows, columns)
+                entries = rows * p.soft * p.sums + self._columns(rows, columns)
+                if self.is_fused:  # kernels put them where they are
+                    return entries
+                return entries + max(rows * p.soft * MADE_BYTES, self._gathered(p, rows))
             case Kind.BIAS:
                 return 4 * columns * p.sums + self._columns(rows, columns)
             case Kind.GEMM_HIDDEN if len(step.writes) > 1:
