@@ -21,14 +21,14 @@ from cutefce.ops.interface.options import (
 from cutefce.ops.interface.probabilities import is_probabilities, loss_of_probabilities
 from cutefce.ops.interface.soft_targets import check_output_classes, check_soft_targets
 from cutefce.ops.operators import flops  # noqa: F401  (registers)
-from cutefce.ops.operators.autograd import loss_and_stats, row_outputs
+from cutefce.ops.operators.autograd import loss_and_stats, row_outputs, run
 from cutefce.ops.operators.context import (
     autocast,
     can_bypass_dispatcher,
     is_mixed,
     isolated_context,
 )
-from cutefce.ops.operators.operators import IMPLS, LIBRARY, forward
+from cutefce.ops.operators.operators import LIBRARY, forward
 from cutefce.ops.operators.plans import copied_item_bytes
 from cutefce.ops.operators.seed import draw_seed
 from cutefce.ops.parallel.consistency import report_errors
@@ -147,8 +147,7 @@ def _evaluate(
     grad_hidden, grad_weight = grad and h.requires_grad, grad and w.requires_grad
     grad_bias = grad and bias is not None and bias.requires_grad
     needs_grad = grad_hidden or grad_weight or grad_bias
-    more = tensors.pack() if arguments else ()
-    direct = can_bypass_dispatcher(h, w, y, *more)
+    direct = can_bypass_dispatcher(h, w, y, *tensors.given().values())
     if w.dtype != h.dtype and is_mixed(h, w):
         w = w.detach().to(h.dtype)
         if grad_weight:
@@ -184,16 +183,16 @@ def _evaluate(
         seed = (draw_seed if direct else torch.ops.cutefce.draw_seed)(y)
         tensors = dataclasses.replace(tensors, seed=seed)
     rows, y_rows = _flat(h, w, y)
-    packed = *options.pack(), *tensors.pack(), *sharding.pack()
+    records = options, tensors, sharding
     result: Tensor
     rest: Sequence[Tensor] = ()
     if not needs_grad and not with_stats:
-        result = (IMPLS[forward] if direct else torch.ops.cutefce.forward)(rows, w, y_rows, *packed)
+        result = run(forward, (rows, w, y_rows), records)
     else:
         copied = copied_item_bytes(input, rows), copied_item_bytes(linear_weight, w)
         step = StepOptions(budget, grad_hidden, grad_weight, grad_bias, *copied)
-        run = row_outputs if returns_outputs else loss_and_stats
-        result, *rest = run(rows, own, y_rows, *step.pack(), *packed)
+        trained = row_outputs if returns_outputs else loss_and_stats
+        result, *rest = trained(rows, own, y_rows, step, *records)
     if options.reduction == "none":
         result = result.reshape(y.shape)
     return result, (*rest,)

@@ -11,6 +11,7 @@ A new option is a field here, and code in the one home of its kind:
 
 import dataclasses
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
 from torch import Tensor
@@ -149,10 +150,17 @@ class TensorOptions(OperatorRecord):
     weight_cast: Tensor | None = argument("Tensor?", is_public=False, default=None)
     """(V, D) a float32 weight in the dtype of 16-bit hidden states; its gradient is float32."""
 
-    @property
+    @cached_property
     def is_plain(self) -> bool:
         """Whether none is given."""
         return all(tensor is None for tensor in self.pack())
+
+    def given(self) -> dict[str, Tensor]:
+        """Return those that are given, by name."""
+        if self.is_plain:
+            return {}
+        pairs = zip(self.names(), self.pack(), strict=True)
+        return {name: x for name, x in pairs if x is not None}
 
     @property
     def scales_rows(self) -> bool:

@@ -9,7 +9,13 @@ from torch import Tensor
 
 from cutefce.cute_kernels.workspace import NUM_STATS
 from cutefce.ops import torch_compat
-from cutefce.ops.interface.options import OPTIONS, Sharding, StepOptions, TensorOptions
+from cutefce.ops.interface.options import (
+    OPTIONS,
+    LossOptions,
+    Sharding,
+    StepOptions,
+    TensorOptions,
+)
 from cutefce.ops.operators import operators
 from cutefce.ops.operators.context import can_bypass_dispatcher
 from cutefce.ops.operators.operators import IMPLS, LIBRARY, STEP
@@ -17,89 +23,87 @@ from cutefce.ops.parallel.consistency import report_errors
 from cutefce.ops.planning import budget
 from cutefce.ops.schema import unpack
 
-_BUFFER = 4 + TensorOptions.names().index("accumulate_into")  # its place in what is saved
-_GRAD_OUTPUT = [name for record in STEP for name in record.names()].index("grad_output")
+Records = tuple[StepOptions, LossOptions, TensorOptions, Sharding]
+
+NAMES = {record: record.names() for record in STEP}
+"""Of their fields, where a graph compiler that traces a backward finds them."""
 
 
-def loss_and_stats(h: Tensor, w: Tensor, y: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+def loss_and_stats(h: Tensor, w: Tensor, y: Tensor, *records: Any) -> tuple[Tensor, Tensor]:
     """Return the results of `loss_forward`; the reduced loss can be differentiated."""
-    loss, stats = torch_compat.apply_function(LinearCrossEntropy, h, w, y, *arguments)
+    bias = records[2].linear_bias
+    loss, stats = torch_compat.apply_function(LinearCrossEntropy, h, w, bias, y, records)
     return loss, stats
 
 
-def row_outputs(h: Tensor, w: Tensor, y: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+def row_outputs(h: Tensor, w: Tensor, y: Tensor, *records: Any) -> tuple[Tensor, ...]:
     """Return log-probabilities (N,) or (N, K), lse and entropy (N,), and stats without gradient."""
-    return torch_compat.apply_function(RowOutputs, h, w, y, *arguments)
+    return torch_compat.apply_function(RowOutputs, h, w, records[2].linear_bias, y, records)
 
 
 class LinearCrossEntropy(torch.autograd.Function):
-    """`loss_forward`, differentiated by `loss_backward`; the arguments are those of the former."""
+    """`loss_forward`, differentiated by `loss_backward`."""
 
     @staticmethod
-    def forward(h: Tensor, w: Tensor, y: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-        """Return the reduced loss and the statistics."""
-        writes = arguments[_GRAD_OUTPUT] is not None
+    def forward(
+        ctx: Any, h: Tensor, w: Tensor, bias: Tensor | None, y: Tensor, records: Records
+    ) -> tuple[Tensor, Tensor]:
+        """Return the reduced loss and the statistics; the bias is that of the records, too."""
+        writes = records[2].grad_output is not None
         operator = operators.loss_forward_into if writes else operators.loss_forward
-        return _run(operator, h, w, y, *arguments)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        """Save the inputs and the statistics."""
-        ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(output[1])
-        _save(ctx, inputs, inputs[3:], output[1])
+        loss, stats = run(operator, (h, w, y), records)
+        ctx.mark_non_differentiable(stats)
+        _save(ctx, h, w, y, stats, records)
+        return loss, stats
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Return dX and dW for the upstream gradient of the loss."""
+        """Return dX, dW and the bias' gradient for the upstream gradient of the loss."""
         if upstream[0] is None:
-            return (*[None] * ctx.inputs,)
-        return _backward(ctx, upstream[0], ctx.before, _saved(ctx))
+            return None, None, None, None, None
+        return *_backward(ctx, upstream[0], *_saved(ctx)), None, None
 
 
 class RowOutputs(torch.autograd.Function):
     """`loss_forward` with reduction "outputs": log-probabilities, lse, entropy and statistics."""
 
     @staticmethod
-    def forward(h: Tensor, w: Tensor, y: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, h: Tensor, w: Tensor, bias: Tensor | None, y: Tensor, records: Records
+    ) -> tuple[Tensor, ...]:
         """Return log-probabilities, lse and entropy, and the statistics, see `row_outputs`."""
-        rows, stats = _run(operators.loss_forward, h, w, y, *arguments)
+        rows, stats = run(operators.loss_forward, (h, w, y), records)
         own = rows[0] if len(rows) == 3 else rows[:-2].t()
+        ctx.mark_non_differentiable(stats)
+        _save(ctx, h, w, y, stats, records)
         return own.clone(), *(row.clone() for row in rows[-2:]), stats
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        """Save the inputs and the statistics."""
-        LinearCrossEntropy.setup_context(ctx, inputs, (output[0], output[-1]))
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
         """Return the gradients for the upstream gradients of the outputs."""
         if upstream[2] is not None:
-            with report_errors(ctx.group):
-                unpack(ctx.before, *STEP[:2])[1].check_entropy_gradient()
-        saved = _saved(ctx)
-        stats, tensors = saved[3], TensorOptions(*saved[4:])
+            with report_errors(ctx.sharding.group):
+                ctx.options.check_entropy_gradient()
+        operands, tensors = _saved(ctx)
+        stats = operands[-1]
         sizes, zeros = (tensors.output_classes, 1, 1), stats.new_zeros(1, stats.shape[1])
         # entropy's gradient takes one more pass over the exponentials
         given = upstream[:3] if upstream[2] is not None else upstream[:2]
         pairs = zip(given, sizes, strict=False)
         rows = [(zeros.expand(k, -1) if x is None else x.reshape(-1, k).t()) for x, k in pairs]
-        return _backward(ctx, torch.cat(rows), ctx.before, saved)
+        return *_backward(ctx, torch.cat(rows), operands, tensors), None, None
 
 
 class LinearCrossEntropyGradients(torch.autograd.Function):
     """A `loss_backward`, given by name, where somebody may differentiate it."""
 
     @staticmethod
-    def forward(operator: str, *arguments: Any) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, operator: Callable[..., Any], records: tuple[Any, ...], *operands: Tensor
+    ) -> tuple[Tensor, ...]:
         """Return dX, dW and the bias' gradient."""
-        result: tuple[Tensor, ...] = getattr(torch.ops.cutefce, operator)(*arguments)
-        return result
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        """Save nothing."""
+        gradients: tuple[Tensor, ...] = dispatch(operator, operands, records)
+        return gradients
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> None:
@@ -109,51 +113,46 @@ class LinearCrossEntropyGradients(torch.autograd.Function):
         )
 
 
-def _save(ctx: Any, inputs: Sequence[Any], arguments: Sequence[Any], stats: Tensor) -> None:
-    """Save what `_backward` needs; `arguments` are those of `STEP`."""
-    step, options, tensors, sharding = unpack(arguments, *STEP)
-    ctx.inputs, ctx.group, ctx.is_scalar = len(inputs), sharding.group, options.is_scalar
-    returns_dw = step.grad_weight and tensors.accumulate_into is None
-    ctx.trained = step.grad_hidden, returns_dw, step.grad_bias
-    first = ctx.inputs - Sharding.width() - TensorOptions.width()
-    ctx.differentiable = 0, 1, first + TensorOptions.names().index("linear_bias")
-    ctx.before, ctx.after = (*step.pack(), *options.pack()), sharding.pack()
+def _save(ctx: Any, h: Tensor, w: Tensor, y: Tensor, stats: Tensor, records: Records) -> None:
+    """Save what `_backward` needs."""
+    ctx.set_materialize_grads(False)
+    ctx.step, ctx.options, tensors, ctx.sharding = records
     # other backwards may write it in between, which autograd takes for an error in what is saved
     ctx.accumulate_into = tensors.accumulate_into
-    tensors = dataclasses.replace(tensors, accumulate_into=None)
-    ctx.save_for_backward(*inputs[:3], stats, *tensors.pack())
+    given = {} if tensors.is_plain else tensors.given()
+    ctx.given = [name for name in given if name != "accumulate_into"]
+    ctx.save_for_backward(h, w, y, stats, *map(given.get, ctx.given))
 
 
-def _saved(ctx: Any) -> list[Any]:
-    """Return h, w, y, the statistics and the arguments of `TensorOptions`; call it once."""
-    with report_errors(ctx.group):  # of inputs that were modified
-        saved = [*ctx.saved_tensors]  # hooks may compute them, or refuse to do it again
-    saved[_BUFFER] = ctx.accumulate_into
-    return saved
+def _saved(ctx: Any) -> tuple[Sequence[Tensor], TensorOptions]:
+    """Return h, w, y and the statistics, and the options that are tensors; call it once."""
+    with report_errors(ctx.sharding.group):  # of inputs that were modified
+        saved = ctx.saved_tensors  # hooks may compute them, or refuse to do it again
+    given = dict(zip(ctx.given, saved[4:], strict=True))
+    if ctx.accumulate_into is not None:
+        given["accumulate_into"] = ctx.accumulate_into
+    return saved[:4], TensorOptions(**given)
 
 
 def _backward(
-    ctx: Any, upstream: Tensor, before: Sequence[Any], saved: Sequence[Any]
-) -> tuple[Tensor | None, ...]:
-    """Return the gradients of all inputs; `before` are the arguments before `TensorOptions`."""
-    with report_errors(ctx.group):
-        gradients = _gradients(ctx, upstream, before, saved)
-    results: list[Tensor | None] = [None] * ctx.inputs
-    for index, gradient, trained in zip(ctx.differentiable, gradients, ctx.trained, strict=True):
-        results[index] = gradient if trained else None
-    return (*results,)
+    ctx: Any, upstream: Tensor, operands: Sequence[Tensor], tensors: TensorOptions
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Return the gradients of h, w and the bias."""
+    step, adds = ctx.step, tensors.accumulate_into is not None
+    operator = operators.loss_backward_into if adds else operators.loss_backward
+    records = step, ctx.options, tensors, ctx.sharding
+    with report_errors(ctx.sharding.group):
+        dx, dw, dbias = differentiate(operator, (upstream, *operands), records)
+    return (
+        dx if step.grad_hidden else None,
+        dw if step.grad_weight and not adds else None,
+        dbias if step.grad_bias else None,
+    )
 
 
-def _gradients(
-    ctx: Any, upstream: Tensor, before: Sequence[Any], saved: Sequence[Any]
+def differentiate(
+    operator: Callable[..., Any], operands: tuple[Any, ...], records: tuple[Any, ...] = ()
 ) -> tuple[Tensor, ...]:
-    operator: Any = operators.loss_backward
-    if ctx.accumulate_into is not None:
-        operator = operators.loss_backward_into
-    return differentiate(operator, upstream, *saved[:4], *before, *saved[4:], *ctx.after)
-
-
-def differentiate(operator: Callable[..., Any], *arguments: Any) -> tuple[Tensor, ...]:
     """Return the results of `operator`, a `loss_backward`, which may be differentiated.
 
     Raises:
@@ -165,20 +164,41 @@ def differentiate(operator: Callable[..., Any], *arguments: Any) -> tuple[Tensor
             "or in forward mode, expected torch.autograd in reverse mode, of one gradient"
         )
     if torch.is_grad_enabled():
-        name = operator.__name__
-        return torch_compat.apply_function(LinearCrossEntropyGradients, name, *arguments)
-    return _run(operator, *arguments)
+        given = operator, records, *operands
+        return torch_compat.apply_function(LinearCrossEntropyGradients, *given)
+    gradients: tuple[Tensor, ...] = run(operator, operands, records)
+    return gradients
 
 
-def _run(operator: Callable[..., Any], *arguments: Any) -> tuple[Tensor, ...]:
-    """Run an operator, without the dispatcher where that would only call the implementation."""
-    if not torch.compiler.is_compiling() and can_bypass_dispatcher(
-        *(x for x in arguments if isinstance(x, Tensor))
-    ):
-        result: tuple[Tensor, ...] = IMPLS[operator](*arguments)
-    else:
-        result = getattr(torch.ops.cutefce, operator.__name__)(*arguments)
-    return result
+def run(operator: Callable[..., Any], operands: tuple[Any, ...], records: tuple[Any, ...]) -> Any:
+    """Run an operator, without the dispatcher where that would only call the implementation.
+
+    `operands` are its first arguments; `records` have the others.
+    """
+    if torch.compiler.is_compiling():
+        return dispatch(operator, operands, records)
+    tensors = [x for x in operands if isinstance(x, Tensor)]
+    for record in records:
+        if type(record) is TensorOptions:
+            tensors += record.given().values()
+    if can_bypass_dispatcher(*tensors):
+        return IMPLS[operator](*operands, *records)
+    return dispatch(operator, operands, records)
+
+
+def dispatch(
+    operator: Callable[..., Any], operands: tuple[Any, ...], records: tuple[Any, ...]
+) -> Any:
+    """Call an operator by its name, with the fields of records one by one."""
+    more = [getattr(record, name) for record in records for name in NAMES[type(record)]]
+    return getattr(torch.ops.cutefce, operator.__name__)(*operands, *more)
+
+
+def _save_loss_forward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    """Save the inputs of the operator `loss_forward`."""
+    h, w, y, *arguments = inputs
+    ctx.mark_non_differentiable(output[1])
+    _save(ctx, h, w, y, output[1], (*unpack(arguments, *STEP),))
 
 
 def _save_forward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -190,15 +210,26 @@ def _save_forward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     step = StepOptions(budget.DEFAULT, h.requires_grad, w.requires_grad, grad_bias)
     if options.is_sampled and tensors.seed is None:
         tensors = dataclasses.replace(tensors, seed=torch.ops.cutefce.draw_seed(y))
-    arguments = [*step.pack(), *options.pack(), *tensors.pack(), *sharding.pack()]
-    _save(ctx, inputs, arguments, output.new_empty(NUM_STATS, 0))
+    _save(ctx, h, w, y, output.new_empty(NUM_STATS, 0), (step, options, tensors, sharding))
+
+
+def _derivative(*records: type[Any]) -> Callable[..., tuple[Tensor | None, ...]]:
+    """Return the backward of an operator whose arguments are h, w, y and those of `records`."""
+    names = ["h", "w", "y", *(name for record in records for name in record.names())]
+
+    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
+        dx, dw, dbias, *_ = LinearCrossEntropy.backward(ctx, *upstream)
+        found = {"h": dx, "w": dw, "linear_bias": dbias}
+        return (*map(found.get, names),)
+
+    return backward
 
 
 # graphs of operators, made without gradients or by a tracer, may be trained later
-for name, setup in (
-    ("forward", _save_forward),
-    ("loss_forward", LinearCrossEntropy.setup_context),
+for name, setup, records in (
+    ("forward", _save_forward, OPTIONS),
+    ("loss_forward", _save_loss_forward, STEP),
 ):
     torch.library.register_autograd(
-        f"cutefce::{name}", LinearCrossEntropy.backward, setup_context=setup, lib=LIBRARY
+        f"cutefce::{name}", _derivative(*records), setup_context=setup, lib=LIBRARY
     )

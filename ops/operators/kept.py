@@ -16,9 +16,9 @@ from torch import Tensor
 
 from cutefce.ops.program.plan import Plan
 from cutefce.ops.program.run import Left
-from cutefce.ops.rows.loss_parts import LossParts
 from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.statistics import RowStats
+from cutefce.ops.rows.targets import Targets
 from cutefce.ops.sampling.kernels import KernelSamples
 from cutefce.ops.sampling.samples import Samples
 
@@ -28,18 +28,16 @@ class Kept:
     """The results of a forward that its backward uses."""
 
     plan: Plan
-    samples: Samples | KernelSamples | None = None
-    """Entries of the exponentials, with sampled gradients."""
-    class_row: Tensor | None = None
-    """(D,) that of `LossInputs`."""
-    soft: LossParts | None = None
-    """Soft targets with their logits, and the terms that they make."""
+    targets: Targets
+    """Those of the tokens that were computed, with the logits of soft ones."""
     selection: RowSelection | None = None
-    """Which tokens were computed; None for all."""
+    """Which tokens these are; None for all."""
     stats: RowStats | None = None
     """Statistics of these tokens, in their order; None for those of all."""
-    arch: str | None = None
-    """Architecture of the kernels that served the forward; None of the portable path."""
+    class_row: Tensor | None = None
+    """(D,) that of `LossInputs`."""
+    samples: Samples | KernelSamples | None = None
+    """Entries of the exponentials, with sampled gradients."""
     left: Left | None = None
     """What a program has left."""
 

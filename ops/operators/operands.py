@@ -1,5 +1,6 @@
 """From the tensors of a call to the operands of programs: tokens, targets, primitives."""
 
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +20,7 @@ from cutefce.ops.program.inputs import LossInputs
 from cutefce.ops.program.plan import Plan
 from cutefce.ops.rows.loss_parts import check_soft_values, without_weightless
 from cutefce.ops.rows.selection import RowSelection
+from cutefce.ops.rows.targets import Targets
 from cutefce.ops.sampling.samples import Sampling
 
 NO_GRADIENTS = False, False, False
@@ -32,47 +34,62 @@ def prepare(
     options: LossOptions,
     tensors: TensorOptions,
     plan: Plan,
-    known: Kept | None = None,
-) -> tuple[LossInputs[Any, Any], RowSelection | None]:
-    """Return the operands as programs take them, and which tokens they are, None for all.
-
-    In a backward, `known` is what its forward has found out.  If that has the sums of the
-    gradients, the hidden states are those given: what is left of the backward does not read them.
-    """
-    gathers = known is None or not known.plan.in_forward
-    h = shard.gather_hidden(h) if gathers else h
-    if known is not None and known.arch is not None:
-        w = with_aligned_rows(w)  # hooks of saved tensors may restore another layout
-    problem = plan.backend.operands
-    selection = None if known is None else known.selection
-    if known is None:
-        check_soft_values(y, options, tensors, shard.total_vocab(w))
-        selection = _select(shard, problem, y, options, tensors, plan)
+) -> LossInputs[Any, Any]:
+    """Return the operands of a forward, as programs take them."""
+    h, problem = shard.gather_hidden(h), plan.backend.operands
+    check_soft_values(y, options, tensors, shard.total_vocab(w))
+    selection = _select(shard, problem, y, options, tensors, plan)
     if selection is not None:
         y, tensors = selection.targets, selection.take_options(tensors)
-        if not selection.is_on_device and gathers:
+        if not selection.is_on_device:
             h = h.index_select(0, selection.order)
-            problem = replace(problem, tokens=len(h))
-    given_y = y.long(), w.shape[0], options, tensors, sum_dtype(h.dtype)
-    targets = shard.make_targets(*given_y, problem.arch, selection)
+    given = y.long(), w.shape[0], options, tensors, sum_dtype(h.dtype)
+    targets = shard.make_targets(*given, problem.arch, selection)
     if selection is not None and selection.is_on_device:
         targets.selection = selection
-    if known is not None and known.soft is not None:
-        targets.parts = known.soft
+    inputs = _operands(shard, h, w, targets, tensors, plan)
+    if needs_class_row(targets):
+        inputs.class_row = set_class_row(shard, inputs.w, targets)
+    if plan.is_sampled:
+        inputs.sampling = _sampling(shard, w, y, options, tensors, selection)
+    inputs.selection = selection
+    return inputs
+
+
+def resume(
+    shard: Unsharded, h: Tensor, w: Tensor, tensors: TensorOptions, kept: Kept
+) -> LossInputs[Any, Any]:
+    """Return the operands of a backward whose forward has `kept` the others.
+
+    If that has the sums of the gradients, the hidden states are those given: what is left of the
+    backward does not read them.
+    """
+    selection = kept.selection
+    if not kept.plan.in_forward:
+        h = shard.gather_hidden(h)
+        if selection is not None and not selection.is_on_device:
+            h = h.index_select(0, selection.order)
+    if kept.plan.backend.operands.arch is not None:
+        w = with_aligned_rows(w)  # hooks of saved tensors may restore another layout
+    inputs = _operands(shard, h, w, copy(kept.targets), tensors, kept.plan)
+    inputs.class_row, inputs.selection = kept.class_row, selection
+    return inputs
+
+
+def _operands(
+    shard: Unsharded, h: Tensor, w: Tensor, targets: Targets, tensors: TensorOptions, plan: Plan
+) -> LossInputs[Any, Any]:
+    """Return the operands of a program that forward and backward have in common."""
+    problem = plan.backend.operands
+    if problem.tokens != len(h):
+        problem = replace(problem, tokens=len(h))
     own = primitives_for(h, w, problem, targets)
     h, w = own.projection.prepare(h, w)
-    class_row = None if known is None else known.class_row
-    if class_row is None and needs_class_row(targets):
-        class_row = set_class_row(shard, w, targets)
     own_sums = tensors.weight_cast is not None or tensors.accumulate_into is not None
     dw_dtype = sum_dtype(w.dtype) if own_sums else w.dtype
-    dtypes = shard.dx_dtype(h.dtype), dw_dtype
     buffer = tensors.accumulate_into if plan.problem.grad_weight else None
-    operands = own, h, w, targets, *dtypes, buffer, class_row
-    sampling = None
-    if plan.is_sampled and known is None:
-        sampling = _sampling(shard, w, y, options, tensors, selection)
-    return LossInputs(*operands, sampling, shard.ranks(), problem.arch), selection
+    dtypes = shard.dx_dtype(h.dtype), dw_dtype
+    return LossInputs(own, h, w, targets, *dtypes, buffer, ranks=shard.ranks())
 
 
 def _sampling(

@@ -14,17 +14,24 @@ Their schemas are built from the option records; `meta.py` has their fake implem
 `autograd.py` the derivative of the loss, and `kept.py` what the forward keeps for the backward.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from cutefce.ops.interface.options import OPTIONS, LossOptions, StepOptions, TensorOptions
+from cutefce.ops.interface.options import (
+    OPTIONS,
+    LossOptions,
+    Sharding,
+    StepOptions,
+    TensorOptions,
+)
 from cutefce.ops.operators import kept, meta
 from cutefce.ops.operators.agreement import agreed_backward, agreed_forward, agreed_upstream
 from cutefce.ops.operators.context import isolated_context, refuse_tangents
 from cutefce.ops.operators.kept import Kept
-from cutefce.ops.operators.operands import NO_GRADIENTS, plan_of, prepare
+from cutefce.ops.operators.operands import NO_GRADIENTS, plan_of, prepare, resume
 from cutefce.ops.parallel.shard import shard_of
 from cutefce.ops.planning.budget import MINIMUM
 from cutefce.ops.program import calls as programs
@@ -58,24 +65,37 @@ for schema in (
     LIBRARY.define(schema, tags=_TAGS)
 
 
-def forward(h: Tensor, w: Tensor, y: Tensor, *arguments: Any) -> Tensor:
-    """Return the reduced loss; `arguments` are those of `OPTIONS`."""
-    options, tensors, sharding = unpack(arguments, *OPTIONS)
+def forward(
+    h: Tensor,
+    w: Tensor,
+    y: Tensor,
+    options: LossOptions,
+    tensors: TensorOptions,
+    sharding: Sharding,
+) -> Tensor:
+    """Return the reduced loss."""
     w = tensors.computed_weight(w)
     refuse_tangents()
     same = {} if sharding.group is None else agreed_forward(y, options, tensors)
     shard = shard_of(sharding, h, w, **same)
     step = StepOptions(MINIMUM, *NO_GRADIENTS)
     plan = plan_of(h, w, y, step, options, tensors, sharding)
-    inputs, selection = prepare(shard, h, w, y, options, tensors, plan)
+    inputs = prepare(shard, h, w, y, options, tensors, plan)
     loss, _, _ = programs.forward(inputs, plan)
-    return restored(loss, selection, options)
+    return restored(loss, inputs.selection, options)
 
 
-def loss_forward(h: Tensor, w: Tensor, y: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-    """Return the reduced loss and statistics (NUM_STATS, N); `arguments` are those of `STEP`."""
+def loss_forward(
+    h: Tensor,
+    w: Tensor,
+    y: Tensor,
+    step: StepOptions,
+    options: LossOptions,
+    tensors: TensorOptions,
+    sharding: Sharding,
+) -> tuple[Tensor, Tensor]:
+    """Return the reduced loss and statistics (NUM_STATS, N)."""
     refuse_tangents()
-    step, options, tensors, sharding = unpack(arguments, *STEP)
     w = tensors.computed_weight(w)
     plan = plan_of(h, w, y, step, options, tensors, sharding)
     same = {}  # one device has nobody to agree with
@@ -84,25 +104,24 @@ def loss_forward(h: Tensor, w: Tensor, y: Tensor, *arguments: Any) -> tuple[Tens
         same["workspace"] = step.budget
         same["workspace, as (strategy, chunk)"] = [plan.strategy, plan.chunk]
     shard = shard_of(sharding, h, w, **same)
-    inputs, selection = prepare(shard, h, w, y, options, tensors, plan)
+    inputs = prepare(shard, h, w, y, options, tensors, plan)
     loss, stats, results = run_forward(inputs, plan)
-    results.arch = inputs.arch
-    if selection is not None:
-        results.selection, results.stats = selection, stats
-        stats = stats.restore(selection)
+    if inputs.selection is not None:
+        results.stats, stats = stats, stats.restore(inputs.selection)
     kept.keep(stats.rows, results)
-    return restored(loss, selection, options), stats.rows
+    return restored(loss, inputs.selection, options), stats.rows
 
 
 def loss_forward_into(*arguments: Any) -> tuple[Tensor, Tensor]:
     """Do what `loss_forward` does of arguments with `accumulate_into` and `grad_output`."""
-    _count_write(arguments[3:])
+    _count_write(arguments[-2])
     return loss_forward(*arguments)
 
 
-def _count_write(arguments: tuple[Any, ...]) -> None:
-    """Tell autograd that the buffer is written, which kernels do not; `arguments` are of `STEP`."""
-    torch.autograd.graph.increment_version(unpack(arguments, *STEP)[2].accumulate_into)
+def _count_write(tensors: TensorOptions) -> None:
+    """Tell autograd that the buffer is written, which kernels do not."""
+    assert tensors.accumulate_into is not None
+    torch.autograd.graph.increment_version(tensors.accumulate_into)
 
 
 def restored(loss: Tensor, selection: RowSelection | None, options: LossOptions) -> Tensor:
@@ -114,28 +133,33 @@ def restored(loss: Tensor, selection: RowSelection | None, options: LossOptions)
 
 def run_forward(inputs: LossInputs[Any, Any], plan: Plan) -> tuple[Tensor, RowStats, Kept]:
     """Return the reduced loss, the statistics, and what is kept with them."""
-    targets, row = inputs.targets, inputs.class_row
+    left, samples = None, None
     if inputs.sampling is not None:
         loss, stats, samples = sampled.forward(inputs, inputs.sampling, plan)
-        results = Kept(plan, samples=samples, class_row=row)
-        results.soft = targets.soft_parts()
-        return loss, stats, results
-    loss, stats, left = programs.forward(inputs, plan)
-    results = Kept(plan, class_row=row, left=left)
-    if not plan.in_forward:
-        results.soft = targets.soft_parts()
-    return loss, stats, results
+    else:
+        loss, stats, left = programs.forward(inputs, plan)
+    targets = inputs.targets.of_backward(keeps_soft=samples is not None or not plan.in_forward)
+    own = inputs.selection, None, inputs.class_row, samples, left
+    return loss, stats, Kept(plan, targets, *own)
 
 
 def loss_backward(
-    upstream: Tensor, h: Tensor, w: Tensor, y: Tensor, stats: Tensor, *arguments: Any
+    upstream: Tensor,
+    h: Tensor,
+    w: Tensor,
+    y: Tensor,
+    stats: Tensor,
+    step: StepOptions,
+    options: LossOptions,
+    tensors: TensorOptions,
+    sharding: Sharding,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dX (N, D), dW (V, D) and the bias' gradient (V,), without rows where not computed.
 
-    `stats` are those of `loss_forward`; `arguments` are those of `STEP`.  `upstream` is () or (N,),
-    or of outputs (K + 2, N), without its last row if entropy has no gradient.
+    `stats` are those of `loss_forward`.  `upstream` is () or (N,), or of outputs (K + 2, N),
+    without its last row if entropy has no gradient.  More than eight parameters: operands and the
+    records of a step.
     """
-    step, options, tensors, sharding = unpack(arguments, *STEP)
     w, upstream = tensors.computed_weight(w), agreed_upstream(upstream, tensors)
     results = kept.kept_with(stats)
     plan = results.plan if results else plan_of(h, w, y, step, options, tensors, sharding)
@@ -148,16 +172,17 @@ def loss_backward(
     runs_again = left is None and (results is None or results.samples is None)
     same = {} if sharding.group is None else agreed_backward(upstream, stats, runs_again)
     shard = shard_of(sharding, h, w, **same)
-    known = None if runs_again else results
-    inputs, selection = prepare(shard, h, w, y, options, tensors, plan, known)
-    if known is not None:
-        rows = RowStats(stats) if known.stats is None else known.stats
-    else:
+    if runs_again:
+        inputs = prepare(shard, h, w, y, options, tensors, plan)
         _, rows, results = run_forward(inputs, plan)
         left = results.take_left()
+    else:
+        assert results is not None
+        inputs = resume(shard, h, w, tensors, results)
+        rows = results.stats or RowStats(stats)
+    selection = inputs.selection
     if selection is not None and upstream.ndim:
         upstream = selection.take(upstream)
-    assert results is not None
     if options.reduction == OUTPUTS and len(upstream) == tensors.output_classes + 1:
         upstream = torch.cat([upstream, torch.zeros_like(upstream[:1])])
         inputs.targets.options = options.without_entropy()
@@ -185,7 +210,7 @@ def loss_backward(
 
 def loss_backward_into(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Do what `loss_backward` does of arguments with `accumulate_into`."""
-    _count_write(arguments[5:])
+    _count_write(arguments[-2])
     return loss_backward(*arguments)
 
 
@@ -217,9 +242,21 @@ IMPLS = {
     function: isolated_context(function)
     for function in (forward, loss_forward, loss_forward_into, loss_backward, loss_backward_into)
 }
-"""The implementations, as the dispatcher and eager autograd call them."""
+"""The implementations as eager autograd calls them: operands, and records of the others."""
 
-for function, implementation in IMPLS.items():
-    LIBRARY.impl(function.__name__, implementation, "CompositeExplicitAutograd")
+
+def _of_arguments(function: Any) -> Callable[..., Any]:
+    """Return an implementation as the dispatcher calls it: with fields of records one by one."""
+    run, operands = IMPLS[function], 5 if function in (loss_backward, loss_backward_into) else 3
+    records = OPTIONS if function is forward else STEP
+
+    def of_arguments(*arguments: Any) -> Any:
+        return run(*arguments[:operands], *unpack(arguments[operands:], *records))
+
+    return of_arguments
+
+
+for function in IMPLS:
+    LIBRARY.impl(function.__name__, _of_arguments(function), "CompositeExplicitAutograd")
     fake = getattr(meta, function.__name__)
     torch.library.register_fake(f"cutefce::{function.__name__}", fake, lib=LIBRARY)

@@ -177,7 +177,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 def _backward(ctx: Any, upstream: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     grad_hidden, grad_weight, _, grad_bias, *others = ctx.needs_input_grad
     given = *ctx.saved_tensors, *ctx.numbers, grad_weight, grad_bias
-    dx, dw, dbias = differentiate(losses_of_probabilities_backward, upstream, *given)
+    dx, dw, dbias = differentiate(losses_of_probabilities_backward, (upstream, *given))
     gradients = dx if grad_hidden else None, dw if grad_weight else None, None
     return *gradients, dbias if grad_bias else None, *[None] * len(others)
 

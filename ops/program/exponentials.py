@@ -60,8 +60,8 @@ def clear(call: Call, s: Step) -> None:
 def project(call: Call, s: Step) -> None:
     """Sum exponentials, or compute them again."""
     x, states = call.part(s.rows), states_of(call, s)
-    projection, stores = x.primitives.projection, any(n.startswith("exps") for n in s.writes)
-    exps = exps_of(call, s, s.writes, whole=True) if stores else None
+    projection = x.primitives.projection
+    exps = None if s.exps is None else exps_of(call, s, whole=True)
     if "logits" in s.reads:
         given: Any = states, x.w, s.columns, call.values["logits"], x.targets, exps
         call.values["partials"].append(projection.project_exp(*given))
@@ -179,7 +179,7 @@ def entries(call: Call, s: Step) -> None:
         if values is not None:
             add_soft_rows(rows_of(call, s, s.writes[0]), values, x.targets, x.w)
         return
-    exps = exps_of(call, s, s.writes)
+    exps = exps_of(call, s)
     if call.program.in_forward:
         values = x.targets.soft_entries(call.values["stats"], x.h.dtype)
     else:
@@ -202,6 +202,6 @@ def scale_exps(call: Call, s: Step) -> None:
     target, scale = coefficients.target, scale_of(call)
     if "known" in call.values:
         target = target * call.values["known"]
-    exps, is_scaled = exps_of(call, s, s.writes), call.values.pop("is scaled", False)
+    exps, is_scaled = exps_of(call, s), call.values.pop("is scaled", False)
     given: Any = call.values["entries"], target, exps, s.columns[0], x.targets, scale, is_scaled
     x.primitives.projection.scale_soft(*given)

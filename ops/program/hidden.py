@@ -28,7 +28,7 @@ from cutefce.ops.rows.coefficients import RankOne, RowCoefficients
 
 def gemm_hidden(call: Call, s: Step) -> None:
     """Write or add a window's part of dX's sums."""
-    x, exps = call.part(s.rows), exps_of(call, s, s.reads)
+    x, exps = call.part(s.rows), exps_of(call, s)
     gradients, w = x.primitives.gradients, row_range(x.w, *s.columns)
     sums = rows_of(call, s, s.writes[0])
     selection = call.values.pop("far") if s.far else x.targets.selection
@@ -56,7 +56,7 @@ def keep_hidden(call: Call, s: Step) -> None:
     """Keep the sums of a chunk; or its rows of dX, for a known upstream gradient."""
     x, rows, stats = call.part(s.rows), slice(*s.rows), call.values["stats"]
     products, kept, order = rows_of(call, s, "sums"), call.view("dx"), _order(call.part(s.rows))
-    low = _low_of_kept(call, s.writes)
+    low = _low_of_kept(call, s)
     out = kept[rows] if order is None else kept
     if s.final:
         factor = call.inputs.targets.tensors.grad_output
@@ -76,9 +76,9 @@ def finish_hidden(call: Call, s: Step) -> None:
         finish_chunks(call, s)
         return
     x, out, scaling = call.inputs, call.view(s.writes[0]), call.values["scaling"]
-    sums, *low = (n for n in s.reads if n in ("sums", "dx") or n.startswith("low"))
-    if low:
-        finish_kept, own = x.primitives.gradients.finish_kept, low_of(call, low[0])
+    sums = "sums" if "sums" in s.reads else "dx"
+    if s.low is not None:
+        finish_kept, own = x.primitives.gradients.finish_kept, low_of(call, s.low)
         rows = x.w, x.targets, scaling.dx, class_term(x, scaling.dx), _order(x)
         finish_kept(out, call.view(sums), own, *rows)
     else:
@@ -90,7 +90,7 @@ def finish_chunks(call: Call, s: Step) -> None:
 
     If the upstream gradient was known, the one of the backward only makes dX NaN where it is NaN.
     """
-    x, out, low = call.inputs, call.view("dx"), _low_of_kept(call, s.reads)
+    x, out, low = call.inputs, call.view("dx"), _low_of_kept(call, s)
     stats, upstream, selection = (call.values[name] for name in ("stats", "upstream", "selection"))
     gradients, targets, order = x.primitives.gradients, x.targets, None
     if selection is not None and selection.is_on_device:
@@ -112,11 +112,10 @@ def finish_chunks(call: Call, s: Step) -> None:
     call.values["dx"] = restore_rows(None if is_placed else selection, out)
 
 
-def _low_of_kept(call: Call, names: tuple[str, ...]) -> Tensor | None:
+def _low_of_kept(call: Call, s: Step) -> Tensor | None:
     """Return the low bits of what a chunk keeps; None if that is dX, or has the dtype of sums."""
-    low = [name for name in names if name.startswith("low")]
     hidden = call.inputs.h.shape[1]
-    return call.view(low[0])[:, : hidden * few_low_bits(hidden) // 8] if low else None
+    return None if s.low is None else call.view(s.low)[:, : hidden * few_low_bits(hidden) // 8]
 
 
 def _order(x: LossInputs[Any, Any]) -> Tensor | None:

@@ -9,6 +9,7 @@ from torch import Tensor
 from cutefce.ops.primitives.gradient_interface import TargetGradT
 from cutefce.ops.primitives.interface import PartialT, Primitives
 from cutefce.ops.rows.outputs import PartialOutputs
+from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.targets import Targets
 from cutefce.ops.sampling.samples import Sampling
 
@@ -32,7 +33,7 @@ class Ranks(Protocol):
         """Return `own`, a projection that samples, with what the ranks' samples need."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class LossInputs(Generic[PartialT, TargetGradT]):
     """The operands of a forward or backward, and the primitives that compute it.
 
@@ -58,8 +59,8 @@ class LossInputs(Generic[PartialT, TargetGradT]):
     """How a forward chooses entries, with sampled gradients."""
     ranks: Ranks | None = None
     """The other ranks; None for a call of one device."""
-    arch: str | None = None
-    """Architecture of the kernels that serve the call; None of the portable path."""
+    selection: RowSelection | None = None
+    """Which tokens these are; None for all."""
 
     @property
     def tokens(self) -> int:

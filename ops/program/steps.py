@@ -106,6 +106,25 @@ class Step:
     times: int = 1
     """How many like it there are, in a program that is made to be compared with others."""
 
+    @cached_property
+    def exps(self) -> str | None:
+        """The name of the exponentials that it reads or writes, if there are any."""
+        return self._named("exps")
+
+    @cached_property
+    def states(self) -> str | None:
+        """The name of the hidden states that it reads; None for those of the call."""
+        return self._named("states", "scaled", "plain")
+
+    @cached_property
+    def low(self) -> str | None:
+        """The name of the low bits of sums that it reads or writes, if there are any."""
+        return self._named("low")
+
+    def _named(self, *prefixes: str) -> str | None:
+        names = (*self.reads, *self.writes)
+        return next((name for name in names if name.startswith(prefixes)), None)
+
 
 @dataclass
 class Program:

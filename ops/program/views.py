@@ -16,18 +16,17 @@ def rows_of(call: Call, s: Step, name: str, columns: int | None = None) -> Tenso
 
 def states_of(call: Call, s: Step) -> Tensor:
     """Return the hidden states that a step reads."""
-    names = [name for name in s.reads if name.startswith(("states", "scaled", "plain"))]
-    return rows_of(call, s, names[0]) if names else call.part(s.rows).h
+    return call.part(s.rows).h if s.states is None else rows_of(call, s, s.states)
 
 
-def exps_of(call: Call, s: Step, names: tuple[str, ...], *, whole: bool = False) -> Tensor:
+def exps_of(call: Call, s: Step, *, whole: bool = False) -> Tensor:
     """Return the exponentials of a step's columns; `whole` ones with those beyond the classes."""
-    (name,) = [name for name in names if name.startswith("exps")]
+    assert s.exps is not None
     columns = s.columns[1] - s.columns[0]
     if whole:
         block = call.inputs.primitives.config.reference_block
-        columns = min(round_up(columns, block), call.program.buffers[name].columns)
-    return rows_of(call, s, name, columns)
+        columns = min(round_up(columns, block), call.program.buffers[s.exps].columns)
+    return rows_of(call, s, s.exps, columns)
 
 
 def scale_of(call: Call) -> Tensor | None:

@@ -69,7 +69,7 @@ def list_targets(call: Call, s: Step) -> None:
 
 def gemm_weight(call: Call, s: Step) -> None:
     """Write or add a window's rows of dW."""
-    states, exps = states_of(call, s), exps_of(call, s, s.reads)
+    states, exps = states_of(call, s), exps_of(call, s)
     if not call.program.in_forward:
         weight: WeightGradient[Any] = call.values["weight"]
         weight.finish(*s.columns, exps, states)
@@ -130,7 +130,7 @@ def bias(call: Call, s: Step) -> None:
     """Sum the columns of exponentials with the factors of tokens."""
     x, scaling = call.part(s.rows), call.values["scaling"]
     out = call.view(s.writes[0]).view(-1)[s.columns[0] : s.columns[1]]
-    exps = exps_of(call, s, s.reads)
+    exps = exps_of(call, s)
     if call.program.in_forward:
         sums = weighted_sum(exps, scaling.dx.scale)
         out.copy_(out + sums if s.adds else sums)

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from copy import copy
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -176,13 +177,20 @@ class Targets:
         a = torch.as_tensor(self.by_lse(stats))
         return self.soft.entries(stats, a, self.logits, of_exps=of_exps)
 
-    def soft_parts(self) -> LossParts | None:
-        """Return the parts of soft targets for a backward, which needs no excess; None without."""
-        if self.tensors.target_indices is None:
-            return None
-        if self.soft is not None:
+    def of_backward(self, *, keeps_soft: bool) -> "Targets":
+        """Return what a backward needs of these, which takes less memory.
+
+        It needs no excess of soft targets, and `keeps_soft` tells whether it needs their logits.
+        """
+        kept = copy(self)
+        for name in ("active", "safe_index"):
+            vars(kept).pop(name, None)
+        if self.tensors.target_indices is not None and not keeps_soft:
+            vars(kept).pop("parts", None)
+        elif self.soft is not None:
             self.soft.excess = None
-        return self.parts
+        kept.class_row = kept.class_logits = kept.soft_logits = None
+        return kept
 
     def has_narrow_entries(self, dtype: torch.dtype) -> bool:
         """Whether exponentials of `dtype` have entries of soft targets, which are rounded."""
