@@ -37,7 +37,7 @@ def all_kernels(arch: Arch) -> list[KernelSpec]:
     kernels = [kernel for kernels in (*sets, *variants) for kernel in kernels.all()]
     kernels += [kernel for kernels in sets for kernel in kernels.of_soft_targets]
     for exact, size in product(sets, SORT_SIZES):
-        kernels += sampling_kernels(arch, exact.row_sums, MANY_TOKENS, size)
+        kernels += sampling_kernels(exact, MANY_TOKENS, size)
     for dtype in arch.dtypes:
         kernels += divergence_kernels(arch, dtype)
     return list(dict.fromkeys(kernels))
@@ -46,12 +46,13 @@ def all_kernels(arch: Arch) -> list[KernelSpec]:
 def with_gradients(arch: Arch, project_exp: GemmConfig) -> list[KernelConfigs]:
     """Return `project_exp` with every configuration of the gradients' GEMMs, the common ones first.
 
-    Each of kept sums is with one of the others.
+    Each of kept sums and of exponentials is with one of the others.
     """
-    gradients, kept = arch.grad_gemm_configs(), arch.kept_sums_configs()
-    assert len(kept) <= len(gradients) and bool(kept) == bool(gradients)
-    pairs = zip(gradients, cycle(kept), strict=False)
-    found = [KernelConfigs(project_exp, each, each, kept_sums=sums) for each, sums in pairs]
+    gradients, kept, exps = arch.grad_gemm_configs(), arch.kept_sums_configs(), arch.exps_configs()
+    assert max(len(kept), len(exps)) <= len(gradients)
+    assert bool(kept) == bool(exps) == bool(gradients)
+    every = zip(gradients, cycle(kept), cycle(exps), strict=False)
+    found = [KernelConfigs(project_exp, each, each, None, *more) for each, *more in every]
     return found or [KernelConfigs(project_exp, None, None)]
 
 

@@ -102,7 +102,7 @@ class GemmConfig:
 
 @dataclass(frozen=True)
 class KernelConfigs:
-    """The configuration of each GEMM; those of sums and of few columns are never tuned."""
+    """The configuration of each GEMM; only the first three are tuned."""
 
     project_exp: GemmConfig
     grad_hidden: GemmConfig | None
@@ -113,6 +113,9 @@ class KernelConfigs:
     """`grad_hidden` for windows of fewer columns than `SHORT`."""
     kept_sums: GemmConfig | None = None
     """The gradients' GEMMs that load and store sums; None if `grad_weight` is None."""
+    exps: GemmConfig | None = None
+    """The `project_exp` that stores exponentials without sums, and that of samples and of logits of
+    soft targets; None for the same as of the others."""
 
     SHORT: ClassVar[int] = 1 << 15
 

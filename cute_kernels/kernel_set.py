@@ -124,10 +124,19 @@ class KernelSet:
     def of_soft_targets(self) -> list[ProjectExpSpec | GradGemmSpec]:
         """The variants that only calls with soft targets launch."""
         found: list[ProjectExpSpec | GradGemmSpec] = []
-        if arch_named(self.row_sums.arch).reads_soft_logits(self.row_sums.config):
+        if self.reads_soft_logits:
             sums = [self.row_sums, *[self.row_sums_and_exps] * can_keep(self.row_sums.dtype)]
-            found += [dataclasses.replace(kernel, soft=True) for kernel in sums]
+            found += map(self.with_soft_logits, sums)
         return found if self.grad_hidden is None else [*found, self.grad_hidden.scaling]
+
+    @property
+    def reads_soft_logits(self) -> bool:
+        """Whether kernels of row sums can write logits of soft targets."""
+        return arch_named(self.exps.arch).reads_soft_logits(self.exps.config)
+
+    def with_soft_logits(self, kernel: ProjectExpSpec) -> ProjectExpSpec:
+        """Return one of these kernels of row sums that also writes logits of soft targets."""
+        return dataclasses.replace(kernel, config=self.exps.config, soft=True)
 
     STORED_EXPS_ONLY: ClassVar = (
         "row_sums_and_exps",
@@ -202,8 +211,10 @@ def kernel_set(
     """Return the kernels that `dtype` needs on `arch` with `configs`."""
     transform, reductions = variant.transform, variant.reductions
     assert variant == PLAIN or not configs.project_exp.swaps
-    project_exp = arch.name, dtype, configs.project_exp
-    project = functools.partial(ProjectExpSpec, *project_exp, transform=transform)
+    exps = configs.exps or configs.project_exp
+    project = functools.partial(ProjectExpSpec, arch.name, dtype, transform=transform)
+    project_sums = functools.partial(project, configs.project_exp, sums=True, reductions=reductions)
+    project_exps = functools.partial(project, exps, sums=False, store=True)
     gather = GatherRowsSpec(arch.name, dtype)
     hidden, short = (
         None if config is None else GradGemmSpec(arch.name, dtype, config, "hidden", final=False)
@@ -240,11 +251,11 @@ def kernel_set(
         soft_logits=SoftLogitsSpec(arch.name, dtype),
         put_soft=PutSoftSpec(arch.name, dtype),
         scale_soft=ScaleSoftSpec(arch.name, dtype),
-        row_sums=project(sums=True, store=False, reductions=reductions),
-        row_sums_and_exps=project(sums=True, store=True, reductions=reductions),
-        exps=project(sums=False, store=True),
-        repair_exps=project(sums=False, store=True, only_flagged=True),
-        reduce_partials=ReducePartialsSpec(arch.name, configs.project_exp.rows),
+        row_sums=project_sums(store=False),
+        row_sums_and_exps=project_sums(store=True),
+        exps=project_exps(),
+        repair_exps=project_exps(only_flagged=True),
+        reduce_partials=ReducePartialsSpec(arch.name, exps.rows),
         row_coefficients=RowCoefficientsSpec(arch.name, narrow=narrow),
         probability_coefficients=RowCoefficientsSpec(arch.name, in_reference=True, narrow=narrow),
         scale_rows=ScaleAddRowsSpec(arch.name, dtype, dtype),

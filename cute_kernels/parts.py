@@ -37,6 +37,8 @@ def part_configs(part: str, configs: KernelConfigs) -> set[tuple[str, GemmConfig
     if part == DIVERGENCES:
         return set()
     found: list[tuple[str, GemmConfig | None]] = [("project_exp", configs.project_exp)]
+    if part != FORWARD:
+        found.append(("exps", configs.exps))
     if has_gradients((part,)):
         found += [
             ("grad_hidden", configs.grad_hidden),

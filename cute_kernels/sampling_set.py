@@ -3,7 +3,7 @@
 import dataclasses
 from typing import NamedTuple
 
-from cutefce.cute_kernels.arch.base import Arch
+from cutefce.cute_kernels.kernel_set import KernelSet
 from cutefce.cute_kernels.spec import (
     ChooseClassesSpec,
     ListSamplesSpec,
@@ -38,12 +38,10 @@ SORT_SIZES = 256, 1024, 4096
 MAX_SAMPLE_SLOTS = SORT_SIZES[-1]
 
 
-def sampling_kernels(
-    arch: Arch, row_sums: ProjectExpSpec, tokens: int, slots: int
-) -> SamplingKernels:
-    """Return the kernels of `tokens` rows with `slots` entries, of a call that has `row_sums`."""
-    name, dtype = arch.name, row_sums.dtype
-    config = arch.sampling_config(row_sums.config, tokens)
+def sampling_kernels(exact: KernelSet, tokens: int, slots: int) -> SamplingKernels:
+    """Return the kernels of `tokens` rows with `slots` entries, beside those of exact losses."""
+    row_sums, config = exact.row_sums, exact.exps.config
+    name, dtype = row_sums.arch, row_sums.dtype
     size = next(size for size in SORT_SIZES if slots <= size)
     return SamplingKernels(
         choose_classes=ChooseClassesSpec(name, "choose"),

@@ -59,12 +59,9 @@ class Arch(ABC):
         """
         return config
 
-    def sampling_config(self, config: GemmConfig, tokens: int) -> GemmConfig:
-        """Return the configuration of a `project_exp` that samples entries of `tokens` rows.
-
-        It is `config`, that of the exact loss, if it can be: then losses have the same bits.
-        """
-        return config
+    def exps_config(self, tokens: int) -> GemmConfig:
+        """Return `KernelConfigs.exps` of `tokens` rows: one of few configurations."""
+        return self.default(tokens)
 
     def reads_soft_logits(self, _: GemmConfig) -> bool:
         """Return whether a `project_exp` can write its logits of soft targets."""
@@ -79,6 +76,10 @@ class Arch(ABC):
     @abstractmethod
     def grad_gemm_configs(self) -> tuple[GemmConfig, ...]:
         """Return every configuration of the gradient GEMMs that the defaults choose from."""
+
+    def exps_configs(self) -> tuple[GemmConfig, ...]:
+        """Return every `exps_config` that is not always the default."""
+        return ()
 
     def kept_sums_configs(self) -> tuple[GemmConfig, ...]:
         """Return those of the gradient GEMMs that load and store sums, the common ones first."""

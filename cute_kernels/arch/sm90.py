@@ -24,6 +24,8 @@ COOPERATIVE = GemmConfig(128, 256, cluster=2, stages=4, pingpong=False)
 """Configurations of `project_exp`; the warpgroups of `COOPERATIVE` share each tile."""
 UNSWAPPED = WIDE_CLUSTER2, TALL_CLUSTER2, WIDE, TALL
 """Those for more than 64 tokens that can be the default."""
+EXPS = WIDE_CLUSTER2, WIDE
+"""Those of `KernelConfigs.exps`: taller tiles would spill registers when they sample."""
 SWAPPED_80 = GemmConfig(128, 80, cluster=2, stages=7, pingpong=True, swaps=True)
 SWAPPED_112 = GemmConfig(128, 112, cluster=2, stages=6, pingpong=True, swaps=True)
 SWAPPED_144 = GemmConfig(128, 144, cluster=2, stages=5, pingpong=True, swaps=True)
@@ -121,11 +123,8 @@ class Sm90(Arch):
     def config_with_options(self, config: GemmConfig, tokens: int) -> GemmConfig:
         return _fastest_project_exp(UNSWAPPED, tokens) if config.swaps else config
 
-    def sampling_config(self, config: GemmConfig, tokens: int) -> GemmConfig:
-        if config.tile_m <= WIDE.tile_m and not config.swaps:
-            return config
-        # with the six rows of a thread of a tall tile, sampling spills registers
-        return _fastest_project_exp((WIDE_CLUSTER2, WIDE), tokens)
+    def exps_config(self, tokens: int) -> GemmConfig:
+        return min(EXPS, key=lambda config: _time(config, tokens))
 
     def reads_soft_logits(self, config: GemmConfig) -> bool:
         # a lane follows the classes of one row; more accumulators would be spilled
@@ -138,17 +137,20 @@ class Sm90(Arch):
     ) -> KernelConfigs:
         project_exp = self.default(tokens)
         times = H100_TIMES if any(name in model for name in H100_MODELS) else H200_TIMES
-        grad_hidden = fastest(times.grad_hidden, hidden)
-        short = fastest(times.grad_hidden_short, hidden)
+        wide, short = fastest(times.grad_hidden, hidden), fastest(times.grad_hidden_short, hidden)
         is_long = tokens >= times.long_tokens
         of_weight = times.grad_weight_long if is_long else times.grad_weight
         grad_weight, kept = fastest(of_weight, hidden), fastest(times.kept_sums, hidden)
-        if _utilization(grad_hidden, tokens, hidden, num_sms) < MIN_GRAD_HIDDEN_UTILIZATION:
-            return KernelConfigs(project_exp, None, grad_weight, kept_sums=kept)
-        return KernelConfigs(project_exp, grad_hidden, grad_weight, short, kept)
+        more = {"kept_sums": kept, "exps": self.exps_config(tokens)}
+        if _utilization(wide, tokens, hidden, num_sms) < MIN_GRAD_HIDDEN_UTILIZATION:
+            return KernelConfigs(project_exp, None, grad_weight, **more)
+        return KernelConfigs(project_exp, wide, grad_weight, short, **more)
 
     def grad_gemm_configs(self) -> tuple[GemmConfig, ...]:
         return GRAD_128, GRAD_192, GRAD_256
+
+    def exps_configs(self) -> tuple[GemmConfig, ...]:
+        return EXPS
 
     def kept_sums_configs(self) -> tuple[GemmConfig, ...]:
         return KEPT_128, KEPT_192
@@ -212,13 +214,12 @@ class Sm90(Arch):
 
 def _fastest_project_exp(configs: Sequence[GemmConfig], tokens: int) -> GemmConfig:
     """Return the configuration with the least time for `tokens` rows, or `LOW` for few."""
-    if tokens <= LOW.rows:
-        return LOW
+    return LOW if tokens <= LOW.rows else min(configs, key=lambda config: _time(config, tokens))
 
-    def time(config: GemmConfig) -> float:
-        return round_up(tokens, config.rows) * (1.0 if config.cluster == 2 else SINGLE_CTA_TIME)
 
-    return min(configs, key=time)
+def _time(config: GemmConfig, tokens: int) -> float:
+    """Return the relative time of `project_exp` for `tokens` rows."""
+    return round_up(tokens, config.rows) * (1.0 if config.cluster == 2 else SINGLE_CTA_TIME)
 
 
 def _utilization(config: GemmConfig, tokens: int, hidden: int, num_sms: int) -> float:

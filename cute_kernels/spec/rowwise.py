@@ -109,7 +109,7 @@ class ReducePartialsSpec:
 
     arch: str
     rows: int
-    """Rows of a row block."""
+    """Rows of a row block of what repairs."""
     terms: bool = False
     """Whether losses have terms beside the cross entropy, the same for all tokens."""
     class_row: bool = False

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cutefce.cute_kernels.config import GemmConfig
 from cutefce.cute_kernels.integers import ceil_div
 from cutefce.cute_kernels.jit.cache import compiled
 from cutefce.cute_kernels.kernel_set import KernelSet
@@ -92,8 +91,7 @@ class CuteProjection(SamplingSteps, CuteSoftTargetSteps):
         """Write zeros to stored rows that do not count, if `clears`: other GEMMs read them."""
         self.kernels = kernels
         self.semaphores, self.clears = semaphores, clears
-        self.config: GemmConfig = kernels.row_sums.config
-        self.num_sms, self.clusters = num_sms, num_sms // self.config.cluster
+        self.num_sms = num_sms
 
     def prepare(self, h: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
         return with_aligned_rows(h), w
@@ -151,11 +149,14 @@ class CuteProjection(SamplingSteps, CuteSoftTargetSteps):
         samples: tuple[Any, ...] | None = None,
     ) -> PartialLse:
         """Do what `project_exp` does with a kernel of row sums, and its argument `samples`."""
-        (first, last), config = window, kernel.config
+        (first, last), soft = window, None
+        if targets.soft_logits is not None and targets.soft is not None:
+            kernel = self.kernels.with_soft_logits(kernel)
+            soft = *targets.soft.classes, targets.soft_logits
+        config, clusters = kernel.config, self._clusters(kernel)
         w = row_range(w, first, last)
-        clusters = self.num_sms // config.cluster
         splits = choose_vocab_splits(h.shape[0], w.shape[0], config, clusters)
-        semaphores, most = self._take_semaphores(h, config), splits
+        semaphores, most = self._take_semaphores(h), splits
         if targets.selection is not None:  # a window's share of what is affordable for all
             affordable = most_vocab_splits(h.shape[0], targets.vocab, config)
             most = max(splits, affordable * w.shape[0] // targets.vocab)
@@ -168,10 +169,6 @@ class CuteProjection(SamplingSteps, CuteSoftTargetSteps):
             index = torch.where(index < last, index, -1)
         rows = reference, index, sums, exps, semaphores, launch_transform(targets, window)
         count = row_count(targets.selection, semaphores)
-        soft = None
-        if targets.soft_logits is not None and targets.soft is not None:
-            kernel = replace(kernel, soft=True)
-            soft = *targets.soft.classes, targets.soft_logits
         compiled(kernel)(h, w, *rows, more, samples, soft, *count, first, splits, clusters)
         return PartialLse(sums, semaphores, more)
 
@@ -208,14 +205,14 @@ class CuteProjection(SamplingSteps, CuteSoftTargetSteps):
         targets: Targets,
         exps: Tensor,
     ) -> None:
-        first, last = window
+        (first, last), kernel = window, self.kernels.exps
         # one split a tile: there are no sums to keep in registers across tiles
-        launch, splits = compiled(self.kernels.exps), ceil_div(last - first, self.config.columns)
+        splits, clusters = ceil_div(last - first, kernel.config.columns), self._clusters(kernel)
         semaphores = self._take_semaphores(h)
         rows = reference, targets.index, None, exps, semaphores
         transform = launch_transform(targets, window), None, None, None
         count = row_count(targets.selection, semaphores)
-        launch(h, w[first:last], *rows, *transform, *count, first, splits, self.clusters)
+        compiled(kernel)(h, w[first:last], *rows, *transform, *count, first, splits, clusters)
         self._clear(exps, targets)
 
     def reduce_partials(
@@ -245,11 +242,12 @@ class CuteProjection(SamplingSteps, CuteSoftTargetSteps):
     ) -> None:
         last = min(first + exps.shape[1], w.shape[0])
         w, semaphores = row_range(w, first, last), partial.semaphores
-        launch, splits = compiled(self.kernels.repair_exps), self._vocab_splits(h, w)
+        kernel, clusters = self.kernels.repair_exps, self._clusters(self.kernels.repair_exps)
+        splits = choose_vocab_splits(h.shape[0], w.shape[0], kernel.config, clusters)
         rows = stats.reference, targets.index, None, exps, semaphores
         transform = launch_transform(targets, (first, last)), None, None, None
         count = row_count(targets.selection, semaphores)
-        launch(h, w, *rows, *transform, *count, first, splits, self.clusters)
+        compiled(kernel)(h, w, *rows, *transform, *count, first, splits, clusters)
 
     def far_rows(self, partial: PartialLse, targets: Targets) -> RowSelection | None:
         can_skip = self.kernels.grad_hidden_again is not None
@@ -260,10 +258,9 @@ class CuteProjection(SamplingSteps, CuteSoftTargetSteps):
         if self.clears and exps is not None and targets.selection is not None:
             compiled(self.kernels.clear_rows)(exps, targets.selection.count)
 
-    def _take_semaphores(self, h: Tensor, config: GemmConfig | None = None) -> Tensor:
-        rows = min((config or self.config).rows, self.config.rows)
-        count: int = forward_semaphore_count(h.shape[0], rows)
+    def _take_semaphores(self, h: Tensor) -> Tensor:
+        count: int = forward_semaphore_count(h.shape[0], self.kernels.reduce_partials.rows)
         return self.semaphores.take(count, h.device)
 
-    def _vocab_splits(self, h: Tensor, w: Tensor) -> int:
-        return choose_vocab_splits(h.shape[0], w.shape[0], self.config, self.clusters)
+    def _clusters(self, kernel: ProjectExpSpec) -> int:
+        return self.num_sms // kernel.config.cluster

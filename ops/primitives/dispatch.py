@@ -307,22 +307,19 @@ def _unproven_reason(
     gpu, verdict = gpu_of(device), None
     problem = Problem(*sizes, dtype, device.type, arch=gpu.arch.name)
     while verdict is None:
-        use = gpu.arch, sizes[0], part, has_options
-        configs = _used_configs(lookup.kernel_configs(problem, gpu), *use)
-        default = _used_configs(gpu.default_configs(*sizes[:2]), *use)
+        configs = lookup.kernel_configs(problem, gpu)
+        default = gpu.default_configs(*sizes[:2])
+        if has_options:
+            configs, default = (
+                _with_options(each, gpu.arch, sizes[0]) for each in (configs, default)
+            )
         verdict = _verdict(device, dtype, configs, default, part)
     return _failed_reason(gpu, verdict)
 
 
-def _used_configs(
-    configs: KernelConfigs, arch: Arch, tokens: int, part: str, has_options: bool
-) -> KernelConfigs:
-    """Return those of `configs` that a part of calls has, with options if so."""
-    project_exp = configs.project_exp
-    if has_options:
-        project_exp = arch.config_with_options(project_exp, tokens)
-    if part == SAMPLES:
-        project_exp = arch.sampling_config(project_exp, tokens)
+def _with_options(configs: KernelConfigs, arch: Arch, tokens: int) -> KernelConfigs:
+    """Return what calls with options have in the place of `configs`."""
+    project_exp = arch.config_with_options(configs.project_exp, tokens)
     return replace(configs, project_exp=project_exp)
 
 
@@ -386,8 +383,7 @@ def kernels_for(
         unproven_reason(device, problem.dtype, sizes, _part_of(problem))
     configs = lookup.kernel_configs(problem, gpu)
     if variant != PLAIN:
-        with_options = gpu.arch.config_with_options(configs.project_exp, problem.tokens)
-        configs = replace(configs, project_exp=with_options)
+        configs = _with_options(configs, gpu.arch, problem.tokens)
     kernels = kernel_set.kernel_set(gpu.arch, problem.dtype, configs, variant)
     return defaults.widest_window(problem), kernels, gpu.num_sms
 

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor
 
-from cutefce.cute_kernels.arch import arch_named
 from cutefce.cute_kernels.jit.cache import compiled
 from cutefce.cute_kernels.sampling_set import SamplingKernels, sampling_kernels
 from cutefce.cute_kernels.spec import ChooseClassesSpec, PrepareSamplesSpec, SparseRowsSpec
@@ -131,8 +130,8 @@ class KernelSamples:
         projection: "CuteProjection", w: Tensor, like: Tensor, samples: int
     ) -> "KernelSamples":
         """Return undefined ones of tokens and with the device of `like` (N,)."""
-        row_sums, tokens, most = projection.kernels.row_sums, len(like), slots(samples, len(w))
-        kernels = sampling_kernels(arch_named(row_sums.arch), row_sums, tokens, most)
+        tokens, most = len(like), slots(samples, len(w))
+        kernels = sampling_kernels(projection.kernels, tokens, most)
         entries = like.new_empty(tokens, most, dtype=torch.int64)
         counts, row_hash = like.new_empty(2, tokens, dtype=torch.int32)
         return KernelSamples(kernels, entries, counts, torch.empty_like(like), row_hash)

@@ -3,7 +3,6 @@
 import torch
 from torch import Tensor
 
-from cutefce.cute_kernels.arch import arch_named
 from cutefce.cute_kernels.jit.cache import compiled
 from cutefce.cute_kernels.kernel_set import KernelSet
 from cutefce.ops.primitives.weighted_sum import SoftTargetSteps
@@ -17,8 +16,7 @@ class CuteSoftTargetSteps(SoftTargetSteps):
 
     def empty_soft_logits(self, targets: Targets) -> Tensor | None:
         """Do what `cutefce.ops.primitives.interface.Projection.empty_soft_logits` does."""
-        kernel = self.kernels.row_sums
-        if not arch_named(kernel.arch).reads_soft_logits(kernel.config):
+        if not self.kernels.reads_soft_logits:
             return None
         soft = targets.soft  # made only now: a product that does not need it comes before
         if soft is None or soft.excess is not None:

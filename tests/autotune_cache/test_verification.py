@@ -331,8 +331,7 @@ def test_a_shipped_table_proves_all_defaults_of_its_architecture(
     for tokens, hidden in itertools.product((1, 64, 65, 300, 384, 385, 4096, 32768), HIDDEN):
         configs = gpu.default_configs(tokens, hidden)
         options = gpu.arch.config_with_options(configs.project_exp, tokens)
-        sampled = gpu.arch.sampling_config(configs.project_exp, tokens)
-        for project_exp in (configs.project_exp, options, sampled):
+        for project_exp in (configs.project_exp, options):
             used = dataclasses.replace(configs, project_exp=project_exp)
             assert verdicts.known(gpu, "bfloat16", verdicts.uses(used)) == PASSED
             assert verdicts.known(gpu, "float16", verdicts.uses(used)) is None
@@ -342,6 +341,14 @@ def test_a_shipped_table_proves_all_defaults_of_its_architecture(
 
 
 HIDDEN = 512, 1152, 2048, 2304, 4096, 7168, 16384
+
+
+def test_every_configuration_that_a_table_proves_was_checked() -> None:
+    every = targets.all_targets(GPU, "cuda")
+    checked = uses_of(verify.configurations(every, "bfloat16", ()))
+    for project_exp in GPU.arch.prebuilt_configs():
+        for configs in ahead.with_gradients(GPU.arch, project_exp):
+            assert verdicts.uses(configs) <= checked
 
 
 def test_a_shipped_table_of_other_sms_chooses_nothing(

@@ -37,7 +37,7 @@ from cutefce.ops.primitives import (
     cute_rowwise,
     dispatch,
 )
-from cutefce.ops.primitives.cute_projection import PartialLse
+from cutefce.ops.primitives.cute_projection import CuteProjection, PartialLse
 from cutefce.ops.primitives.dispatch import kernel_primitives
 from cutefce.ops.primitives.interface import AnyPrimitives
 from cutefce.ops.rows.coefficients import RankOne, RowCoefficients
@@ -73,7 +73,7 @@ def strict() -> Any:
 
 
 def with_project_exp(config: GemmConfig) -> KernelConfigs:
-    default = Sm90().default_configs(tokens=8192, hidden=4096, num_sms=132)
+    default = ARCH.default_configs(tokens=8192, hidden=4096, num_sms=132)
     return dataclasses.replace(default, project_exp=config)
 
 
@@ -130,13 +130,15 @@ def test_every_configuration(
 @with_kernels
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_repair_stores_only_flagged_blocks_again(config: GemmConfig) -> None:
-    case = random_case(
-        3 * config.rows + 1, 64, 2000, dtype=torch.bfloat16, device="cuda", ignored=0
-    )
-    far = torch.tensor([config.rows + 3, 3 * config.rows], device="cuda")
+    """Blocks are those of the kernel that repairs, whatever the tiles of row sums."""
+    steps = primitives(config, torch.bfloat16).projection
+    assert isinstance(steps, CuteProjection)
+    rows = steps.kernels.repair_exps.config.rows
+    case = random_case(3 * rows + 1, 64, 2000, dtype=torch.bfloat16, device="cuda", ignored=0)
+    far = torch.tensor([rows + 3, 3 * rows], device="cuda")
     case.h[far] *= 100
     case.y[far] = (case.h[far].float() @ case.w.float().t()).argmin(1)
-    steps, targets = primitives(config, torch.bfloat16).projection, Targets(case.y, 2000, NONE)
+    targets = Targets(case.y, 2000, NONE)
     logit = steps.target_logit(case.h, case.w, targets)
     buffer = torch.empty(len(case.y), 2000, dtype=torch.bfloat16, device="cuda")
     partial = steps.project_exp(case.h, case.w, (0, 2000), logit, targets, buffer)
@@ -145,7 +147,7 @@ def test_repair_stores_only_flagged_blocks_again(config: GemmConfig) -> None:
     assert moved.tolist() == far.tolist()
     assert (
         partial.semaphores[Semaphore.REPAIR_FLAGS :].nonzero()[:, 0].tolist()
-        == (far // config.rows).tolist()
+        == (far // rows).tolist()
     )
     before = buffer.clone()
     steps.repair_stored_exps(buffer, case.h, case.w, 0, targets, partial, stats)
@@ -244,8 +246,8 @@ class Launches:
         self.config, self.case, (self.tokens, self.vocab) = config, case, (len(case.h), len(case.w))
         self.operands = operands_of(variant.transform, self.tokens, self.vocab)
         self.transform = None if variant.transform == IDENTITY else self.operands
-        count = torch.cuda.get_device_properties(0).multi_processor_count
-        self.splits, self.clusters = 3, count // config.cluster
+        self.sms = torch.cuda.get_device_properties(0).multi_processor_count
+        self.splits = 3
         self.columns = round_up(self.vocab, 8)
 
     def semaphores(self) -> Tensor:
@@ -268,7 +270,8 @@ class Launches:
         exps = stored.to(self.case.h.dtype) if kernel.store else None
         target = torch.where(self.case.y < 0, self.case.y, self.case.y + first)
         tensors = self.case.h, self.case.w, reference, target, sums, exps, self.semaphores()
-        numbers = self.semaphores(), 0, first, self.splits, self.clusters
+        clusters = self.sms // kernel.config.cluster
+        numbers = self.semaphores(), 0, first, self.splits, clusters
         jit_cache.compiled(kernel)(*tensors, self.transform, reductions, None, None, *numbers)
         return sums, exps, reductions
 
@@ -769,9 +772,8 @@ def test_variants_do_not_swap_operands(tokens: int) -> None:
     assert configs.project_exp.swaps and not own.swaps
     configs = dataclasses.replace(configs, project_exp=own)
     kernels = kernel_set.kernel_set(Sm90(), "bfloat16", configs, PREBUILT[0])
-    rows = kernels.row_sums.config.rows
-    assert rows < 2 * tokens
-    assert kernels.reduce_partials.rows == kernels.repair_exps.config.rows == rows
+    assert kernels.row_sums.config.rows < 2 * tokens
+    assert kernels.reduce_partials.rows == kernels.repair_exps.config.rows
 
 
 @pytest.mark.parametrize("arch", ARCHS, ids=lambda arch: arch.name)

@@ -35,7 +35,7 @@ CAPPED = kernel_set(
 )
 FEW = kernel_set(Sm90(), "bfloat16", Sm90().default_configs(300, 4096, 132))
 """With swapped operands."""
-SAMPLING = sampling_kernels(Sm90(), KERNELS.row_sums, 8192, 500)
+SAMPLING = sampling_kernels(KERNELS, 8192, 500)
 SMALL = kernels_of(PINGPONG)
 KINDS: dict[str, KernelSpec | None] = {
     "small sums": SMALL.row_sums,
@@ -56,7 +56,6 @@ MORE: dict[str, KernelSpec | None] = {
     "grad_hidden": KERNELS.grad_hidden,
     "swapped sums": FEW.row_sums,
     "swapped sums and exps": FEW.row_sums_and_exps,
-    "swapped repair_exps": FEW.repair_exps,
     "sums and logits of soft targets": KERNELS.of_soft_targets[0],
     "grad_hidden, exponentials scaled": KERNELS.of_soft_targets[-1],
     "grad_weight": KERNELS.grad_weight,

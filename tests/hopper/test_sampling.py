@@ -14,6 +14,7 @@ pytest.importorskip("cutlass")
 from cutefce.cute_kernels.arch import arch_named
 from cutefce.cute_kernels.config import GemmConfig
 from cutefce.cute_kernels.jit.compiler import report
+from cutefce.cute_kernels.kernel_set import kernel_set
 from cutefce.cute_kernels.sampling_set import MAX_SAMPLE_SLOTS, sampling_kernels
 from cutefce.cute_kernels.spec import (
     ChooseClassesSpec,
@@ -67,22 +68,20 @@ def test_rows_that_do_not_count_have_no_entries(given: tuple[int, bool]) -> None
 @pytest.mark.parametrize("slots", [7, 536, MAX_SAMPLE_SLOTS])
 def test_compiled_kernels_are_clean(slots: int) -> None:
     """No spills, no serialized MMAs; many slots differ from few in `sort` alone."""
-    row_sums = project_exp(ARCH.default(8192), samples=False)
-    kernels = sampling_kernels(ARCH, row_sums, 8192, slots)
+    exact = kernel_set(ARCH, "bfloat16", ARCH.default_configs(8192, 4096, 132))
+    kernels = sampling_kernels(exact, 8192, slots)
     assert slots <= kernels.sort.size
     for kernel in kernels if slots == 536 else [kernels.sort]:
         result, _ = report(kernel)
         assert result.is_clean, result
 
 
-def test_tall_and_swapped_tiles_do_not_sample() -> None:
+@pytest.mark.parametrize("tokens", [1, 130, 192, 300, 384, 1100, 8192])
+def test_tall_and_swapped_tiles_do_not_sample(tokens: int) -> None:
     """Tall ones would spill registers."""
-    defaults = {tokens: ARCH.default(tokens) for tokens in range(1, 2000)}
-    for tokens, config in defaults.items():
-        own = ARCH.sampling_config(config, tokens)
-        assert own.tile_m <= 128 and not own.swaps
-        assert own == config or config.tile_m > 128 or config.swaps
-    assert {config.tile_m for config in defaults.values()} == {64, 128, 192}
+    exact = kernel_set(ARCH, "bfloat16", ARCH.default_configs(tokens, 4096, 132))
+    config = sampling_kernels(exact, tokens, 7).project_exp.config
+    assert config.tile_m <= 128 and not config.swaps and config in ARCH.exps_configs()
 
 
 def test_overflowing_rows_write_no_more_than_their_slots() -> None:

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from cutefce.autotune_cache.tuning.shapes import SMALL_PROBLEMS
-from cutefce.cute_kernels.arch.base import Arch
 from cutefce.cute_kernels.kernel_set import KernelSet
 from cutefce.cute_kernels.sampling_set import sampling_kernels
 from cutefce.cute_kernels.spec import KernelSpec
@@ -51,12 +50,12 @@ class _LowEstimates(WrappedProjection[Any]):
         return self.own.sample(h, w, reference, estimate, *others)
 
 
-def kernels(arch: Arch, exact: KernelSet) -> list[KernelSpec]:
+def kernels(exact: KernelSet) -> list[KernelSpec]:
     """Return what checks on small problems launch beside the kernels of exact gradients."""
     found: list[KernelSpec] = []
     for tokens, _, vocab in SMALL_PROBLEMS.values():
         for samples in (ALL, FEW):
-            found += sampling_kernels(arch, exact.row_sums, tokens, slots(samples, vocab))
+            found += sampling_kernels(exact, tokens, slots(samples, vocab))
     return found
 
 

@@ -171,7 +171,7 @@ class TuningTarget(abc.ABC):
         every = kernel_set(self.arch, problem.dtype, self.configs(problem, candidate))
         found = [kernel for part in self.parts for kernel in every.of_part(part)]
         if SAMPLES in self.parts:
-            found += sampled_outputs.kernels(self.arch, every)
+            found += sampled_outputs.kernels(every)
         if DIVERGENCES in self.parts:
             found += divergence_kernels(self.arch, problem.dtype)
         return list(dict.fromkeys(found))

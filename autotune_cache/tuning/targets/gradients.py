@@ -96,11 +96,15 @@ class GradWeightTarget(GradGemmTarget):
     name = "grad_weight"
 
     def configs(self, problem: Problem, candidate: Candidate) -> KernelConfigs:
-        """Do what `TuningTarget.configs` does; defaults have every configuration of kept sums."""
+        """Do what `TuningTarget.configs` does.
+
+        Defaults have every configuration of kept sums and, without a `base`, of `exps`.
+        """
         configs = super().configs(problem, candidate)
         for default in with_gradients(self.arch, configs.project_exp):
             if default.grad_weight == candidate:
-                return dataclasses.replace(configs, kept_sums=default.kept_sums)
+                exps = default.exps if self.base is None else configs.exps
+                return dataclasses.replace(configs, kept_sums=default.kept_sums, exps=exps)
         return configs
 
     def candidates(self, problem: Problem) -> Sequence[Candidate]:
