@@ -16,25 +16,21 @@ from cutefce.cute_kernels.schedule.order import (
 )
 
 WIDE_CLUSTER2 = GemmConfig(128, 192, cluster=2, stages=5, pingpong=True)
-TALL_CLUSTER2 = GemmConfig(192, 128, cluster=2, stages=5, pingpong=True)
 WIDE = GemmConfig(128, 192, cluster=1, stages=5, pingpong=True)
 TALL = GemmConfig(192, 128, cluster=1, stages=5, pingpong=True)
-LOW = GemmConfig(64, 256, cluster=1, stages=5, pingpong=True)
-COOPERATIVE = GemmConfig(128, 256, cluster=2, stages=4, pingpong=False)
-"""Configurations of `project_exp`; the warpgroups of `COOPERATIVE` share each tile."""
-UNSWAPPED = WIDE_CLUSTER2, TALL_CLUSTER2, WIDE, TALL
+LOW = GemmConfig(64, 160, cluster=1, stages=7, pingpong=True)
+"""Configurations of `project_exp`."""
+UNSWAPPED = WIDE_CLUSTER2, WIDE, TALL
 """Those for more than 64 tokens that can be the default."""
 EXPS = WIDE_CLUSTER2, WIDE
 """Those of `KernelConfigs.exps`: taller tiles would spill registers when they sample."""
-SWAPPED_80 = GemmConfig(128, 80, cluster=2, stages=7, pingpong=True, swaps=True)
 SWAPPED_112 = GemmConfig(128, 112, cluster=2, stages=6, pingpong=True, swaps=True)
 SWAPPED_144 = GemmConfig(128, 144, cluster=2, stages=5, pingpong=True, swaps=True)
 SWAPPED_160 = GemmConfig(128, 160, cluster=2, stages=5, pingpong=True, swaps=True)
-SWAPPED_208 = GemmConfig(128, 208, cluster=2, stages=4, pingpong=False, swaps=True)
-SWAPPED = SWAPPED_144, SWAPPED_160, SWAPPED_208, SWAPPED_80, SWAPPED_112
+SWAPPED = SWAPPED_144, SWAPPED_160, SWAPPED_112
 """The same for few tokens, which are the columns of their tiles; the first wins a tie."""
-MAX_SWAPPED_BLOCKS, MAX_SWAPPED_TOKENS = 2, 384
-"""Row blocks and tokens that have them by default: each row block reads the whole weight."""
+MAX_SWAPPED_BLOCKS = 2
+"""Row blocks that have them by default: each row block reads the whole weight."""
 
 GRAD_128 = GemmConfig(128, 128, cluster=2, stages=6, pingpong=True)
 GRAD_192 = GemmConfig(128, 192, cluster=2, stages=5, pingpong=True)
@@ -112,13 +108,11 @@ class Sm90(Arch):
     logits_config: GemmConfig | None = WIDE_CLUSTER2
 
     def prebuilt_configs(self) -> tuple[GemmConfig, ...]:
-        return *UNSWAPPED, LOW, COOPERATIVE, *SWAPPED
+        return *UNSWAPPED, LOW, *SWAPPED
 
     def default(self, tokens: int) -> GemmConfig:
-        configs = [*UNSWAPPED]
-        if tokens <= MAX_SWAPPED_TOKENS:
-            configs += [each for each in SWAPPED if tokens <= MAX_SWAPPED_BLOCKS * each.rows]
-        return _fastest_project_exp(configs, tokens)
+        few = [each for each in SWAPPED if tokens <= MAX_SWAPPED_BLOCKS * each.rows]
+        return _fastest_project_exp([*UNSWAPPED, *few], tokens)
 
     def config_with_options(self, config: GemmConfig, tokens: int) -> GemmConfig:
         return _fastest_project_exp(UNSWAPPED, tokens) if config.swaps else config

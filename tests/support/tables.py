@@ -2,13 +2,14 @@
 
 from cutefce.autotune_cache import lookup, table
 from cutefce.autotune_cache.table import Entry, Key, Rejection, Table
-from cutefce.cute_kernels.arch.sm90 import Sm90
+from cutefce.cute_kernels.arch.sm90 import TALL, Sm90
+from cutefce.cute_kernels.config import GemmConfig
 from cutefce.cute_kernels.gpu import Gpu
 from cutefce.cute_kernels.jit import cache as jit_cache
 from cutefce.cute_kernels.problem import Problem
 
 GPU = Gpu(Sm90(), "NVIDIA Test 9000", 132)
-TUNED, OTHER = (Sm90().prebuilt_configs()[i] for i in (3, 5))
+TUNED, OTHER = TALL, GemmConfig(128, 256, cluster=2, stages=4, pingpong=False)
 KERNELS, DSL = jit_cache.source_fingerprint(), lookup.dsl_version()
 VERSIONS = {"kernels": KERNELS, table.DSL_PACKAGE: DSL}
 KEY = Key("project_exp", "bfloat16", 4096, 131072, 8192)
