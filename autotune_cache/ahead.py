@@ -46,13 +46,16 @@ def all_kernels(arch: Arch) -> list[KernelSpec]:
 def with_gradients(arch: Arch, project_exp: GemmConfig) -> list[KernelConfigs]:
     """Return `project_exp` with every configuration of the gradients' GEMMs, the common ones first.
 
-    Each of kept sums and of exponentials is with one of the others.
+    Those of which there are fewer are with several of the others.
     """
-    gradients, kept, exps = arch.grad_gemm_configs(), arch.kept_sums_configs(), arch.exps_configs()
-    assert max(len(kept), len(exps)) <= len(gradients)
-    assert bool(kept) == bool(exps) == bool(gradients)
-    every = zip(gradients, cycle(kept), cycle(exps), strict=False)
-    found = [KernelConfigs(project_exp, each, each, None, *more) for each, *more in every]
+    hidden = arch.grad_hidden_configs()
+    others = arch.grad_weight_configs(), arch.kept_sums_configs(), arch.exps_configs()
+    assert all(len(configs) <= len(hidden) and bool(configs) == bool(hidden) for configs in others)
+    every = zip(hidden, *map(cycle, others), strict=False)
+    found = [
+        KernelConfigs(project_exp, config, weight, kept_sums=kept, exps=exps)
+        for config, weight, kept, exps in every
+    ]
     return found or [KernelConfigs(project_exp, None, None)]
 
 

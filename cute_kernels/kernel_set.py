@@ -127,7 +127,16 @@ class KernelSet:
         if self.reads_soft_logits:
             sums = [self.row_sums, *[self.row_sums_and_exps] * can_keep(self.row_sums.dtype)]
             found += map(self.with_soft_logits, sums)
-        return found if self.grad_hidden is None else [*found, self.grad_hidden.scaling]
+        return found if self.grad_hidden_scaling is None else [*found, self.grad_hidden_scaling]
+
+    @property
+    def grad_hidden_scaling(self) -> GradGemmSpec | None:
+        """`grad_hidden` that also multiplies exponentials."""
+        kernel = self.grad_hidden
+        if kernel is None:
+            return None
+        config = arch_named(kernel.arch).scaling_config(kernel.config)
+        return dataclasses.replace(kernel, config=config).scaling
 
     @property
     def reads_soft_logits(self) -> bool:
@@ -227,7 +236,7 @@ def kernel_set(
     again = hidden
     if configs.grad_weight is not None:
         assert configs.kept_sums is not None
-        first = arch.grad_gemm_configs()[0]
+        first = arch.grad_hidden_configs()[0]
         again = hidden or GradGemmSpec(arch.name, dtype, first, "hidden", final=False)
         weight = GradGemmSpec(arch.name, dtype, configs.grad_weight, "weight", final=True)
         of_weight = dataclasses.replace(weight, config=configs.kept_sums, final=False)

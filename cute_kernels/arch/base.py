@@ -74,8 +74,16 @@ class Arch(ABC):
         """Return the default configurations of all kernels on a GPU model, as torch names it."""
 
     @abstractmethod
-    def grad_gemm_configs(self) -> tuple[GemmConfig, ...]:
-        """Return every configuration of the gradient GEMMs that the defaults choose from."""
+    def grad_hidden_configs(self) -> tuple[GemmConfig, ...]:
+        """Return every configuration of `grad_hidden` that the defaults choose from."""
+
+    def grad_weight_configs(self) -> tuple[GemmConfig, ...]:
+        """Return those of `grad_weight`."""
+        return ()
+
+    def scaling_config(self, config: GemmConfig) -> GemmConfig:
+        """Return that of a `grad_hidden` that scales exponentials, in the place of `config`."""
+        return config
 
     def exps_configs(self) -> tuple[GemmConfig, ...]:
         """Return every `exps_config` that is not always the default."""

@@ -48,7 +48,7 @@ class Sm100(Arch):
     ) -> KernelConfigs:
         return KernelConfigs(self.default(tokens), None, None)
 
-    def grad_gemm_configs(self) -> tuple[GemmConfig, ...]:
+    def grad_hidden_configs(self) -> tuple[GemmConfig, ...]:
         return ()  # cuBLAS computes the gradients
 
     def search_space(self) -> tuple[GemmConfig, ...]:

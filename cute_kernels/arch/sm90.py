@@ -72,7 +72,7 @@ H100_TIMES = GemmTimes(
     grad_hidden={GRAD_256: 1.0, GRAD_192: 0.99, GRAD_128: 1.15},
     grad_hidden_short={GRAD_128: 1.0, GRAD_192: 0.92},
     grad_weight={GRAD_128: 1.0, GRAD_192: 0.9},
-    grad_weight_long={GRAD_128: 1.0, GRAD_192: 0.865, GRAD_256: 0.935},
+    grad_weight_long={GRAD_128: 1.0, GRAD_192: 0.865},
     long_tokens=4096,
     kept_sums={KEPT_128: 1.0, KEPT_192: 0.9},
 )
@@ -140,8 +140,14 @@ class Sm90(Arch):
             return KernelConfigs(project_exp, None, grad_weight, **more)
         return KernelConfigs(project_exp, wide, grad_weight, short, **more)
 
-    def grad_gemm_configs(self) -> tuple[GemmConfig, ...]:
+    def grad_hidden_configs(self) -> tuple[GemmConfig, ...]:
         return GRAD_128, GRAD_192, GRAD_256
+
+    def grad_weight_configs(self) -> tuple[GemmConfig, ...]:
+        return GRAD_128, GRAD_192
+
+    def scaling_config(self, config: GemmConfig) -> GemmConfig:
+        return GRAD_256 if config == GRAD_128 else config
 
     def exps_configs(self) -> tuple[GemmConfig, ...]:
         return EXPS

@@ -132,7 +132,8 @@ class CuteGradients(RowwiseSteps):
         if spec != self.kernels.grad_hidden or len(exps) <= MAX_UNSCALED_ROWS:
             factor = None
         elif factor is not None:
-            spec = spec.scaling
+            spec = self.kernels.grad_hidden_scaling
+            assert spec is not None
         self._gemm(spec, sums, exps, w, accumulate, selection, factor)
         return factor is not None
 

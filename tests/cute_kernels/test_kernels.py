@@ -173,7 +173,7 @@ def test_far_rows(which: str, workspace: str, dtype: torch.dtype, strict: None) 
 @pytest.mark.gpu
 @with_kernels
 @pytest.mark.parametrize("shape", [(521, 264, 1003), (1000, 1096, 20001), (300, 64, 5003)], ids=str)
-@pytest.mark.parametrize("config", ARCH.grad_gemm_configs(), ids=str)
+@pytest.mark.parametrize("config", ARCH.grad_hidden_configs(), ids=str)
 @pytest.mark.parametrize("fresh", [False, True])
 def test_sums_are_accurate_and_deterministic(
     fresh: bool, config: GemmConfig, shape: tuple[int, int, int], strict: None
@@ -587,7 +587,7 @@ def test_dx_with_a_matrix_of_rank_one(shape: tuple[int, int, int], dtype: torch.
 @with_kernels
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", rank_one.SHAPES, ids=str)
-@pytest.mark.parametrize("config", ARCH.grad_gemm_configs(), ids=str)
+@pytest.mark.parametrize("config", ARCH.grad_weight_configs(), ids=str)
 def test_dw_with_a_matrix_of_rank_one(
     config: GemmConfig, shape: tuple[int, int, int], dtype: torch.dtype
 ) -> None:

@@ -26,9 +26,6 @@ candidate depends on the length of the sums and on their number."""
 class GradGemmTarget(TuningTarget):
     """Times the GEMM of a gradient on all exponentials, or the first rows of its result."""
 
-    def defaults(self) -> Sequence[Candidate]:
-        return self.arch.grad_gemm_configs()
-
     def compute(self, case: TuningCase, primitives: AnyPrimitives) -> dict[str, CheckedOutput]:
         if case.upstream is not None:
             return outputs.step_outputs(case, primitives, self.parts)
@@ -56,6 +53,9 @@ class GradHiddenTarget(GradGemmTarget):
     """float32 sums of dX; timed on many columns, verified on few as well."""
 
     name = "grad_hidden"
+
+    def defaults(self) -> Sequence[Candidate]:
+        return self.arch.grad_hidden_configs()
 
     def configs(self, problem: Problem, candidate: Candidate) -> KernelConfigs:
         assert candidate is None or isinstance(candidate, GemmConfig)
@@ -94,6 +94,9 @@ class GradWeightTarget(GradGemmTarget):
     """The final dW, in the dtype of the weight."""
 
     name = "grad_weight"
+
+    def defaults(self) -> Sequence[Candidate]:
+        return self.arch.grad_weight_configs()
 
     def configs(self, problem: Problem, candidate: Candidate) -> KernelConfigs:
         """Do what `TuningTarget.configs` does.
