@@ -63,9 +63,7 @@ class KernelSet:
     scale_soft: ScaleSoftSpec
     """The same where exponentials get the factors of tokens."""
     row_sums: ProjectExpSpec
-    """Row sums without stored exponentials, where ranks split the vocabulary."""
-    row_sums_and_exps: ProjectExpSpec
-    """The forward that stores exponentials."""
+    """Row sums; if `can_keep`, it stores the exponentials of the first columns, too."""
     exps: ProjectExpSpec
     """Recomputes exponentials in the backward."""
     repair_exps: ProjectExpSpec
@@ -125,8 +123,7 @@ class KernelSet:
         """The variants that only calls with soft targets launch."""
         found: list[ProjectExpSpec | GradGemmSpec] = []
         if self.reads_soft_logits:
-            sums = [self.row_sums, *[self.row_sums_and_exps] * can_keep(self.row_sums.dtype)]
-            found += map(self.with_soft_logits, sums)
+            found.append(self.with_soft_logits(self.row_sums))
         return found if self.grad_hidden_scaling is None else [*found, self.grad_hidden_scaling]
 
     @property
@@ -140,15 +137,14 @@ class KernelSet:
 
     @property
     def reads_soft_logits(self) -> bool:
-        """Whether kernels of row sums can write logits of soft targets."""
+        """Whether the kernel of row sums can write logits of soft targets."""
         return arch_named(self.exps.arch).reads_soft_logits(self.exps.config)
 
     def with_soft_logits(self, kernel: ProjectExpSpec) -> ProjectExpSpec:
-        """Return one of these kernels of row sums that also writes logits of soft targets."""
+        """Return a kernel of row sums that also writes logits of soft targets."""
         return dataclasses.replace(kernel, config=self.exps.config, soft=True)
 
     STORED_EXPS_ONLY: ClassVar = (
-        "row_sums_and_exps",
         "repair_exps",
         "keep_sums",
         "finish_kept",
@@ -185,7 +181,6 @@ class KernelSet:
         *SOFT_ONLY,
         "target_logit",
         "row_sums",
-        "row_sums_and_exps",
         "grad_hidden",
         "grad_hidden_short",
     )
@@ -222,7 +217,6 @@ def kernel_set(
     assert variant == PLAIN or not configs.project_exp.swaps
     exps = configs.exps or configs.project_exp
     project = functools.partial(ProjectExpSpec, arch.name, dtype, transform=transform)
-    project_sums = functools.partial(project, configs.project_exp, sums=True, reductions=reductions)
     project_exps = functools.partial(project, exps, sums=False, store=True)
     gather = GatherRowsSpec(arch.name, dtype)
     hidden, short = (
@@ -260,8 +254,9 @@ def kernel_set(
         soft_logits=SoftLogitsSpec(arch.name, dtype),
         put_soft=PutSoftSpec(arch.name, dtype),
         scale_soft=ScaleSoftSpec(arch.name, dtype),
-        row_sums=project_sums(store=False),
-        row_sums_and_exps=project_sums(store=True),
+        row_sums=project(
+            configs.project_exp, sums=True, store=can_keep(dtype), reductions=reductions
+        ),
         exps=project_exps(),
         repair_exps=project_exps(only_flagged=True),
         reduce_partials=ReducePartialsSpec(arch.name, exps.rows),

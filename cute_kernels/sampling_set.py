@@ -48,7 +48,7 @@ def sampling_kernels(exact: KernelSet, tokens: int, slots: int) -> SamplingKerne
         place_targets=ChooseClassesSpec(name, "place"),
         estimate=PrepareSamplesSpec(name, "estimate"),
         prepare=PrepareSamplesSpec(name, "first"),
-        project_exp=dataclasses.replace(row_sums, config=config, samples=True),
+        project_exp=dataclasses.replace(row_sums, config=config, store=False, samples=True),
         prepare_again=PrepareSamplesSpec(name, "again"),
         sort=SortSamplesSpec(name, size, row_sums.transform.softcap),
         list_classes=ListSamplesSpec(name),

@@ -43,6 +43,7 @@ from cutefce.ops.planning.step_memory import (
     rows_bytes,
     sampled_rows,
     target_rows_bytes,
+    unused_bytes,
     upcast_bytes,
 )
 
@@ -120,6 +121,7 @@ def _kernel_bytes(p: SampledProblem, config: WindowConfig) -> int:
     gathered = drawn * p.hidden * p.item_bytes * (drawn < p.vocab * p.ranks)
     again = item + SAMPLED_AGAIN_BYTES * p.tokens
     estimate = gathered + p.tokens * partial_bytes(replace(p, vocab=drawn), config, p.tokens)
+    estimate += unused_bytes(p, p.tokens)
     forward = saved + copy + max(estimate, partial + samples + again)
     backward = saved + samples + p.tokens * (TARGET_BYTES + 6 * p.accumulator_bytes)
     smoothed = p.tokens * p.hidden * p.accumulator_bytes * (p.smooths and p.grad_hidden)

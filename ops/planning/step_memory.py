@@ -19,6 +19,8 @@ MIN_ADDED_ROWS = 1024
 """Rows of dW below which each product of them converts its operands for too little work."""
 FINISHED_ROWS = 1024
 """Rows of dX whose sums exist at a time beside kept ones."""
+UNUSED_COLUMNS = 8
+"""Exponentials of a row that a kernel of row sums stores where none are wanted: 16 bytes."""
 NARROWEST_TILE = 128
 """Columns of the narrowest tile of a kernel, each of which gives one partial sum at most."""
 
@@ -91,10 +93,11 @@ def tile_bytes(
 ) -> int:
     """Bytes of a tile of the logits of `window` columns, and of the step that computes it.
 
-    A CPU may compute logits in the memory of stored exponentials.
+    A CPU may compute logits in the memory of stored exponentials.  A kernel of row sums stores some
+    in any case.
     """
     if p.arch is not None:
-        return 0
+        return 0 if stored else unused_bytes(p, tokens)
     assert isinstance(config, PortableTiles)
     rows, columns = min(tokens, config.tile_rows), config.columns(tokens)
     if p.device != "cpu":
@@ -103,6 +106,11 @@ def tile_bytes(
     logits = (p.tile_copies + (not in_place)) * rows * columns * p.accumulator_bytes
     step = max(rows * columns, upcast_bytes(p, rows, p.hidden, min(columns, window)))
     return logits + step
+
+
+def unused_bytes(p: Problem, tokens: int) -> int:
+    """Bytes of the exponentials that kernels of row sums store where none are wanted."""
+    return UNUSED_COLUMNS * tokens * p.item_bytes if can_keep(p.dtype) else 0
 
 
 def soft_block_rows(elements: int, sum_bytes: int, device: str) -> int:

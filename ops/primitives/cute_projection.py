@@ -20,6 +20,7 @@ from cutefce.cute_kernels.kernel_set import KernelSet
 from cutefce.cute_kernels.schedule.order import choose_vocab_splits, most_vocab_splits
 from cutefce.cute_kernels.spec import ProjectExpSpec
 from cutefce.cute_kernels.workspace import forward_semaphore_count
+from cutefce.ops.planning.step_memory import UNUSED_COLUMNS
 from cutefce.ops.primitives.row_selection import (
     far_rows,
     gather_rows,
@@ -132,7 +133,7 @@ class CuteProjection(SamplingSteps, CuteSoftTargetSteps):
         targets: Targets,
         exps: Tensor | None = None,
     ) -> PartialLse:
-        kernel = self.kernels.row_sums if exps is None else self.kernels.row_sums_and_exps
+        kernel = self.kernels.row_sums
         partial = self.launch_sums(kernel, h, w, window, reference, targets, exps)
         self._clear(exps, targets)
         return partial
@@ -167,6 +168,8 @@ class CuteProjection(SamplingSteps, CuteSoftTargetSteps):
         if kernel.reductions.of_all:
             # a class behind the window may be in its last tile, where the kernel would leave it out
             index = torch.where(index < last, index, -1)
+        if exps is None and kernel.store:
+            exps = h.new_empty(h.shape[0], UNUSED_COLUMNS)
         rows = reference, index, sums, exps, semaphores, launch_transform(targets, window)
         count = row_count(targets.selection, semaphores)
         compiled(kernel)(h, w, *rows, more, samples, soft, *count, first, splits, clusters)

@@ -26,7 +26,7 @@ def default_kernels(arch: Arch) -> dict[str, KernelSpec]:
     tokens = ahead.MANY_TOKENS
     configs = ahead.with_gradients(arch, arch.default(tokens))[0]
     kernels = kernel_set(arch, "bfloat16", configs)
-    found = [kernels.row_sums_and_exps, *kernels.all(), *kernels.of_soft_targets]
+    found: list[KernelSpec] = [kernels.row_sums, *kernels.all(), *kernels.of_soft_targets]
     found += sampling_kernels(kernels, tokens, SORT_SIZES[0])
     found += divergence_kernels(arch, "bfloat16")
     first = {type(kernel): kernel for kernel in reversed(found)}

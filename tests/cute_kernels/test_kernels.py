@@ -317,12 +317,9 @@ def check_transform(
     kernels, narrow = launches.kernels, case.h.dtype == torch.float16
     references = {
         kernels.row_sums: torch.where(active, logit, 0.0),
-        kernels.row_sums_and_exps: torch.where(active, logit, 0.0),
         kernels.exps: torch.logsumexp(u, 1).float(),  # in the range of float16
     }
     for kernel, reference in references.items():
-        if kernel is kernels.row_sums_and_exps and narrow:
-            continue
         exact = torch.exp(others(case, u) - reference.double()[:, None])
         sums, exps, _ = launches.project_exp(kernel, reference, first)
         if sums is not None:
@@ -378,7 +375,7 @@ def test_softcap_of_huge_logits(config: GemmConfig) -> None:
     case.h[7, 3] = torch.nan
     launches = Launches(config, KernelVariant(TRANSFORMS["softcap"]), case)
     reference = torch.zeros(150, device="cuda")
-    sums, exps, _ = launches.project_exp(launches.kernels.row_sums_and_exps, reference)
+    sums, exps, _ = launches.project_exp(launches.kernels.row_sums, reference)
     scale = launches.operands[0]
     assert scale is not None
     exact = torch.exp(scale.double()[:, None] * signs.double())
@@ -428,20 +425,19 @@ def check_reductions(config: GemmConfig, variant: KernelVariant, case: Case) -> 
     want, u = reduced(u, target, 4000, options), others(case, u)
     total = (u - reference.double()[:, None]).logsumexp(1)
     expected = others_.project_exp(others_.kernels.row_sums, reference, 4000)[0]
-    for kernel in (kernels.row_sums, kernels.row_sums_and_exps):
-        sums, _, planes = launches.project_exp(kernel, reference, 4000)
-        assert torch.equal(sums, expected) or options.of_all
-        got = (sums.double() * math.log(2)).logsumexp(1)
-        torch.testing.assert_close(got, total, rtol=1e-6, atol=1e-4)
-        assert not planes.isnan().any()
-        got = merged(planes, options)
-        if options.argmax:
-            found = u.gather(1, got[-1].long()[:, None] - 4000)[:, 0]
-            torch.testing.assert_close(found, want[-2], rtol=1e-6, atol=1e-5)
-            if variant.transform == IDENTITY:
-                assert torch.equal(got[-2:], want[-2:])
-        numbers = options.planes - options.argmax  # without vocabulary entries
-        torch.testing.assert_close(got[:numbers], want[:numbers], rtol=1e-5, atol=1e-5)
+    sums, _, planes = launches.project_exp(kernels.row_sums, reference, 4000)
+    assert torch.equal(sums, expected) or options.of_all
+    got = (sums.double() * math.log(2)).logsumexp(1)
+    torch.testing.assert_close(got, total, rtol=1e-6, atol=1e-4)
+    assert not planes.isnan().any()
+    got = merged(planes, options)
+    if options.argmax:
+        found = u.gather(1, got[-1].long()[:, None] - 4000)[:, 0]
+        torch.testing.assert_close(found, want[-2], rtol=1e-6, atol=1e-5)
+        if variant.transform == IDENTITY:
+            assert torch.equal(got[-2:], want[-2:])
+    numbers = options.planes - options.argmax  # without vocabulary entries
+    torch.testing.assert_close(got[:numbers], want[:numbers], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.gpu
@@ -501,9 +497,8 @@ def test_sums_of_all_columns_do_not_depend_on_the_target(config: GemmConfig) -> 
     reductions = RowReductions(entropy=True, sum_squares=True)
     launches = Launches(config, KernelVariant(reductions=reductions), case)
     reference = torch.where(case.y >= 0, launches.target_logit(), 0.0)
-    for kernel in (launches.kernels.row_sums, launches.kernels.row_sums_and_exps):
-        planes = launches.project_exp(kernel, reference)[2]
-        assert torch.equal(planes, planes[:, :1].expand_as(planes))
+    planes = launches.project_exp(launches.kernels.row_sums, reference)[2]
+    assert torch.equal(planes, planes[:, :1].expand_as(planes))
 
 
 @pytest.mark.gpu
@@ -782,11 +777,10 @@ def test_a_variant_is_that_of_the_kernels_that_take_it(arch: Arch) -> None:
     plain = kernel_set.kernel_set(arch, "bfloat16", configs)
     variant = KernelVariant(TRANSFORMS["all"], REDUCTIONS["all"])
     kernels = kernel_set.kernel_set(arch, "bfloat16", configs, variant)
-    with_sums = kernels.row_sums, kernels.row_sums_and_exps
-    assert {kernel.reductions for kernel in with_sums} == {variant.reductions}
+    assert kernels.row_sums.reductions == variant.reductions
     without_sums = kernels.exps, kernels.repair_exps
     assert {kernel.reductions for kernel in without_sums} == {SUM_ONLY}
-    with_logits = *with_sums, *without_sums, kernels.target_logit
+    with_logits = kernels.row_sums, *without_sums, kernels.target_logit
     assert {kernel.transform for kernel in with_logits} == {variant.transform}
     others_ = {kernel for kernel in kernels.all() if not hasattr(kernel, "transform")}
     assert others_ == {kernel for kernel in plain.all() if not hasattr(kernel, "transform")}
