@@ -15,13 +15,12 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import BFloat16, Float16, Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
 from cutefce.cute_kernels import spec
 from cutefce.cute_kernels.common.dsl import (
-    DTYPES,
     USE_PDL,
     current_stream,
     matrix,
@@ -56,19 +55,21 @@ def compile_signature(kernel: spec.DivergenceRowsSpec) -> tuple[Any, tuple[Any, 
     rows, vocab = cute.sym_int(), cute.sym_int(divisibility=8)
     logits = [matrix(Float32, rows, vocab) for _ in range(2)]
     outs = [
-        vector(DTYPES[dtype], cute.sym_int64(), aligned=True) if dtype else None
-        for dtype in (kernel.factors_a, kernel.factors_b)
+        vector(BFloat16, cute.sym_int64(), aligned=True) if written else None
+        for written in (kernel.factors_a, kernel.factors_b)
     ]
     exchange = vector(Float32, cute.sym_int(), aligned=True)
     sums = [sums_argument(rows) if kernel.sums_given else None for _ in range(2)]
     more = matrix(Float32, STATS, rows, aligned=False), exchange, vector(Float32, 4), Int32(0)
-    places = (Int32(0),) * 5
+    places = (Int32(0),) * 6
     return DivergenceRows(kernel), (*logits, *sums, *outs, *more, *places, current_stream())
 
 
 class Places(NamedTuple):
     """Where factors are in memory: in row-major matrices of windows of classes."""
 
+    narrow: Int32
+    """Whether these are of float16, not bfloat16."""
     first: Int32
     """Row of the matrices that the first row of logits belongs to."""
     vocab: Int32
@@ -101,6 +102,7 @@ class DivergenceRows:
         exchange: cute.Tensor,
         numbers: cute.Tensor,
         side: Int32,
+        narrow: Int32,
         first: Int32,
         columns: Int32,
         shift: Int32,
@@ -117,7 +119,7 @@ class DivergenceRows:
         factors are those of `Places`.  Each parameter is one argument that the host passes by
         position.
         """
-        places = Places(first, a.shape[1], columns, shift, (pitch_a, pitch_b))
+        places = Places(narrow, first, a.shape[1], columns, shift, (pitch_a, pitch_b))
         logits, outs = (a, b, sums_a, sums_b), (out_a, out_b, places)
         self.kernel(logits, outs, stats, exchange, numbers, side).launch(
             grid=[self.blocks * a.shape[0], 1, 1],
@@ -221,10 +223,12 @@ class DivergenceRows:
         width = cutlass.min(places.columns, places.vocab - start)
         begin = Int64(window) * places.pitches[index] + Int64(places.first + row) * width
         begin = cute.assume(begin + (place * VECTOR - start), divby=VECTOR)
-        rounded = cute.make_rmem_tensor((VECTOR,), out.element_type)
-        rounded.store(values.load().to(out.element_type))
-        destination = cute.make_tensor(out.iterator + begin, cute.make_layout(VECTOR))
-        cute.autovec_copy(rounded, destination)
+        for dtype in (BFloat16, Float16):
+            if (places.narrow != 0) == (dtype is Float16):
+                rounded = cute.make_rmem_tensor((VECTOR,), dtype)
+                rounded.store(values.load().to(dtype))
+                memory = cute.recast_ptr(out.iterator + begin, dtype=dtype)
+                cute.autovec_copy(rounded, cute.make_tensor(memory, cute.make_layout(VECTOR)))
 
     @cute.jit
     def exps(self, operands: Any, first: Any, places: Any) -> Any:

@@ -19,9 +19,9 @@ class DivergenceRowsSpec:
     arch: str
     mixture: bool
     """Whether the divergences are those from the mixture of both."""
-    factors_a: str | None
-    factors_b: str | None
-    """Dtypes of the factors of a and b; None if they are not written."""
+    factors_a: bool
+    factors_b: bool
+    """Whether the factors of a and b are written."""
     threads: int
     """Threads of a block."""
     held: int
@@ -43,8 +43,8 @@ class DivergenceRowsSpec:
 def divergence_rows(
     arch: str,
     mixture: bool,
-    factors_a: str | None,
-    factors_b: str | None,
+    factors_a: bool,
+    factors_b: bool,
     sums_given: bool = False,
 ) -> DivergenceRowsSpec:
     """Return the kernel of a form.
@@ -58,14 +58,20 @@ def divergence_rows(
 
 
 def divergence_kernels(arch: Arch, dtype: str) -> list[DivergenceRowsSpec | ProjectExpSpec]:
-    """Return those of every form, with factors of `dtype` of no side, of one, and of both.
+    """Return those of every form, with factors of no side, of one, and of both.
 
-    That of logits is the last one, if there is one.
+    Of a JSD, which is symmetric, the one side is a.  The kernel of logits of `dtype` is the last
+    one, if there is one.
     """
     logits = logits_kernel(arch, dtype)
     given = (False,) if logits is None else (False, True)
-    forms = product((False, True), (None, dtype), (None, dtype), given)
-    return [*(divergence_rows(arch.name, *form) for form in forms), *([logits] if logits else [])]
+    forms = product((False, True), (False, True), (False, True), given)
+    rows = [
+        divergence_rows(arch.name, mixture, a, b, sums)
+        for mixture, a, b, sums in forms
+        if a or not (mixture and b)
+    ]
+    return [*rows, *([logits] if logits else [])]
 
 
 def logits_kernel(arch: Arch, dtype: str) -> ProjectExpSpec | None:

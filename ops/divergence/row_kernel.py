@@ -75,11 +75,13 @@ class RowKernel:
         `sums` are those of `write_logits`.  Both `outs` have the same rows, and windows of a power
         of 2 of classes, or one of all.
         """
-        a, b = _order(self.options)
-        memory = [None if x is None else x.memory for x in outs]
-        names = [None if x is None else dtype_name(x.dtype) for x in memory]
-        given = all(x is not None for x in sums)
-        spec = divergence_rows(self.arch, self.options.is_mixture, names[a], names[b], given)
+        (a, b), numbers = _order(self.options), self.numbers
+        if self.options.is_mixture and outs[a] is None and outs[b] is not None:
+            (a, b), numbers = (b, a), numbers.view(2, 2).flip(1).view(4)
+        # 16 bits of either dtype
+        memory = [None if x is None else x.memory.view(torch.bfloat16) for x in outs]
+        wanted, given = [x is not None for x in outs], all(x is not None for x in sums)
+        spec = divergence_rows(self.arch, self.options.is_mixture, wanted[a], wanted[b], given)
         exchange = stats.new_empty(stats.shape[1] * spec.EXCHANGE)
         own_sums = (sums[a], sums[b]) if given else (None, None)
         operands = logits[a], logits[b], *own_sums, memory[a], memory[b], stats, exchange
@@ -87,8 +89,9 @@ class RowKernel:
         place = next((x for x in outs if x is not None), None)
         first, columns = (0, vocab) if place is None else (place.first, place.columns)
         shift = 31 if columns >= vocab else columns.bit_length() - 1
-        places = first, columns, shift, pitches[a], pitches[b]
-        compiled(spec)(*operands, self.numbers, a, *places)
+        narrow = place is not None and place.memory.dtype == torch.float16
+        places = int(narrow), first, columns, shift, pitches[a], pitches[b]
+        compiled(spec)(*operands, numbers, a, *places)
 
 
 def _unsupported_reason(side: Side) -> str | None:

@@ -72,8 +72,8 @@ MORE: dict[str, KernelSpec | None] = {
     "prepare_samples": SAMPLING.prepare,
     "sort_samples": SAMPLING.sort,
     "sparse_rows": SAMPLING.grad_hidden,
-    "divergence of rows": divergence_rows("sm_90a", True, "bfloat16", "bfloat16"),
-    "divergence of rows, read once": divergence_rows("sm_90a", False, None, "bfloat16", True),
+    "divergence of rows": divergence_rows("sm_90a", True, True, True),
+    "divergence of rows, read once": divergence_rows("sm_90a", False, False, True, True),
     "logits": logits_kernel(Sm90(), "bfloat16"),
 }
 for name, kernels in SETS.items():  # Blackwell's project_exp does not use PDL

@@ -57,6 +57,7 @@ def computed(
     beta: float = BETA,
     held: int = 1,
     parts: int = 0,
+    dtype: torch.dtype = torch.bfloat16,
     **options: Any,
 ) -> Result:
     """Return the result of the emulated kernel, for logits (R, V) of student and teacher.
@@ -73,10 +74,10 @@ def computed(
     for side in (STUDENT, TEACHER):
         if wanted[side]:
             pitch = 8 + 16 * side + (rows + before) * columns
-            memory = torch.full((-(-vocab // columns) * pitch,), torch.nan, dtype=torch.bfloat16)
+            memory = torch.full((-(-vocab // columns) * pitch,), torch.nan, dtype=dtype)
             places[side] = FactorRows(memory, before, rows, vocab, columns, pitch)
-    memories = [None if place is None else place.memory for place in places]
-    a, b = ("bfloat16" if wanted[side] else None for side in (first, 1 - first))
+    memories = [place and place.memory.view(torch.bfloat16) for place in places]
+    a, b = wanted[first], wanted[1 - first]
     kernel = DivergenceRowsSpec("sm_90a", form == "jsd", a, b, 64, held, sums_given=parts > 0)
     sums = [sums_of(x, parts) if parts else None for x in logits]
     shares = [1 - beta, beta] if form == "jsd" else [1.0, 1.0]
@@ -92,6 +93,7 @@ def computed(
         torch.full((rows * kernel.EXCHANGE,), torch.nan),
         torch.tensor([*shares, 2.0, 4.0]),
         first,
+        int(dtype == torch.float16),
         before,
         columns,
         shift,
@@ -114,10 +116,15 @@ def random_logits(rows: int, vocab: int, spread: float = 1.0) -> list[Tensor]:
 
 
 def check(
-    logits: list[Tensor], form: str, bound: float = 2e-5, beta: float = BETA, **options: Any
+    logits: list[Tensor],
+    form: str,
+    bound: float = 2e-5,
+    beta: float = BETA,
+    dtype: torch.dtype = torch.bfloat16,
+    **options: Any,
 ) -> None:
     """Compare with float64: statistics, and factors that are rounded once."""
-    got = computed(logits, form, beta=beta, **options)
+    got = computed(logits, form, beta=beta, dtype=dtype, **options)
     wide = [x.double().requires_grad_() for x in logits]
     want = token_divergences(*wide, divergence=form, beta=beta)
     gradients = torch.autograd.grad(want.sum(), wide)
@@ -129,7 +136,7 @@ def check(
     assert (error <= bound * want).all()
     for factors, gradient in zip(got.factors, gradients, strict=True):
         if factors is not None:
-            rounding = distance(gradient.bfloat16(), gradient)
+            rounding = distance(gradient.to(dtype), gradient)
             assert distance(factors, gradient) <= 1.05 * rounding + 1e-7 * float(gradient.norm())
 
 
@@ -163,6 +170,12 @@ def test_sums_are_given(
 ) -> None:
     size, parts = given
     check(random_logits(*size), form, wanted=wanted, held=held, parts=parts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", rest_slow([*FORMS]))
+def test_factors_in_float16(form: str) -> None:
+    check(random_logits(2, 304), form, dtype=torch.float16)
 
 
 @pytest.mark.slow

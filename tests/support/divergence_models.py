@@ -8,7 +8,6 @@ from torch import Tensor
 
 from cutefce.cute_kernels import spec
 from cutefce.ops.divergence.factors import FactorRows
-from cutefce.ops.dtypes import dtype_name
 from tests.support.divergence import token_divergences
 
 
@@ -24,6 +23,7 @@ def divergence_rows(
     exchange: Tensor,
     numbers: Tensor,
     side: int,
+    narrow: int,
     first: int,
     columns: int,
     shift: int,
@@ -36,8 +36,8 @@ def divergence_rows(
         if sums is not None:
             lse = (sums[1].double().log() + sums[0].double() * math.log(2)).logsumexp(1)
             torch.testing.assert_close(lse, x.double().logsumexp(1), rtol=1e-6, atol=1e-5)
-    for dtype, out in ((kernel.factors_a, out_a), (kernel.factors_b, out_b)):
-        assert dtype == (None if out is None else dtype_name(out.dtype))
+    for written, out in ((kernel.factors_a, out_a), (kernel.factors_b, out_b)):
+        assert written == (out is not None) and (out is None or out.dtype == torch.bfloat16)
     form: dict[str, Any] = {"divergence": "forward_kl"}
     if kernel.mixture:
         form = {"divergence": "jsd", "beta": float(numbers[1])}
@@ -61,7 +61,8 @@ def divergence_rows(
     assert shift == (31 if columns >= vocab else columns.bit_length() - 1)
     for pitch, (out, gradient, scale) in zip(pitches, given, strict=True):
         if out is not None:
-            place = FactorRows(out, first, rows, vocab, columns, pitch)
+            memory = out.view(torch.float16) if narrow else out
+            place = FactorRows(memory, first, rows, vocab, columns, pitch)
             for window, factors in place.windows():
                 factors.copy_((gradient * scale)[:, window])
 
