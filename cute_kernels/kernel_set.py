@@ -48,8 +48,6 @@ class KernelSet:
     gather_scaled_rows: GatherRowsSpec
     """s_i h_i of the rows that count."""
     scatter_rows: ScatterRowsSpec
-    scatter_fp32_rows: ScatterRowsSpec
-    """The same for one rank's addend of dX."""
     clear_rows: ClearRowsSpec
     target_logit: TargetLogitSpec
     soft_leads: SoftLeadsSpec
@@ -217,8 +215,6 @@ def kernel_set(
     assert variant == PLAIN or not configs.project_exp.swaps
     exps = configs.exps or configs.project_exp
     project = functools.partial(ProjectExpSpec, arch.name, dtype, transform=transform)
-    project_exps = functools.partial(project, exps, sums=False, store=True)
-    gather = GatherRowsSpec(arch.name, dtype)
     hidden, short = (
         None if config is None else GradGemmSpec(arch.name, dtype, config, "hidden", final=False)
         for config in (configs.grad_hidden, configs.grad_hidden_short)
@@ -243,11 +239,10 @@ def kernel_set(
     narrow = not can_keep(dtype)
     return KernelSet(
         select_rows=SelectRowsSpec(arch.name),
-        gather_rows=gather,
-        gather_scaled_rows=dataclasses.replace(gather, scales=True),
-        scatter_rows=ScatterRowsSpec(arch.name, dtype),
-        scatter_fp32_rows=ScatterRowsSpec(arch.name, "float32"),
-        clear_rows=ClearRowsSpec(arch.name, dtype),
+        gather_rows=GatherRowsSpec(arch.name),
+        gather_scaled_rows=GatherRowsSpec(arch.name, dtype),
+        scatter_rows=ScatterRowsSpec(arch.name),
+        clear_rows=ClearRowsSpec(arch.name),
         target_logit=TargetLogitSpec(arch.name, dtype, transform),
         soft_leads=SoftLeadsSpec(arch.name),
         prepare_soft=PrepareSoftSpec(arch.name),
@@ -257,8 +252,8 @@ def kernel_set(
         row_sums=project(
             configs.project_exp, sums=True, store=can_keep(dtype), reductions=reductions
         ),
-        exps=project_exps(),
-        repair_exps=project_exps(only_flagged=True),
+        exps=project(exps, sums=False, store=True),
+        repair_exps=project(exps, sums=False, store=True, only_flagged=True),
         reduce_partials=ReducePartialsSpec(arch.name, exps.rows),
         row_coefficients=RowCoefficientsSpec(arch.name, narrow=narrow),
         probability_coefficients=RowCoefficientsSpec(arch.name, in_reference=True, narrow=narrow),

@@ -4,11 +4,10 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import BFloat16, Int32
 
 from cutefce.cute_kernels import spec
 from cutefce.cute_kernels.common.dsl import (
-    DTYPES,
     USE_PDL,
     current_stream,
     matrix,
@@ -18,9 +17,9 @@ from cutefce.cute_kernels.common.dsl import (
 from cutefce.cute_kernels.common.row_vectors import WARPS, row_vectors
 
 
-def compile_signature(kernel: spec.ClearRowsSpec) -> tuple[Any, tuple[Any, ...]]:
-    """Return the host function of `kernel` and the arguments to compile it for."""
-    x = matrix(DTYPES[kernel.dtype], cute.sym_int(), cute.sym_int(divisibility=8))
+def compile_signature(_: spec.ClearRowsSpec) -> tuple[Any, tuple[Any, ...]]:
+    """Return the host function of the kernel and the arguments to compile it for."""
+    x = matrix(BFloat16, cute.sym_int(), cute.sym_int(divisibility=8))
     return clear_rows, (x, vector(Int32, cute.sym_int()), current_stream())
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import BFloat16, Float32, Int32, Int64
 
 from cutefce.cute_kernels import spec
 from cutefce.cute_kernels.common.dsl import (
@@ -20,9 +20,10 @@ from cutefce.cute_kernels.common.row_vectors import WARPS, load_fp32, row_vector
 
 def compile_signature(kernel: spec.GatherRowsSpec) -> tuple[Any, tuple[Any, ...]]:
     """Return the host function of `kernel` and the arguments to compile it for."""
-    dtype, rows, hidden = DTYPES[kernel.dtype], cute.sym_int(), cute.sym_int(divisibility=8)
+    dtype = BFloat16 if kernel.dtype is None else DTYPES[kernel.dtype]
+    rows, hidden = cute.sym_int(), cute.sym_int(divisibility=8)
     out, x = matrix(dtype, rows, hidden), matrix(dtype, cute.sym_int(), hidden)
-    scale = vector(Float32, rows) if kernel.scales else None
+    scale = vector(Float32, rows) if kernel.dtype else None
     count = vector(Int32, cute.sym_int())
     return gather_rows, (out, x, vector(Int64, rows), scale, count, current_stream())
 
@@ -63,12 +64,14 @@ def gather_rows_kernel(
         if cutlass.const_expr(scale is not None):
             factor = scale[row]
         for i in cutlass.range(begin, end, 32 * WARPS, unroll=2):
-            values = load_fp32(source, i)
-            if cutlass.const_expr(scale is not None):
+            rounded = cute.make_rmem_tensor((8,), out.element_type)
+            if cutlass.const_expr(scale is None):
+                cute.autovec_copy(source[None, i], rounded)
+            else:
+                values = load_fp32(source, i)
                 for j in cutlass.range_constexpr(8):
                     values[j] = values[j] * factor
-            rounded = cute.make_rmem_tensor((8,), out.element_type)
-            rounded.store(values.load().to(out.element_type))
+                rounded.store(values.load().to(out.element_type))
             cute.autovec_copy(rounded, destination[None, i])
     else:
         zeros = cute.make_rmem_tensor((8,), out.element_type)

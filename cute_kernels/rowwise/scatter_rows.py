@@ -4,11 +4,10 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import BFloat16, Int32, Int64
 
 from cutefce.cute_kernels import spec
 from cutefce.cute_kernels.common.dsl import (
-    DTYPES,
     USE_PDL,
     current_stream,
     matrix,
@@ -18,10 +17,10 @@ from cutefce.cute_kernels.common.dsl import (
 from cutefce.cute_kernels.common.row_vectors import WARPS, row_vectors
 
 
-def compile_signature(kernel: spec.ScatterRowsSpec) -> tuple[Any, tuple[Any, ...]]:
-    """Return the host function of `kernel` and the arguments to compile it for."""
-    dtype, rows, hidden = DTYPES[kernel.dtype], cute.sym_int(), cute.sym_int(divisibility=8)
-    out, x = matrix(dtype, cute.sym_int(), hidden), matrix(dtype, rows, hidden)
+def compile_signature(_: spec.ScatterRowsSpec) -> tuple[Any, tuple[Any, ...]]:
+    """Return the host function of the kernel and the arguments to compile it for."""
+    rows, hidden = cute.sym_int(), cute.sym_int(divisibility=8)
+    out, x = matrix(BFloat16, cute.sym_int(), hidden), matrix(BFloat16, rows, hidden)
     operands = out, x, vector(Int64, rows), vector(Int32, cute.sym_int())
     return scatter_rows, (*operands, current_stream())
 

@@ -23,25 +23,22 @@ class GatherRowsSpec:
     """out_i = x_{order_i} for the rows that count, or scale_i x_{order_i}."""
 
     arch: str
-    dtype: str
-    scales: bool = False
-    """Whether rows are multiplied by a scale."""
+    dtype: str | None = None
+    """Dtype of rows that are multiplied by a scale; None if they are copied, 16 bits at a time."""
 
 
 @dataclass(frozen=True)
 class ScatterRowsSpec:
-    """out_{order_i} = x_i for the rows that count, 0 for the others."""
+    """out_{order_i} = x_i for the rows that count, 0 for the others; 16 bits at a time."""
 
     arch: str
-    dtype: str
 
 
 @dataclass(frozen=True)
 class ClearRowsSpec:
-    """Zeros in the place of the rows that do not count."""
+    """Zeros in the place of the rows that do not count; 16 bits at a time."""
 
     arch: str
-    dtype: str
 
 
 @dataclass(frozen=True)

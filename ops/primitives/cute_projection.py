@@ -22,6 +22,7 @@ from cutefce.cute_kernels.spec import ProjectExpSpec
 from cutefce.cute_kernels.workspace import forward_semaphore_count
 from cutefce.ops.planning.step_memory import UNUSED_COLUMNS
 from cutefce.ops.primitives.row_selection import (
+    as_bits,
     far_rows,
     gather_rows,
     row_count,
@@ -259,7 +260,7 @@ class CuteProjection(SamplingSteps, CuteSoftTargetSteps):
     def _clear(self, exps: Tensor | None, targets: Targets) -> None:
         """Write zeros to the rows of `exps` (N, K) that do not count, if other GEMMs read them."""
         if self.clears and exps is not None and targets.selection is not None:
-            compiled(self.kernels.clear_rows)(exps, targets.selection.count)
+            compiled(self.kernels.clear_rows)(as_bits(exps), targets.selection.count)
 
     def _take_semaphores(self, h: Tensor) -> Tensor:
         count: int = forward_semaphore_count(h.shape[0], self.kernels.reduce_partials.rows)

@@ -12,7 +12,6 @@ from cutefce.cute_kernels.kernel_set import KernelSet
 from cutefce.cute_kernels.problem import Problem
 from cutefce.cute_kernels.spec import ScatterRowsSpec, SelectRowsSpec
 from cutefce.cute_kernels.workspace import Semaphore
-from cutefce.ops.dtypes import dtype_name
 from cutefce.ops.rows.selection import RowSelection
 
 
@@ -58,10 +57,17 @@ def gather_rows(
     """Return rows (M, D) of x (N, D), those of the selection, times `scale` (M,); else 0."""
     if out is None:
         out = x.new_empty(selection.order.shape[0], x.shape[1])
-    kernel = kernels.gather_rows if scale is None else kernels.gather_scaled_rows
-    scale = None if scale is None else scale.contiguous()
-    compiled(kernel)(out, x, selection.order, scale, selection.count)
+    own = selection.order, None if scale is None else scale.contiguous(), selection.count
+    if scale is None:
+        compiled(kernels.gather_rows)(as_bits(out), as_bits(x), *own)
+    else:
+        compiled(kernels.gather_scaled_rows)(out, x, *own)
     return out
+
+
+def as_bits(x: Tensor) -> Tensor:
+    """Return x (N, D) in the dtype of kernels that copy or clear rows, for any other one."""
+    return x if x.dtype == torch.bfloat16 else x.view(torch.bfloat16)
 
 
 def restore_rows(selection: RowSelection | None, x: Tensor) -> Tensor:
@@ -70,8 +76,8 @@ def restore_rows(selection: RowSelection | None, x: Tensor) -> Tensor:
         return x
     if selection.arch is None:
         return selection.restore(x, 0)
-    out, spec = torch.empty_like(x), ScatterRowsSpec(selection.arch, dtype_name(x.dtype))
-    compiled(spec)(out, x, selection.order, selection.count)
+    out, scatter = torch.empty_like(x), compiled(ScatterRowsSpec(selection.arch))
+    scatter(as_bits(out), as_bits(x), selection.order, selection.count)
     return out
 
 

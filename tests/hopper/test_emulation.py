@@ -36,6 +36,7 @@ from cutefce.cute_kernels.workspace import (
 )
 from cutefce.ops.interface.options import LossOptions, TensorOptions
 from cutefce.ops.primitives.portable_gradients import PortableGradients
+from cutefce.ops.primitives.row_selection import as_bits
 from cutefce.ops.rows.coefficients import RankOne, RowCoefficients
 from cutefce.ops.rows.kept_sums import joined_sums
 from cutefce.ops.rows.loss_parts import LossParts
@@ -550,10 +551,10 @@ def test_moved_rows(count: int) -> None:
         want = want if factor is None else want * factor[:count, None]
         assert torch.equal(out[:count], want.bfloat16())
         assert not out[count:].any()
-    for scatter in (kernels.scatter_rows, kernels.scatter_fp32_rows):
-        rows = x.to(getattr(torch, scatter.dtype))
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        rows = x.to(dtype)
         out = torch.full_like(rows, torch.nan)
-        run(scatter, out, rows, order, counter)
+        run(kernels.scatter_rows, as_bits(out), as_bits(rows), order, counter)
         assert torch.equal(out[order[:count]].nan_to_num(), rows[:count].nan_to_num())
         assert not out[order[count:]].any()
     run(kernels.clear_rows, x, counter)

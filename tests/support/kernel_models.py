@@ -130,7 +130,7 @@ def _gather_rows(
     scale: Tensor | None,
     count: Tensor,
 ) -> None:
-    assert (scale is not None) == kernel.scales
+    assert (scale is not None) == (kernel.dtype is not None)
     rows = int(count[0])
     out[rows:] = 0
     selected = x[order[:rows]]
