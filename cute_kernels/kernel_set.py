@@ -214,6 +214,7 @@ def kernel_set(
     transform, reductions = variant.transform, variant.reductions
     assert variant == PLAIN or not configs.project_exp.swaps
     exps = configs.exps or configs.project_exp
+    repair = arch.exps_configs()[0] if configs.exps else exps  # it seldom has anything to do
     project = functools.partial(ProjectExpSpec, arch.name, dtype, transform=transform)
     hidden, short = (
         None if config is None else GradGemmSpec(arch.name, dtype, config, "hidden", final=False)
@@ -253,8 +254,8 @@ def kernel_set(
             configs.project_exp, sums=True, store=can_keep(dtype), reductions=reductions
         ),
         exps=project(exps, sums=False, store=True),
-        repair_exps=project(exps, sums=False, store=True, only_flagged=True),
-        reduce_partials=ReducePartialsSpec(arch.name, exps.rows),
+        repair_exps=project(repair, sums=False, store=True, only_flagged=True),
+        reduce_partials=ReducePartialsSpec(arch.name, repair.rows),
         row_coefficients=RowCoefficientsSpec(arch.name, narrow=narrow),
         probability_coefficients=RowCoefficientsSpec(arch.name, in_reference=True, narrow=narrow),
         scale_rows=ScaleAddRowsSpec(arch.name, dtype, dtype),

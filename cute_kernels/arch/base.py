@@ -86,7 +86,7 @@ class Arch(ABC):
         return config
 
     def exps_configs(self) -> tuple[GemmConfig, ...]:
-        """Return every `exps_config` that is not always the default."""
+        """Return every `exps_config` that is not always the default; repairs have the first."""
         return ()
 
     def kept_sums_configs(self) -> tuple[GemmConfig, ...]:

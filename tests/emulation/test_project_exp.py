@@ -140,6 +140,18 @@ def test_only_flagged_blocks_are_stored_again(config: GemmConfig) -> None:
     assert launch.semaphores[Semaphore.REPAIR_FLAGS :].tolist() == [0, 1, 0, 1]
 
 
+@pytest.mark.parametrize("config", rest_slow([SWAPPED, TALL, SHARED]))
+def test_exponentials_have_the_same_bits_in_any_tiles(config: GemmConfig) -> None:
+    """So a repair with other tiles changes no row but those that it is for."""
+    case = Case(100, 200, 300)
+    stored = []
+    for kernel in (kernels_of(config).row_sums, kernels_of(PINGPONG).exps):
+        launch = case.launch(kernel, vocab_splits=1)
+        launch.run(run, kernel, clusters=1)
+        stored.append(launch.exps)
+    np.testing.assert_array_equal(*stored)
+
+
 @pytest.mark.parametrize("config", rest_slow([SWAPPED, TALL, POLY_EXP2]))
 def test_a_bad_row_stays_alone(config: GemmConfig) -> None:
     case, kernel = case_of(config, 1.2, 72, 2.3), kernels_of(config).row_sums
