@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from cutefce.cute_kernels.arch.base import TILE_K, Arch, Rule, epi_tile_columns
 from cutefce.cute_kernels.config import GemmConfig, KernelConfigs
@@ -53,17 +54,28 @@ class GemmTimes:
     grad_hidden_short: dict[GemmConfig, float]
     """Over fewer columns than `KernelConfigs.SHORT`."""
     grad_weight: dict[GemmConfig, float]
+    grad_weight_short: dict[GemmConfig, float]
+    """Of at most `SHORT_TOKENS` tokens, whose products take less time than writing dW."""
     grad_weight_long: dict[GemmConfig, float]
     """Of at least `long_tokens` tokens."""
     long_tokens: int
     kept_sums: dict[GemmConfig, float]
     """Of at least `KernelConfigs.SHORT_SUMS` products each."""
 
+    SHORT_TOKENS: ClassVar[int] = 512
+
+    def of_grad_weight(self, tokens: int) -> dict[GemmConfig, float]:
+        """Return the times of dW of `tokens` tokens."""
+        if tokens <= self.SHORT_TOKENS:
+            return self.grad_weight_short
+        return self.grad_weight_long if tokens >= self.long_tokens else self.grad_weight
+
 
 H200_TIMES = GemmTimes(
     grad_hidden={GRAD_256: 1.0, GRAD_192: 1.015, GRAD_128: 1.03},
     grad_hidden_short={GRAD_128: 1.0, GRAD_192: 1.0},
     grad_weight={GRAD_128: 1.0, GRAD_192: 0.988},
+    grad_weight_short={GRAD_128: 1.0, GRAD_192: 0.9},
     grad_weight_long={GRAD_128: 1.0, GRAD_192: 0.96},
     long_tokens=16384,
     kept_sums={KEPT_128: 1.0, KEPT_192: 0.96},
@@ -72,6 +84,7 @@ H100_TIMES = GemmTimes(
     grad_hidden={GRAD_256: 1.0, GRAD_192: 0.99, GRAD_128: 1.15},
     grad_hidden_short={GRAD_128: 1.0, GRAD_192: 0.92},
     grad_weight={GRAD_128: 1.0, GRAD_192: 0.9},
+    grad_weight_short={GRAD_128: 1.0, GRAD_192: 0.9},
     grad_weight_long={GRAD_128: 1.0, GRAD_192: 0.865},
     long_tokens=4096,
     kept_sums={KEPT_128: 1.0, KEPT_192: 0.9},
@@ -132,9 +145,8 @@ class Sm90(Arch):
         project_exp = self.default(tokens)
         times = H100_TIMES if any(name in model for name in H100_MODELS) else H200_TIMES
         wide, short = fastest(times.grad_hidden, hidden), fastest(times.grad_hidden_short, hidden)
-        is_long = tokens >= times.long_tokens
-        of_weight = times.grad_weight_long if is_long else times.grad_weight
-        grad_weight, kept = fastest(of_weight, hidden), fastest(times.kept_sums, hidden)
+        grad_weight = fastest(times.of_grad_weight(tokens), hidden)
+        kept = fastest(times.kept_sums, hidden)
         more = {"kept_sums": kept, "exps": self.exps_config(tokens)}
         if _utilization(wide, tokens, hidden, num_sms) < MIN_GRAD_HIDDEN_UTILIZATION:
             return KernelConfigs(project_exp, None, grad_weight, **more)
