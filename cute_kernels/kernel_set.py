@@ -36,7 +36,7 @@ from cutefce.cute_kernels.spec import (
     TargetLogitSpec,
 )
 from cutefce.cute_kernels.spec.groups import GradWeightKernels, KeptHiddenKernels
-from cutefce.cute_kernels.variant import PLAIN, KernelVariant
+from cutefce.cute_kernels.variant import IDENTITY, PLAIN, KernelVariant
 
 
 @dataclass(frozen=True)
@@ -244,7 +244,7 @@ def kernel_set(
         gather_scaled_rows=GatherRowsSpec(arch.name, dtype),
         scatter_rows=ScatterRowsSpec(arch.name),
         clear_rows=ClearRowsSpec(arch.name),
-        target_logit=TargetLogitSpec(arch.name, dtype, transform),
+        target_logit=TargetLogitSpec(arch.name, dtype, transform != IDENTITY),
         soft_leads=SoftLeadsSpec(arch.name),
         prepare_soft=PrepareSoftSpec(arch.name),
         soft_logits=SoftLogitsSpec(arch.name, dtype),

@@ -26,8 +26,9 @@ from cutefce.commands import verify as verify_command
 from cutefce.commands.common import make_console, read_table
 from cutefce.cute_kernels import cache_files
 from cutefce.cute_kernels.arch import arch_named
+from cutefce.cute_kernels.arch.sm90 import LOW
 from cutefce.cute_kernels.jit.compiler import Report
-from cutefce.cute_kernels.spec import TargetLogitSpec
+from cutefce.cute_kernels.spec import ProjectExpSpec
 from cutefce.cute_kernels.variant import LogitTransform
 from cutefce.version import __version__
 from tests.support.fake_tuner import TARGET, InlineWorker, InProcess, job
@@ -526,7 +527,7 @@ def test_compile_fails_for_kernels_that_spill(
     tmp_path: Path,
 ) -> None:
     """A variant may spill the scalars that it reloads once a tile."""
-    kernel = TargetLogitSpec("sm_90a", "bfloat16", transform)
+    kernel = ProjectExpSpec("sm_90a", "bfloat16", LOW, sums=True, store=True, transform=transform)
     report = Report(kernel, 40, spilled, warnings, 0.1)
     monkeypatch.setenv("CUTEFCE_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(compile_command, "_reports", lambda kernels: iter([report]))

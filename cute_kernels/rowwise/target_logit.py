@@ -21,10 +21,8 @@ from cutefce.cute_kernels.common.dsl import (
     vector,
 )
 from cutefce.cute_kernels.common.logit_transform import (
-    Transform,
-    row_scale,
-    transform_argument,
-    transform_logit,
+    AnyTransform,
+    transform_any_logit,
 )
 from cutefce.cute_kernels.common.row_vectors import WARPS, load_fp32, row_vectors
 from cutefce.cute_kernels.problem import LOWEST_LOGIT
@@ -36,7 +34,10 @@ def compile_signature(kernel: spec.TargetLogitSpec) -> tuple[Any, tuple[Any, ...
     vocab = cute.sym_int()
     h, w = matrix(dtype, cute.sym_int(), hidden), matrix(dtype, vocab, hidden)
     vectors = vector(Int64, rows), vector(Float32, rows), vector(Int32, cute.sym_int())
-    transform = transform_argument(kernel.transform, rows, vocab)
+    transform = None
+    if kernel.transforms:
+        operands = vector(Float32, cute.sym_int()), vector(Float32, cute.sym_int()), Float32(0.0)
+        transform = AnyTransform(*operands, Int32(0), Int32(0))
     order, class_row = vector(Int64, rows), None
     if kernel.class_row:
         class_row = ClassRow(vector(Float32, hidden, aligned=True), vector(Float32, rows))
@@ -69,7 +70,7 @@ class TargetLogit:
         target: cute.Tensor,
         logit: cute.Tensor,
         zeros: cute.Tensor,
-        transform: Transform | None,
+        transform: AnyTransform | None,
         order: cute.Tensor,
         ignored: Int64,
         selects: Int32,
@@ -141,11 +142,8 @@ class TargetLogit:
         cute.arch.sync_threads()
         if lane == 0 and share == 0 and row < target.shape[0]:
             z = total(sums[None, 0], warp, sharing)
-            bias = None
-            if cutlass.const_expr(transform is not None and transform.bias is not None):
-                bias = transform.bias[safe_index]
-            scale = row_scale(transform, row, target.shape[0])
-            z = transform_logit(z, transform, scale, bias)
+            if cutlass.const_expr(transform is not None):
+                z = transform_any_logit(z, transform, row, safe_index)
             if z < LOWEST_LOGIT:
                 z = Float32(LOWEST_LOGIT)
             if not in_vocab or z == Float32.inf:

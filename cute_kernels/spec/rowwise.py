@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from cutefce.cute_kernels.integers import ceil_div
-from cutefce.cute_kernels.variant import IDENTITY, LogitTransform
 from cutefce.cute_kernels.workspace import Coefficient
 
 OUT_AND_SUMS = 2
@@ -47,7 +46,8 @@ class TargetLogitSpec:
 
     arch: str
     dtype: str
-    transform: LogitTransform = IDENTITY
+    transforms: bool = False
+    """Whether it transforms them; the launch says how."""
     class_row: bool = False
     """Whether it also writes the products of the hidden states and a class row."""
 

@@ -20,6 +20,7 @@ from cutefce.cute_kernels.arch.sm90 import Sm90
 from cutefce.cute_kernels.config import GemmConfig
 from cutefce.cute_kernels.integers import round_up
 from cutefce.cute_kernels.problem import Problem
+from cutefce.cute_kernels.sampling_set import sampling_kernels
 from cutefce.cute_kernels.variant import PLAIN, PREBUILT
 from cutefce.ops.interface.options import LossOptions
 from cutefce.ops.operators import plans
@@ -147,8 +148,13 @@ def test_everything_that_lookups_choose_as_shipped_is_compiled_ahead(file: Path)
         for tokens, hidden, vocab, dtype in itertools.product(*sizes, arch.dtypes):
             problem = Problem(tokens, hidden, vocab, dtype, "cuda", arch=arch.name)
             configs = lookup.kernel_configs(problem, gpu)
-            kernels = kernel_set.kernel_set(arch, dtype, configs).all()
-            assert built.issuperset(kernels)
+            kernels = kernel_set.kernel_set(arch, dtype, configs)
+            sampled = sampling_kernels(kernels, tokens, slots=256).project_exp
+            assert built.issuperset([*kernels.all(), *kernels.of_soft_targets, sampled])
+
+
+def test_few_kernels_are_compiled_ahead() -> None:
+    assert len(ahead.shipped_kernels(Sm90())) <= 130
 
 
 def test_an_edited_configuration_is_launched(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,7 +37,7 @@ from cutefce.ops.primitives import (
     cute_rowwise,
     dispatch,
 )
-from cutefce.ops.primitives.cute_projection import CuteProjection, PartialLse
+from cutefce.ops.primitives.cute_projection import CuteProjection, PartialLse, any_transform
 from cutefce.ops.primitives.dispatch import kernel_primitives
 from cutefce.ops.primitives.interface import AnyPrimitives
 from cutefce.ops.rows.coefficients import RankOne, RowCoefficients
@@ -257,7 +257,8 @@ class Launches:
     def target_logit(self) -> Tensor:
         logit, zeros = torch.empty(self.tokens, device="cuda"), self.semaphores()
         tensors = self.case.h, self.case.w, self.case.y, logit, zeros
-        more = self.transform, self.case.y, -100, 0, None
+        transform = self.transform and any_transform(self.transform, logit)
+        more = transform, self.case.y, -100, 0, None
         jit_cache.compiled(self.kernels.target_logit)(*tensors, *more)
         return logit
 
@@ -780,10 +781,12 @@ def test_a_variant_is_that_of_the_kernels_that_take_it(arch: Arch) -> None:
     assert kernels.row_sums.reductions == variant.reductions
     without_sums = kernels.exps, kernels.repair_exps
     assert {kernel.reductions for kernel in without_sums} == {SUM_ONLY}
-    with_logits = kernels.row_sums, *without_sums, kernels.target_logit
+    assert kernels.target_logit.transforms and not plain.target_logit.transforms
+    with_logits = kernels.row_sums, *without_sums
     assert {kernel.transform for kernel in with_logits} == {variant.transform}
-    others_ = {kernel for kernel in kernels.all() if not hasattr(kernel, "transform")}
-    assert others_ == {kernel for kernel in plain.all() if not hasattr(kernel, "transform")}
+    own = spec.ProjectExpSpec, spec.TargetLogitSpec
+    others_ = {kernel for kernel in kernels.all() if not isinstance(kernel, own)}
+    assert others_ == {kernel for kernel in plain.all() if not isinstance(kernel, own)}
 
 
 def test_partials_of_all_ranks_are_gathered() -> None:

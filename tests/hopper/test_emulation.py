@@ -26,7 +26,6 @@ from cutefce.cute_kernels.spec import (
     GradGemmSpec,
     ScaleAddRowsSpec,
 )
-from cutefce.cute_kernels.variant import LogitTransform
 from cutefce.cute_kernels.workspace import (
     NO_CLASS,
     Coefficient,
@@ -35,6 +34,7 @@ from cutefce.cute_kernels.workspace import (
     Stat,
 )
 from cutefce.ops.interface.options import LossOptions, TensorOptions
+from cutefce.ops.primitives.cute_projection import any_transform
 from cutefce.ops.primitives.portable_gradients import PortableGradients
 from cutefce.ops.primitives.row_selection import as_bits
 from cutefce.ops.rows.coefficients import RankOne, RowCoefficients
@@ -201,23 +201,28 @@ def test_final_gradients(config: GemmConfig, given: tuple[str, bool, int]) -> No
 
 @pytest.mark.parametrize("hidden", rest_slow([600, 8, 1032, 9000]))
 def test_target_logits(hidden: int) -> None:
-    transform = LogitTransform(row_scale=True, bias=True)
     h, w = (torch.randn(rows, hidden).bfloat16() for rows in (21, 30))
     y = torch.randperm(30)[:21]
     y[3], y[4], y[5], h[6, 1], h[7], w[y[7]] = -100, 30, -1, torch.nan, 1e38, -1e38
     h[8], w[y[8]] = 1e38, 1e38  # +inf is the mark of an ignored token
     scale, bias = torch.rand(21), torch.randn(30)
     z = (h.double() * w[y.clamp(0, 29)].double()).sum(1)
-    for operands in (None, (scale, bias, None)):
+    every = (None, (scale, bias, None), (None, bias, None), (scale, None, 0.25))
+    for operands in every if hidden == 600 else every[:1]:
         kernel = kernels_of(PINGPONG).target_logit
-        want = z
-        if operands is not None:
-            kernel = dataclasses.replace(kernel, transform=transform)
-            want = scale.double() * (z + bias.double()[y.clamp(0, 29)])
         logit, zeros = torch.zeros(21), torch.full((40,), 7, dtype=torch.int32)
-        run(kernel, h, w, y, logit, zeros, operands, y, -100, 0, None)
+        want, transform = z, None
+        if operands is not None:
+            kernel = dataclasses.replace(kernel, transforms=True)
+            transform = any_transform(operands, logit)
+            own_bias = 0 if operands[1] is None else bias.double()[y.clamp(0, 29)]
+            want = z + own_bias if operands[2] is None else torch.tanh(operands[2] * (z + own_bias))
+            want = want if operands[0] is None else scale.double() * want
+        run(kernel, h, w, y, logit, zeros, transform, y, -100, 0, None)
         want = want.clamp(min=LOWEST_LOGIT)
-        want[3], want[4:6], want[8] = torch.inf, torch.nan, torch.nan
+        want[3], want[4:6] = torch.inf, torch.nan
+        if operands is None or operands[2] is None:
+            want[8] = torch.nan
         torch.testing.assert_close(logit.double(), want, rtol=1e-5, atol=1e-5, equal_nan=True)
         assert not zeros.any()
 

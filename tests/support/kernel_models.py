@@ -252,13 +252,13 @@ def _target_logit(
     target: Tensor,
     logit: Tensor,
     zeros: Tensor,
-    transform: Transform | None,
+    transform: tuple[Tensor, Tensor, float, int, int] | None,
     order: Tensor,
     ignored: int,
     selects: int,
     class_row: tuple[Tensor, Tensor] | None = None,
 ) -> None:
-    _check(kernel, transform)
+    assert kernel.transforms == (transform is not None)
     assert (class_row is not None) == kernel.class_row
     assert len(zeros) <= kernel.max_zeros(len(target))
     zeros.fill_(0)
@@ -270,8 +270,12 @@ def _target_logit(
     index = torch.where(in_vocab, target, 0)
     logit[:] = (h.float() * w[index].float()).sum(1)
     if transform is not None:
-        row_scale, bias, slope = transform
-        own = row_scale, None if bias is None else bias[index, None], slope
+        row_scale, bias, slope, has_scale, has_bias = transform
+        own = (
+            row_scale if has_scale else None,
+            bias[index, None] if has_bias else None,
+            slope or None,
+        )
         logit[:] = transformed(logit[:, None], own)[:, 0]
     logit.clamp_(min=LOWEST_LOGIT)
     logit[~in_vocab | (logit == torch.inf)] = torch.nan
