@@ -3,8 +3,6 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from cutefce.cute_kernels.integers import ceil_div
-
 
 @dataclass(frozen=True)
 class WindowConfig:
@@ -17,10 +15,6 @@ class WindowConfig:
 
     def __post_init__(self) -> None:
         check_multiple("window", self.window, self.reference_block)
-
-    def half(self, window: int) -> int:
-        """Return half of `window` columns, rounded up to whole reference blocks."""
-        return ceil_div(window, 2 * self.reference_block) * self.reference_block
 
 
 @dataclass(frozen=True)
