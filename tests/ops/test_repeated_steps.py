@@ -435,7 +435,9 @@ def test_steps_with_samples_have_the_bits_of_their_seed(
     moved = loss, *gradients(loss, h, w)
     other = results.pop(1)
     assert have_same_bits(*results, again, moved)
-    assert torch.equal(other[0], step(h, w, y, reduction=reduction)[0])
+    # kernels that sample have other tiles, so that their row sums are rounded otherwise
+    exact = step(h, w, y, reduction=reduction)[0]
+    torch.testing.assert_close(other[0].detach(), exact, rtol=2.0**-20, atol=0)
     assert not torch.equal(other[1], moved[1])
 
 
