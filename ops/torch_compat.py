@@ -7,6 +7,9 @@ import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from importlib import import_module
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -21,6 +24,8 @@ from cutefce.cute_kernels.process_cache import process_cache
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store as Store
+    from torch.distributed.tensor import DTensor
+    from typing_extensions import TypeIs
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Kind = TypeVar("Kind", bound=type)
@@ -44,6 +49,38 @@ _NO_DISPATCH_MODE = {
         _BACKEND_SELECT.add(torch._C.DispatchKey.ADInplaceOrView),
     )
 }
+
+
+class _Waiting:
+    """A finder of modules that runs something behind the import of one of them."""
+
+    def __init__(self, name: str, run: Callable[[], Any]) -> None:
+        self.name, self.run = name, run
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        """Return the module's own specification, whose loader runs more; None of other modules."""
+        if name != self.name:
+            return None
+        sys.meta_path.remove(cast(Any, self))
+        spec = find_spec(name)
+        loader: Any = spec and spec.loader
+        load = loader.exec_module
+
+        def load_and_run(module: Any) -> None:
+            load(module)
+            self.run()
+
+        loader.exec_module = load_and_run
+        return spec
+
+
+def import_behind(first: str, name: str) -> None:
+    """Import the module `name` as soon as somebody has imported the module `first`."""
+    run = functools.partial(import_module, name)
+    if first in sys.modules:
+        run()
+    else:
+        sys.meta_path.insert(0, cast(Any, _Waiting(first, run)))
 
 
 def has_dispatch_mode() -> bool:
@@ -74,6 +111,12 @@ def is_transformed() -> bool:
 def is_batched_backward() -> bool:
     """Whether autograd batches the upstream gradients of a backward, `is_grads_batched`."""
     return bool(_included_keys().has(_BATCHING))
+
+
+def is_dtensor(x: Any) -> "TypeIs[DTensor]":
+    """Whether x is a distributed tensor; no other program imports what they need."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(x, module.DTensor)
 
 
 def shares_memory(a: Tensor, b: Tensor) -> bool:
@@ -299,7 +342,8 @@ def _compiled(function: Callable[..., None], layout: tuple[Any, ...]) -> Callabl
 
 def constant_in_graphs(function: Function) -> Function:
     """Have torch.compile call `function` while it traces, with constants, for a constant."""
-    torch.compiler.assume_constant_result(function)
+    # as torch.compiler.assume_constant_result does, which imports all of the compiler
+    vars(function)["_dynamo_marked_constant"] = True
     return function
 
 

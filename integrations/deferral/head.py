@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from cutefce.integrations.deferral import runners
 from cutefce.integrations.deferral.report import Counts
@@ -81,7 +80,7 @@ class DeferringLinear(nn.Linear):
             return "torch.jit.trace"
         weight = self.weight
         if not is_whole(self):
-            kind = "a DTensor" if isinstance(weight, DTensor) else "not a whole, plain tensor"
+            kind = "a DTensor" if torch_compat.is_dtensor(weight) else "not a whole, plain tensor"
             return f"weight: {kind}"
         if type(input) not in PLAIN_TYPES:
             return f"input: {type(input).__name__}"

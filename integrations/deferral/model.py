@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from cutefce.integrations.deferral import einops_backend
 from cutefce.integrations.deferral.head import DeferringLinear
 from cutefce.integrations.deferral.logits import make_outputs
 from cutefce.integrations.deferral.report import Counts, DeferralReport
 from cutefce.integrations.gradients import gradient_options
+from cutefce.ops import torch_compat
 from cutefce.ops.interface.checks import DTYPES, check_type
 from cutefce.ops.operators.context import PLAIN_TYPES
 
@@ -195,7 +195,7 @@ def _check_head(head: Any) -> None:
         if isinstance(head, nn.Linear):
             is_another = type(head).forward is not nn.Linear.forward or "forward" in head.__dict__
             got += " with another forward" if is_another else ", a subclass of nn.Linear"
-    elif not isinstance(weight, DTensor) and type(weight) not in PLAIN_TYPES:
+    elif not torch_compat.is_dtensor(weight) and type(weight) not in PLAIN_TYPES:
         got = f"a weight of {type(weight).__name__}"
     elif weight.dtype not in DTYPES:
         got = f"a weight of {weight.dtype}"

@@ -20,7 +20,6 @@ from cutefce.ops.interface.options import (
 )
 from cutefce.ops.interface.probabilities import is_probabilities, loss_of_probabilities
 from cutefce.ops.interface.soft_targets import check_output_classes, check_soft_targets
-from cutefce.ops.operators import flops  # noqa: F401  (registers)
 from cutefce.ops.operators.autograd import loss_and_stats, row_outputs, run
 from cutefce.ops.operators.context import (
     autocast,
@@ -226,3 +225,5 @@ for overload, budget in (("", "int? workspace=None"), (".preset", "str workspace
         name = f"{function.__name__}{overload}"
         LIBRARY.define(f"{name}({TENSORS}, {own}, {keywords}) -> {results}")
         LIBRARY.impl(name, function, "CompositeImplicitAutograd")
+
+torch_compat.import_behind("torch.utils.flop_counter", "cutefce.ops.operators.flops")

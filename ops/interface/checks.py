@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from cutefce.cute_kernels.problem import ITEM_BYTES
 from cutefce.ops import torch_compat
@@ -141,7 +140,7 @@ def check_tensors(h: Tensor, w: Tensor, y: Tensor, parts: int = 1) -> None:
     """
     for name, x in (("input", h), ("linear_weight", w), ("target", y)):
         check_type(name, x)
-        if isinstance(x, DTensor):
+        if torch_compat.is_dtensor(x):
             raise TypeError(
                 f"{name}: got a DTensor with placements {x.placements}, expected a plain tensor; "
                 f"pass {name}.full_tensor(), or call cutefce.linear_cross_entropy with a "

@@ -4,6 +4,8 @@ A product of (N, D) and (D, V) counts 2·N·D·V.  Counted are the products that
 in the forward and one for each gradient.  What a plan computes again is not counted, so that the
 utilization of a model does not depend on its memory budget.  Sampled gradients count the entries
 that tokens expect to keep at most.
+
+This module is imported behind torch's counter, whose import takes longer than that of the package.
 """
 
 from collections.abc import Sequence
@@ -17,8 +19,8 @@ from cutefce.ops.operators.operators import STEP
 from cutefce.ops.schema import unpack
 
 
-def _product(w_shape: Sequence[int], y_shape: Sequence[int]) -> int:
-    return 2 * y_shape[0] * w_shape[0] * w_shape[1]
+def _product(w_shape: Sequence[int], rows: Sequence[int]) -> int:
+    return 2 * rows[0] * w_shape[0] * w_shape[1]
 
 
 @register_flop_formula(
@@ -50,3 +52,16 @@ def _backward_flop(
     step, options, *_ = unpack(arguments, *STEP)
     rows = min(options.samples, w_shape[0]) if options.is_sampled else w_shape[0]
     return (step.grad_hidden + step.grad_weight) * _product((rows, w_shape[1]), y_shape)
+
+
+@register_flop_formula(torch.ops.cutefce.losses_of_probabilities)
+def _probabilities_flop(h_shape: Any, w_shape: Any, *_: Any, out_shape: Any = None) -> int:
+    return _product(w_shape, h_shape)
+
+
+@register_flop_formula(torch.ops.cutefce.losses_of_probabilities_backward)
+def _probabilities_backward_flop(
+    upstream_shape: Any, h_shape: Any, w_shape: Any, *rest: Any, out_shape: Any = None
+) -> int:
+    *_, grad_weight, _ = rest
+    return (1 + bool(grad_weight)) * _product(w_shape, h_shape)

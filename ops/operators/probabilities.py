@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from cutefce.ops.dtypes import sum_dtype
 from cutefce.ops.operators.autograd import differentiate
@@ -199,16 +198,3 @@ for function, fake, schema in (
 torch.library.register_autograd(
     "cutefce::losses_of_probabilities", _backward, setup_context=_save, lib=LIBRARY
 )
-
-
-@register_flop_formula(torch.ops.cutefce.losses_of_probabilities)
-def _forward_flop(h_shape: Any, w_shape: Any, *_: Any, out_shape: Any = None) -> int:
-    product: int = 2 * h_shape[0] * w_shape[0] * w_shape[1]
-    return product
-
-
-@register_flop_formula(torch.ops.cutefce.losses_of_probabilities_backward)
-def _backward_flop(upstream_shape: Any, *shapes: Any, out_shape: Any = None) -> int:
-    *_, grad_weight, _ = shapes
-    products: int = 1 + grad_weight
-    return products * _forward_flop(*shapes)

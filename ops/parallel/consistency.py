@@ -21,7 +21,6 @@ from weakref import WeakKeyDictionary, finalize
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from cutefce.ops import torch_compat
 
@@ -174,7 +173,7 @@ class report_errors:
     def __enter__(self) -> None:
         """Begin."""
         self.rounds = None
-        if self.group is None and not isinstance(self.weight, DTensor):
+        if self.group is None and not torch_compat.is_dtensor(self.weight):
             return
         if not torch.compiler.is_compiling():  # what is raised there ends in the timeout
             self.rounds = _rounds_of_call(self.group, self.weight)
@@ -183,7 +182,7 @@ class report_errors:
     @classmethod
     def of(cls, group: Any, weight: Any) -> "report_errors | None":
         """Return the context of a call, entered; None for a call of one device."""
-        if group is None and not isinstance(weight, DTensor):
+        if group is None and not torch_compat.is_dtensor(weight):
             return None
         report = cls(group, weight)
         report.__enter__()
@@ -225,7 +224,7 @@ def _rounds_of_call(group: Any, weight: Any) -> StoreRounds | None:
     try:
         if isinstance(group, str):
             return _rounds_of(torch_compat.resolve_process_group(group))
-        if isinstance(weight, DTensor) and group is None and weight.device_mesh.ndim == 1:
+        if torch_compat.is_dtensor(weight) and group is None and weight.device_mesh.ndim == 1:
             group = weight.device_mesh.get_group()
         return _rounds_of(group) if isinstance(group, dist.ProcessGroup) else None
     except ValueError:  # the call itself says what is wrong with its group

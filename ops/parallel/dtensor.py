@@ -1,14 +1,17 @@
 """Distributed tensors to the plain tensors and the group of a sharded call."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from cutefce.cute_kernels.integers import ceil_div
+from cutefce.ops import torch_compat
 from cutefce.ops.interface.options import TensorOptions
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 _FSDP_HINT = (
     "if FSDP2 has sharded the parameter, call in the forward of its unit, where it is whole"
@@ -60,13 +63,13 @@ def localize(
         TypeError, ValueError: naming the argument; on every rank, because all know all placements.
     """
     check_group(group)
-    if not isinstance(w, DTensor):
+    if not torch_compat.is_dtensor(w):
         sizes = None if shards is None else list(shards)
         named = None if group is None else group.group_name
         return LocalCall(h, w, y, named, sizes, sequence_parallel, 0)
     _check_weight(w)
     name = w.device_mesh.get_group().group_name
-    if group is None and not isinstance(h, DTensor):
+    if group is None and not torch_compat.is_dtensor(h):
         raise TypeError(
             f"linear_weight: got a DTensor with placements {w.placements} beside a plain input; "
             f"{_FSDP_HINT}; if its vocabulary is sharded, also pass "
@@ -82,20 +85,21 @@ def localize(
         )
     ranks, dim = w.device_mesh.size(), 0
     for argument, x in (("input", h), ("target", y)):
-        if isinstance(x, DTensor) and x.device_mesh != w.device_mesh:
+        if torch_compat.is_dtensor(x) and x.device_mesh != w.device_mesh:
             raise ValueError(
                 f"{argument}: got {x.device_mesh}, expected that of linear_weight, {w.device_mesh}"
             )
-    if isinstance(h, DTensor):
+    if torch_compat.is_dtensor(h):
+        placement: Any
         (placement,) = h.placements
-        if isinstance(placement, Shard) and 0 <= placement.dim < h.ndim - 1:
+        if placement.is_shard() and 0 <= placement.dim < h.ndim - 1:
             sequence_parallel, dim = True, placement.dim
             if h.shape[dim] % ranks:
                 raise ValueError(
                     f"input: got {h.shape[dim]} in dimension {dim}, expected a multiple of the "
                     f"{ranks} ranks over which it is sharded"
                 )
-        elif placement != Replicate() or sequence_parallel:
+        elif not placement.is_replicate() or sequence_parallel:
             raise TypeError(
                 f"input: got a DTensor with placements {h.placements}, expected (Shard(dim),) of "
                 "tokens, or (Replicate(),) without sequence_parallel"
@@ -117,9 +121,9 @@ def replicated(name: str, x: Tensor) -> Tensor:
     Raises:
         TypeError: for another placement; on every rank.
     """
-    if not isinstance(x, DTensor):
+    if not torch_compat.is_dtensor(x):
         return x
-    if any(placement != Replicate() for placement in x.placements):
+    if not all(placement.is_replicate() for placement in x.placements):
         raise TypeError(
             f"{name}: got a DTensor with placements {x.placements}, expected Replicate(); "
             f"pass {name}.full_tensor()"
@@ -137,8 +141,8 @@ def localize_options(call: LocalCall, arguments: dict[str, Any]) -> dict[str, An
             local[name] = x.movedim(call.dim, 0) if 0 < call.dim < x.ndim else x
     for name in TensorOptions.OF_CLASSES:
         x = local.get(name)
-        if isinstance(x, DTensor):
-            if x.placements != (Shard(0),):
+        if torch_compat.is_dtensor(x):
+            if not _is_sharded(x):
                 raise TypeError(
                     f"{name}: got a DTensor with placements {x.placements}, expected "
                     "(Shard(0),), as of linear_weight"
@@ -147,15 +151,20 @@ def localize_options(call: LocalCall, arguments: dict[str, Any]) -> dict[str, An
     return local
 
 
-def _shards(w: DTensor) -> list[int]:
+def _is_sharded(x: "DTensor") -> bool:
+    """Whether the rows of x are shared by the ranks of one dimension of a mesh."""
+    return len(x.placements) == 1 and x.placements[0].is_shard(0)
+
+
+def _shards(w: "DTensor") -> list[int]:
     """Return the rows of every rank's part; only the last may be smaller."""
     rows = ceil_div(w.shape[0], w.device_mesh.size())
     return [int(min(rows, w.shape[0] - start)) for start in range(0, w.shape[0], rows)]
 
 
-def _check_weight(w: DTensor) -> None:
+def _check_weight(w: "DTensor") -> None:
     mesh = w.device_mesh
-    if w.placements != (Shard(0),):
+    if not _is_sharded(w):
         raise TypeError(
             f"linear_weight: got a DTensor with placements {w.placements}, expected (Shard(0),) "
             f"over a mesh of one dimension; pass linear_weight.full_tensor(), or, {_FSDP_HINT}"
