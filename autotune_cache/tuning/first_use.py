@@ -7,12 +7,13 @@ from cutefce.autotune_cache.table import Key, key_of
 from cutefce.autotune_cache.table_io import file_name
 from cutefce.autotune_cache.tuning import targets, verify
 from cutefce.autotune_cache.tuning.candidates import make_job
-from cutefce.autotune_cache.tuning.subprocess_worker import SubprocessWorker
-from cutefce.autotune_cache.tuning.tuner import Tuner, build, header_for, missing
+from cutefce.autotune_cache.tuning.tuner import Tuner, header_for
 from cutefce.autotune_cache.verdicts import Verdict
 from cutefce.cute_kernels import process_cache
 from cutefce.cute_kernels.config import KernelConfigs
 from cutefce.cute_kernels.gpu import Gpu
+from cutefce.cute_kernels.jit import build
+from cutefce.cute_kernels.jit.subprocess_worker import SubprocessWorker
 from cutefce.cute_kernels.problem import Problem
 
 _attempted: set[tuple[Gpu, Key]] = set()
@@ -58,7 +59,7 @@ def tune_on_first_use(gpu: Gpu, device: str, problem: Problem) -> None:
         job = make_job(target, target.problem(sizes, problem.dtype))
         try:
             path = lookup.user_folder() / file_name(gpu)
-            unusable = build(missing(job.kernels()), lambda: None)
+            unusable = build.build(build.missing(job.kernels()), compile_one=build.compile_clean)
             with SubprocessWorker() as process:
                 outcome = Tuner(path, header_for(gpu), process, unusable).tune(job, lambda: None)
         except (OSError, RuntimeError) as error:

@@ -13,9 +13,7 @@ Every result is written immediately.
 
 import dataclasses
 import functools
-import os
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -34,10 +32,9 @@ from cutefce.autotune_cache.table import (
 )
 from cutefce.autotune_cache.tuning import worker
 from cutefce.autotune_cache.tuning.candidates import Job
-from cutefce.autotune_cache.tuning.subprocess_worker import SubprocessWorker, WorkerError
 from cutefce.autotune_cache.tuning.worker import CUBLAS, Entrant, Timing
 from cutefce.cute_kernels.gpu import Gpu
-from cutefce.cute_kernels.jit import cache as jit_cache
+from cutefce.cute_kernels.jit.subprocess_worker import SubprocessWorker, WorkerError
 from cutefce.cute_kernels.spec import KernelSpec
 from cutefce.version import __version__
 
@@ -49,9 +46,8 @@ SCREENING_SECONDS, FINAL_SECONDS = 0.3, 0.6
 CALLS_PER_STEP = 3
 """Calls in a row of an entrant in the final timing: the GEMMs of a training step.  A candidate with
 fewer cycles but higher power wins short timings and loses once the GPU lowers its clock."""
-BUILD_SECONDS, PREPARE_SECONDS, TRIAL_SECONDS = 300, 120, 30
-"""Time limits of compiling a kernel, of making inputs and expected outputs, of a trial."""
-MAX_BUILDERS = 16
+PREPARE_SECONDS, TRIAL_SECONDS = 120, 30
+"""Time limits of making inputs and expected outputs, of a trial."""
 
 
 @dataclass(frozen=True)
@@ -62,34 +58,6 @@ class Outcome:
     entry: Entry | None
     failures: dict[Candidate, str]
     """Rejected candidates with the reasons."""
-
-
-def missing(kernels: Iterable[KernelSpec]) -> list[KernelSpec]:
-    """Return the kernels that are not compiled yet, each once."""
-    return [k for k in dict.fromkeys(kernels) if not jit_cache.is_stored(k)]
-
-
-def build(kernels: Sequence[KernelSpec], advance: Callable[[], None]) -> dict[KernelSpec, str]:
-    """Compile kernels in subprocesses; return the unusable ones with the reasons.
-
-    Calls `advance` after each kernel.
-    """
-    failed: dict[KernelSpec, str] = {}
-    waiting = iter(kernels)  # of all threads
-
-    def compile_waiting(_: int) -> None:
-        with SubprocessWorker() as process:
-            for kernel in waiting:
-                try:
-                    process.ask(functools.partial(worker.build, kernel), BUILD_SECONDS)
-                except WorkerError as error:
-                    failed[kernel] = f"compiling {type(kernel).__name__}: {error}"
-                advance()
-
-    builders = max(1, min(os.cpu_count() or 1, MAX_BUILDERS, len(kernels)))
-    with ThreadPoolExecutor(builders) as pool:
-        list(pool.map(compile_waiting, range(builders)))
-    return failed
 
 
 class Tuner:

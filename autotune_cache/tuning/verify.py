@@ -16,12 +16,13 @@ from dataclasses import dataclass
 from cutefce.autotune_cache import lookup, table_io, verdicts
 from cutefce.autotune_cache.table import DSL_PACKAGE, Candidate, Rejection, Table
 from cutefce.autotune_cache.tuning import tuner, worker
-from cutefce.autotune_cache.tuning.subprocess_worker import SubprocessWorker, WorkerError
 from cutefce.autotune_cache.tuning.targets.base import TuningTarget
 from cutefce.autotune_cache.verdicts import Verdict
 from cutefce.cute_kernels import cache_files, process_cache
 from cutefce.cute_kernels.config import KernelConfigs
 from cutefce.cute_kernels.gpu import Gpu
+from cutefce.cute_kernels.jit import build
+from cutefce.cute_kernels.jit.subprocess_worker import SubprocessWorker, WorkerError
 from cutefce.cute_kernels.notices import announce
 from cutefce.cute_kernels.parts import PARTS, has_gradients, part_configs, parts_of
 from cutefce.cute_kernels.problem import Problem
@@ -253,10 +254,12 @@ def _compile(checks: Sequence[Check], advance: Callable[[str], None]) -> dict[Ch
     Raises:
         RuntimeError: for lack of memory.
     """
-    kernels = tuner.missing([kernel for check in checks for kernel in check.kernels()])
+    kernels = build.missing([kernel for check in checks for kernel in check.kernels()])
     done = itertools.count(1)
-    unusable = tuner.build(
-        kernels, lambda: advance(f"compiled {next(done)} of {len(kernels)} kernels")
+    unusable = build.build(
+        kernels,
+        lambda: advance(f"compiled {next(done)} of {len(kernels)} kernels"),
+        build.compile_clean,
     )
     for reason in unusable.values():
         if WorkerError(reason).is_out_of_memory:
@@ -358,7 +361,7 @@ def run_checks(
             advance(str(check))
             try:
                 for kernel in check.kernels():
-                    process.ask(functools.partial(worker.load, kernel), tuner.BUILD_SECONDS)
+                    process.ask(functools.partial(worker.load, kernel), build.BUILD_SECONDS)
                 prepare = functools.partial(worker.prepare, check.target, check.dtype)
                 process.ask(prepare, tuner.PREPARE_SECONDS)
             except WorkerError as error:

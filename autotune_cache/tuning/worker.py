@@ -19,7 +19,6 @@ from cutefce.autotune_cache.tuning.shapes import SMALL_PROBLEMS
 from cutefce.autotune_cache.tuning.targets.base import CheckedOutput, TuningCase, TuningTarget
 from cutefce.cute_kernels import process_cache
 from cutefce.cute_kernels.jit import cache as jit_cache
-from cutefce.cute_kernels.jit import compiler
 from cutefce.cute_kernels.problem import Problem
 from cutefce.cute_kernels.spec import KernelSpec
 
@@ -55,23 +54,6 @@ class Timing:
     """Median over the rounds."""
     ratio: float
     """Median over the rounds of its time divided by that of the last entrant."""
-
-
-def build(kernel: KernelSpec) -> None:
-    """Compile `kernel` into the cache folder.
-
-    Raises:
-        ValueError: if it spills registers or its WGMMA instructions are serialized.
-    """
-    if jit_cache.is_stored(kernel):
-        return
-    report, function = compiler.report(kernel)
-    if not report.is_clean:
-        raise ValueError(f"{report.spill_bytes} bytes spilled, warnings {report.warnings}")
-    try:
-        jit_cache.store(kernel, lambda: function)
-    except OSError:
-        return  # the process that launches it compiles it again
 
 
 def load(kernel: KernelSpec) -> None:

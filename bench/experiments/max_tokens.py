@@ -23,7 +23,7 @@ from bench.harness.problems import (
 from bench.harness.records import Measurement
 from bench.harness.reference import unfused
 from bench.harness.timing import peak_bytes
-from cutefce.autotune_cache.tuning.subprocess_worker import SubprocessWorker, WorkerError
+from cutefce.cute_kernels.jit.subprocess_worker import SubprocessWorker, WorkerError
 
 SHAPES = {"cpu": CPU_SHAPE, "cuda": Shape(16384, 4096, 131072, "bfloat16")}
 """The first attempt."""

@@ -37,7 +37,7 @@ from bench.harness.cli import (
 from bench.harness.problems import CPU_SHAPE, MODELS, Loss, Shape, ignore_some, random_inputs
 from bench.harness.records import Measurement
 from bench.harness.reference import unfused
-from cutefce.autotune_cache.tuning.subprocess_worker import SubprocessWorker, WorkerError
+from cutefce.cute_kernels.jit.subprocess_worker import SubprocessWorker, WorkerError
 
 MANY_TOKENS = Shape(16384, 7168, 129280, "bfloat16"), Shape(32768, 4096, 131072, "bfloat16")
 SHAPES = {"cpu": (CPU_SHAPE,), "cuda": (*MODELS, *MANY_TOKENS)}

@@ -1,5 +1,7 @@
 """Cache of compiled kernels: this process, the user's folder, the package's, then the compiler.
 
+A call that misses a kernel says which others it launches, so that all of them are compiled at once.
+
 A library's path is <folder>/<fingerprint>/<key>.so: the fingerprint covers the kernels' sources and
 the compiler's version, the key covers the kernel spec.  Loading a library needs only the compiler's
 small runtime library.  Each file ends with a digest of its content, which loaders ignore: damaged
@@ -15,13 +17,11 @@ trusted as the package's modules are.
 import contextlib
 import ctypes
 import hashlib
-import math
 import platform
 import shutil
 import subprocess
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator
 from importlib import metadata
 from importlib.util import find_spec
@@ -32,7 +32,7 @@ from cutefce.cute_kernels import cache_files
 from cutefce.cute_kernels.cache_files import CacheError
 from cutefce.cute_kernels.jit.canonical import canonical_source
 from cutefce.cute_kernels.jit.compiler import OPTIONS, SYMBOL, Report, compile_kernel, report
-from cutefce.cute_kernels.notices import announce
+from cutefce.cute_kernels.notices import CompilingNotice
 from cutefce.cute_kernels.process_cache import process_cache, warn_once
 from cutefce.cute_kernels.spec import KernelSpec
 
@@ -43,19 +43,54 @@ PREBUILT_FOLDER = SOURCES / "prebuilt"
 LOCK_SECONDS = 120
 """Timeout for another process that compiles the same kernel."""
 
-NOTICE_SECONDS = 2
-"""Seconds of compiling after which the process says so."""
-
 compile_count = 0
 """Number of kernels that this process has compiled."""
 
-_compile_seconds = 0.0
 _lock = threading.Lock()
 _loaded: dict[KernelSpec, Any] = {}
 
 
+class _Thread(threading.local):
+    """What this thread's calls of `compiled` mean."""
+
+    recorded: dict[KernelSpec, None] | None = None
+    """Receives the kernels, which are not launched; None to launch them."""
+    make: Callable[[KernelSpec], object] | None = None
+    """Compiles a kernel that is missing, with others that the running call launches."""
+
+
+_thread = _Thread()
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[dict[KernelSpec, None]]:
+    """Yield a dictionary of the kernels that this thread would launch here; it launches none."""
+    before, _thread.recorded = _thread.recorded, {}
+    try:
+        yield _thread.recorded
+    finally:
+        _thread.recorded = before
+
+
+@contextlib.contextmanager
+def made_by(make: Callable[[KernelSpec], object]) -> Iterator[None]:
+    """Let `make` compile the first kernel that is missing here, and others, into the folder."""
+    before, _thread.make = _thread.make, make
+    try:
+        yield
+    finally:
+        _thread.make = before
+
+
+def _launch_nothing(*_: Any) -> None:
+    """Do nothing."""
+
+
 def compiled(kernel: KernelSpec) -> Any:
     """Return the function that launches `kernel` on torch's current stream."""
+    if _thread.recorded is not None:
+        _thread.recorded[kernel] = None
+        return _launch_nothing
     function = _loaded.get(kernel)
     if function is None:
         with _lock:  # the compiler is not thread-safe
@@ -97,11 +132,12 @@ def fingerprint() -> str:
 def source_fingerprint(folder: Path = SOURCES) -> str:
     """Return 16 hex digits for the Python sources below `folder`.
 
-    Covers relative paths and code, but neither docstrings, comments nor formatting; every Python
-    version computes the same digits.
+    Covers relative paths and code, but neither docstrings, comments nor formatting, nor the folder
+    of this module, which no kernel depends on; every Python version computes the same digits.
     """
     digest = hashlib.sha256()
     paths = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*.py")}
+    paths = {name: path for name, path in paths.items() if not name.startswith("jit/")}
     for name in sorted(paths):
         digest.update(f"{name}\n{canonical_source(paths[name].read_bytes())}\n".encode())
     return digest.hexdigest()[:16]
@@ -163,6 +199,10 @@ def _load_or_compile(kernel: KernelSpec) -> Any:
     for path in _stored(kernel):
         with contextlib.suppress(OSError):
             return _load(path)
+    make, _thread.make = _thread.make, None
+    if make is not None:
+        make(kernel)
+        return _load_or_compile(kernel)
     try:
         return _load(store(kernel, lambda: _compile(kernel)))
     except OSError:
@@ -170,17 +210,10 @@ def _load_or_compile(kernel: KernelSpec) -> Any:
 
 
 def _compile(kernel: KernelSpec) -> Any:
-    global compile_count, _compile_seconds
-    if _compile_seconds > NOTICE_SECONDS:
-        announce(
-            f"compiles kernels for {kernel.arch}, which may take a minute; later processes load "
-            "them"
-        )
-        _compile_seconds = -math.inf  # once a process
-    compile_count, begin = compile_count + 1, time.perf_counter()
-    function = compile_kernel(kernel)
-    _compile_seconds += time.perf_counter() - begin
-    return function
+    global compile_count
+    compile_count += 1
+    with CompilingNotice(1, kernel.arch):
+        return compile_kernel(kernel)
 
 
 def _write(path: Path, function: Any) -> None:

@@ -15,7 +15,6 @@ from cutefce.autotune_cache.tuning import candidates, targets, tuner
 from cutefce.autotune_cache.tuning import verify as verification
 from cutefce.autotune_cache.tuning.candidates import Job
 from cutefce.autotune_cache.tuning.shapes import NAMED, Sizes, parse
-from cutefce.autotune_cache.tuning.subprocess_worker import SubprocessWorker
 from cutefce.autotune_cache.tuning.tuner import Outcome
 from cutefce.commands.common import (
     describe,
@@ -28,6 +27,8 @@ from cutefce.commands.common import (
 )
 from cutefce.cute_kernels.arch import ARCHS
 from cutefce.cute_kernels.gpu import Gpu
+from cutefce.cute_kernels.jit import build
+from cutefce.cute_kernels.jit.subprocess_worker import SubprocessWorker
 
 
 def _parse_shapes(
@@ -138,9 +139,9 @@ def _run(
     """Compile, then tune one problem after another until the time is over."""
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
-        kernels = tuner.missing(kernel for job in jobs for kernel in job.kernels())
+        kernels = build.missing(kernel for job in jobs for kernel in job.kernels())
         compiling = progress.add_task("compiling", total=len(kernels))
-        unusable = tuner.build(kernels, lambda: progress.advance(compiling))
+        unusable = build.build(kernels, lambda: progress.advance(compiling), build.compile_clean)
         tuning = progress.add_task("tuning", total=sum(len(job.candidates) for job in jobs))
         outcomes = []
         with SubprocessWorker() as process:

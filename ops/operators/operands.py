@@ -83,7 +83,7 @@ def _operands(
     problem = plan.backend.operands
     if problem.tokens != len(h):
         problem = replace(problem, tokens=len(h))
-    own = primitives_for(h, w, problem, targets)
+    own = primitives_for(h, w, problem, targets, plan.backend.device)
     h, w = own.projection.prepare(h, w)
     own_sums = tensors.weight_cast is not None or tensors.accumulate_into is not None
     dw_dtype = sum_dtype(w.dtype) if own_sums else w.dtype

@@ -14,12 +14,16 @@ Their schemas are built from the option records; `meta.py` has their fake implem
 `autograd.py` the derivative of the loss, and `kept.py` what the forward keeps for the backward.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from cutefce.cute_kernels.jit import build
+from cutefce.cute_kernels.jit import cache as jit_cache
+from cutefce.cute_kernels.spec import KernelSpec
 from cutefce.ops.interface.options import (
     OPTIONS,
     LossOptions,
@@ -98,6 +102,56 @@ def loss_forward(
     refuse_tangents()
     w = tensors.computed_weight(w)
     plan = plan_of(h, w, y, step, options, tensors, sharding)
+    given = h, w, y, step, options, tensors
+    if plan.backend.operands.arch is None or sharding.group is not None or h.is_meta:
+        return _loss_forward(plan, *given, sharding)
+    with jit_cache.made_by(functools.partial(_make_kernels, plan, given)):
+        return _loss_forward(plan, *given, sharding)
+
+
+def _make_kernels(plan: Plan, given: tuple[Any, ...], missed: KernelSpec) -> None:
+    """Compile a kernel that a call has `missed`, and all others of it, at once."""
+    build.build(build.missing([missed, *kernels_of(plan, *given)]))
+
+
+def kernels_of(
+    plan: Plan,
+    h: Tensor,
+    w: Tensor,
+    y: Tensor,
+    step: StepOptions,
+    options: LossOptions,
+    tensors: TensorOptions,
+) -> list[KernelSpec]:
+    """Return the kernels that forward and backward of a call on one device launch.
+
+    They run without data, and launch nothing.
+    """
+
+    def shape(x: Tensor) -> Tensor:
+        return torch.empty_like(x, device="meta")
+
+    with jit_cache.recording() as found:
+        h, w, y = shape(h), shape(w), shape(y)
+        tensors = TensorOptions(**{name: shape(x) for name, x in tensors.given().items()})
+        records = step, options, tensors, Sharding()
+        loss, stats = _loss_forward(plan, h, w, y, *records)
+        if any(plan.gradients):
+            loss_backward(loss, h, w, y, stats, *records)
+    return list(found)
+
+
+def _loss_forward(
+    plan: Plan,
+    h: Tensor,
+    w: Tensor,
+    y: Tensor,
+    step: StepOptions,
+    options: LossOptions,
+    tensors: TensorOptions,
+    sharding: Sharding,
+) -> tuple[Tensor, Tensor]:
+    """Return what `loss_forward` does, by a plan."""
     same = {}  # one device has nobody to agree with
     if sharding.group is not None:
         same = agreed_forward(y, options, tensors, plan.gradients)

@@ -219,4 +219,4 @@ def backend_of(x: Request, device: torch.device) -> PrimitivesBackend:
     """Return what the primitives that serve a request need of memory."""
     configs = window_configs_for(x.operands, device)
     widths = tuple(config.window for config in configs)
-    return PrimitivesBackend(x.operands, configs[0], widths, x.copies)
+    return PrimitivesBackend(x.operands, configs[0], widths, x.copies, device)

@@ -120,15 +120,21 @@ def window_configs_for(problem: Problem, device: torch.device) -> tuple[WindowCo
 
 
 def primitives_for(
-    h: Tensor, w: Tensor, problem: Problem, targets: Targets | None = None
+    h: Tensor,
+    w: Tensor,
+    problem: Problem,
+    targets: Targets | None = None,
+    device: torch.device | None = None,
 ) -> AnyPrimitives:
     """Return the primitives for one call with h (N, D) and w (V, D), and what `targets` ask for.
+
+    Its kernels are those of `device`, if that is not the one of h.
 
     Raises:
         RuntimeError: in strict mode, if the kernels cannot serve the call.
     """
     if problem.arch is not None:
-        kernels = kernels_for(h.device, problem, variant_of(targets))
+        kernels = kernels_for(device or h.device, problem, variant_of(targets))
         return kernel_primitives(*kernels, grad_bias=problem.grad_bias)
     reason = _unsupported_reason(h, w, _part_of(problem), problem.tokens)
     if reason is None and targets is not None:

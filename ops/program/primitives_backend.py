@@ -6,6 +6,8 @@ blocks of operands that are converted to the dtype of sums, and of rows.
 
 from dataclasses import dataclass, replace
 
+import torch
+
 from cutefce.cute_kernels.config import WindowConfig
 from cutefce.cute_kernels.integers import ceil_div
 from cutefce.cute_kernels.problem import Problem as Operands
@@ -62,6 +64,8 @@ class PrimitivesBackend:
     windows: tuple[int, ...]
     """Widths of windows that plans choose from, the widest first."""
     copies: Copies = Copies()
+    device: torch.device | None = None
+    """The GPU whose kernels serve it, if some do."""
 
     places_values = False
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from cutefce.autotune_cache.tuning import subprocess_worker
-from cutefce.autotune_cache.tuning.subprocess_worker import SubprocessWorker, WorkerError
+from cutefce.cute_kernels.jit import subprocess_worker
+from cutefce.cute_kernels.jit.subprocess_worker import SubprocessWorker, WorkerError
 
 
 def test_one_subprocess_serves_until_a_call_takes_too_long() -> None:
@@ -53,7 +53,7 @@ def test_a_process_that_cannot_be_killed_is_left_behind(monkeypatch: pytest.Monk
 def test_a_hanging_call_does_not_outlive_the_tuner() -> None:
     code = (
         "import functools, os, time\n"
-        "from cutefce.autotune_cache.tuning.subprocess_worker import SubprocessWorker\n"
+        "from cutefce.cute_kernels.jit.subprocess_worker import SubprocessWorker\n"
         "process = SubprocessWorker()\n"
         "print(process.ask(os.getpid, 10), flush=True)\n"
         "process.ask(functools.partial(time.sleep, 3600), 3600)"

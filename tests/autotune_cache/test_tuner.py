@@ -23,13 +23,14 @@ from cutefce.autotune_cache.tuning import (
     worker,
 )
 from cutefce.autotune_cache.tuning.candidates import Job
-from cutefce.autotune_cache.tuning.subprocess_worker import SubprocessWorker, WorkerError
 from cutefce.autotune_cache.tuning.targets.project_exp import ProjectExpTarget
 from cutefce.autotune_cache.tuning.tuner import Tuner
 from cutefce.commands.common import this_gpu
 from cutefce.cute_kernels import spec
 from cutefce.cute_kernels.arch import arch_for
 from cutefce.cute_kernels.arch.sm90 import Sm90
+from cutefce.cute_kernels.jit import build
+from cutefce.cute_kernels.jit.subprocess_worker import SubprocessWorker, WorkerError
 from cutefce.cute_kernels.problem import Problem
 from tests.support.fake_tuner import (
     HEADER,
@@ -209,12 +210,12 @@ def test_compiling_ahead(folder: Path) -> None:
     pytest.importorskip("cutlass")
     good = spec.ScaleAddRowsSpec("sm_90a", "bfloat16", "bfloat16")
     bad = dataclasses.replace(good, arch="sm_1")
-    assert tuner.missing([good, good]) == [good]
+    assert build.missing([good, good]) == [good]
     done: list[None] = []
-    failed = tuner.build([good, bad], lambda: done.append(None))
+    failed = build.build([good, bad], lambda: done.append(None))
     assert len(done) == 2
     assert failed.keys() == {bad}
-    assert tuner.missing([good]) == []
+    assert build.missing([good]) == []
 
 
 @pytest.mark.slow
@@ -229,7 +230,7 @@ def test_on_a_gpu(tmp_path: Path) -> None:
     for target in targets.all_targets(gpu, device):
         todo = candidates.make_job(target, target.problem((1000, 512, 8000), "bfloat16"))
         todo = dataclasses.replace(todo, candidates=todo.candidates[:2])
-        assert not tuner.build(tuner.missing(todo.kernels()), nothing)
+        assert not build.build(build.missing(todo.kernels()), nothing)
         with SubprocessWorker() as process:
             outcome = Tuner(path, tuner.header_for(gpu), process, {}).tune(todo, nothing)
         assert not outcome.failures

@@ -16,13 +16,14 @@ import torch
 from cutefce.autotune_cache import ahead, lookup, table, table_io, verdicts
 from cutefce.autotune_cache.table_io import file_name
 from cutefce.autotune_cache.tuning import first_use, targets, tuner, verify, worker
-from cutefce.autotune_cache.tuning.subprocess_worker import SubprocessWorker, WorkerError
 from cutefce.cute_kernels import cache_files, process_cache, spec
 from cutefce.cute_kernels.arch.sm90 import Sm90
 from cutefce.cute_kernels.arch.sm100 import Sm100
 from cutefce.cute_kernels.config import GemmConfig
 from cutefce.cute_kernels.gpu import Gpu
+from cutefce.cute_kernels.jit import build
 from cutefce.cute_kernels.jit import cache as jit_cache
+from cutefce.cute_kernels.jit.subprocess_worker import SubprocessWorker, WorkerError
 from cutefce.cute_kernels.kernel_set import kernel_set
 from cutefce.cute_kernels.parts import FORWARD, SAMPLES, STEP, parts_of
 from cutefce.cute_kernels.problem import Problem
@@ -690,7 +691,7 @@ def test_kernels_that_cannot_be_stored_are_compiled_outside_the_time_limit(
     monkeypatch.setattr(verify, "SubprocessWorker", Asked)
     assert verify.verify((BuiltTarget(GPU, "cpu"),), "bfloat16").passed
     assert asked[:3] == [
-        ("load", tuner.BUILD_SECONDS),
+        ("load", build.BUILD_SECONDS),
         ("prepare", tuner.PREPARE_SECONDS),
         ("check_small", verify.CHECK_SECONDS),
     ]

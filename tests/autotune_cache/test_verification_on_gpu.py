@@ -14,12 +14,12 @@ import torch
 import cutefce
 from cutefce.autotune_cache import lookup, verdicts
 from cutefce.autotune_cache.tuning import targets, verify
-from cutefce.autotune_cache.tuning.subprocess_worker import SubprocessWorker
 from cutefce.autotune_cache.tuning.targets.base import TuningTarget
 from cutefce.cute_kernels import cache_files, process_cache
 from cutefce.cute_kernels.arch import arch_for
 from cutefce.cute_kernels.gpu import Gpu
 from cutefce.cute_kernels.jit import cache as jit_cache
+from cutefce.cute_kernels.jit.subprocess_worker import SubprocessWorker
 from cutefce.cute_kernels.parts import STEP, parts_of
 from cutefce.ops.primitives import dispatch
 from tests.support.faulty_candidates import KernelTarget, Kind

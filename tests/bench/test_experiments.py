@@ -38,8 +38,8 @@ from bench.harness import problems, reference
 from bench.harness.problems import Shape
 from bench.harness.records import read
 from bench.report import sections
-from cutefce.autotune_cache.tuning.subprocess_worker import WorkerError
 from cutefce.cute_kernels.jit import cache as jit_cache
+from cutefce.cute_kernels.jit.subprocess_worker import WorkerError
 from examples.corpus import Corpus
 from examples.training import Sizes
 

@@ -23,7 +23,7 @@ from click.testing import CliRunner
 pytest.importorskip("cutlass")
 
 from cutefce.__main__ import main
-from cutefce.cute_kernels import cache_files, process_cache, spec
+from cutefce.cute_kernels import cache_files, notices, process_cache, spec
 from cutefce.cute_kernels.jit import cache as jit_cache
 from cutefce.cute_kernels.jit.compiler import compile_kernel
 from tests.support.tiers import rest_slow
@@ -111,10 +111,12 @@ def test_long_compilations_are_announced_on_stderr(silenced: bool, folder: Path)
     """Once a process, before the kernel that exceeds a moment; users can silence it."""
     code = f"""
 import logging
-from cutefce.cute_kernels import spec
+import time
+from cutefce.cute_kernels import notices, spec
 from cutefce.cute_kernels.jit import cache as jit_cache
-jit_cache.compile_kernel, jit_cache._write = lambda kernel: None, lambda path, function: None
-jit_cache._load, jit_cache.NOTICE_SECONDS = lambda path: None, -1
+jit_cache._write = lambda path, function: None
+jit_cache._load, notices.NOTICE_SECONDS = lambda path: None, 0
+jit_cache.compile_kernel = lambda kernel: time.sleep(0.5)
 if {silenced!r}:
     logging.getLogger("cutefce").setLevel(logging.ERROR)
 for dtype in ("bfloat16", "float16"):
@@ -126,22 +128,54 @@ for dtype in ("bfloat16", "float16"):
     lines = process.stderr.splitlines()
     assert len(lines) == (0 if silenced else 1), lines
     for line in lines:
-        assert line.startswith("cutefce: compiles kernels for sm_90a") and "later" in line
+        assert line.startswith("cutefce: compiles 1 kernel for sm_90a") and "later" in line
 
 
 def test_a_short_compilation_is_not_announced(
     folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(jit_cache, "_compile_seconds", 0.0)
     monkeypatch.setattr(jit_cache, "compile_kernel", lambda kernel: None)
     monkeypatch.setattr(jit_cache, "_write", lambda path, function: None)
     monkeypatch.setattr(jit_cache, "_load", lambda path: None)
     jit_cache.compiled(KERNEL)
     assert not caplog.messages
-    monkeypatch.setattr(jit_cache, "_compile_seconds", jit_cache.NOTICE_SECONDS + 0.1)
+
+
+def test_long_compilations_are_announced_once_a_process(
+    folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(notices, "NOTICE_SECONDS", 0)
+    monkeypatch.setattr(notices.CompilingNotice, "_was_given", False)
+    monkeypatch.setattr(jit_cache, "compile_kernel", lambda kernel: time.sleep(0.3))
+    monkeypatch.setattr(jit_cache, "_write", lambda path, function: None)
+    monkeypatch.setattr(jit_cache, "_load", lambda path: None)
     for dtype in ("bfloat16", "float16"):
         jit_cache.compiled(spec.TargetLogitSpec("sm_90a", dtype))
-    assert len(caplog.messages) == 1
+    (message,) = caplog.messages
+    assert message.startswith("cutefce: compiles 1 kernel for sm_90a")
+
+
+def test_a_call_that_misses_a_kernel_compiles_all_of_it_at_once(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[spec.KernelSpec] = []
+    monkeypatch.setattr(jit_cache, "_load", lambda path: path)
+    monkeypatch.setattr(jit_cache, "_write", lambda path, function: path.write_bytes(b""))
+    monkeypatch.setattr(jit_cache, "_is_whole", Path.exists)
+
+    def make(kernel: spec.KernelSpec) -> None:
+        made.append(kernel)
+        jit_cache.store(kernel, lambda: None)
+
+    with jit_cache.made_by(make):
+        assert jit_cache.compiled(KERNEL) == jit_cache.library_path(KERNEL)
+    assert made == [KERNEL] and jit_cache.compile_count == 0
+
+
+def test_recorded_kernels_are_not_launched() -> None:
+    with jit_cache.recording() as found:
+        assert jit_cache.compiled(KERNEL)(1, 2) is None
+    assert [*found] == [KERNEL]
 
 
 @pytest.mark.slow

@@ -1355,7 +1355,7 @@ CACHE = (
         "897940a",
         (
             Edit(
-                "autotune_cache/tuning/subprocess_worker.py",
+                "cute_kernels/jit/subprocess_worker.py",
                 '    "ended by SIGKILL",\n',
                 "",
             ),

@@ -7,9 +7,9 @@ from typing import Any
 from cutefce.autotune_cache.table import Table
 from cutefce.autotune_cache.tuning import worker
 from cutefce.autotune_cache.tuning.candidates import Job
-from cutefce.autotune_cache.tuning.subprocess_worker import SubprocessWorker, WorkerError
 from cutefce.autotune_cache.tuning.tuner import Tuner
 from cutefce.autotune_cache.tuning.worker import Timing
+from cutefce.cute_kernels.jit.subprocess_worker import SubprocessWorker, WorkerError
 from tests.support.faulty_candidates import FaultyTarget, Kind, config
 from tests.support.tables import GPU, VERSIONS
 

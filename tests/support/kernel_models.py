@@ -661,7 +661,7 @@ def serve_calls(
         dtype = dtype_name(h.dtype)
         return dataclasses.replace(own, arch=arch.name if selects else None, dtype=dtype)
 
-    def primitives_for(h: Tensor, w: Tensor, problem: Problem, targets: Targets) -> Any:
+    def primitives_for(h: Tensor, w: Tensor, problem: Problem, targets: Targets, _: Any) -> Any:
         variant = variant_of(targets)
         kernels = kernel_set.kernel_set(arch, problem.dtype, configs, variant)
         return dispatch.kernel_primitives(tiles, kernels, num_sms, problem.grad_bias)

@@ -48,6 +48,10 @@ class WorkerError(Exception):
 class SubprocessWorker:
     """Runs calls in one subprocess at a time, which the first call starts."""
 
+    def __init__(self, *, has_torch: bool = True) -> None:
+        """Let calls import torch only if `has_torch`: importing it takes seconds."""
+        self._has_torch = has_torch
+
     _process: "subprocess.Popen[bytes] | None" = None
     _connection: "Connection[Any, Any]"
     _log: IO[bytes]
@@ -101,6 +105,8 @@ class SubprocessWorker:
         self._connection = self._open.enter_context(parent_end)
         self._log = self._open.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
         code = f"from {__name__} import serve; serve({child_end.fileno()})"
+        if not self._has_torch:
+            code = f"import sys; sys.modules['torch'] = None; {code}"
         self._process = subprocess.Popen(
             [sys.executable, "-c", code],
             pass_fds=[child_end.fileno()],

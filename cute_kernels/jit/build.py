@@ -1,0 +1,73 @@
+"""Compiles several kernels at once, each in a process of its own."""
+
+import contextlib
+import functools
+import os
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from cutefce.cute_kernels.jit import cache, compiler
+from cutefce.cute_kernels.jit.subprocess_worker import SubprocessWorker, WorkerError
+from cutefce.cute_kernels.notices import CompilingNotice
+from cutefce.cute_kernels.spec import KernelSpec
+
+BUILD_SECONDS = 300
+"""Time limit of compiling a kernel."""
+MAX_BUILDERS = 16
+
+
+def missing(kernels: Iterable[KernelSpec]) -> list[KernelSpec]:
+    """Return the kernels that are not compiled yet, each once."""
+    return [kernel for kernel in dict.fromkeys(kernels) if not cache.is_stored(kernel)]
+
+
+def compile_into_folder(kernel: KernelSpec) -> None:
+    """Compile `kernel` into the cache folder."""
+    cache.store(kernel, lambda: compiler.compile_kernel(kernel))
+
+
+def compile_clean(kernel: KernelSpec) -> None:
+    """Compile `kernel` into the cache folder.
+
+    Raises:
+        ValueError: if it spills registers or its WGMMA instructions are serialized.
+    """
+    if cache.is_stored(kernel):
+        return
+    report, function = compiler.report(kernel)
+    if not report.is_clean:
+        raise ValueError(f"{report.spill_bytes} bytes spilled, warnings {report.warnings}")
+    with contextlib.suppress(OSError):  # the process that launches it compiles it again
+        cache.store(kernel, lambda: function)
+
+
+def build(
+    kernels: Sequence[KernelSpec],
+    advance: Callable[[], None] = lambda: None,
+    compile_one: Callable[[KernelSpec], Any] = compile_into_folder,
+) -> dict[KernelSpec, str]:
+    """Compile kernels in subprocesses; return those that failed, with the reasons.
+
+    Args:
+        kernels: What to compile.
+        advance: Called after each kernel.
+        compile_one: Compiles a kernel in the subprocess, which has no torch.
+    """
+    failed: dict[KernelSpec, str] = {}
+    waiting = iter(kernels)  # of all threads
+
+    def compile_waiting(_: int) -> None:
+        with SubprocessWorker(has_torch=False) as process:
+            for kernel in waiting:
+                try:
+                    process.ask(functools.partial(compile_one, kernel), BUILD_SECONDS)
+                except (WorkerError, RuntimeError) as error:
+                    failed[kernel] = f"compiling {type(kernel).__name__}: {error}"
+                advance()
+
+    builders = max(1, min(os.cpu_count() or 1, MAX_BUILDERS, len(kernels)))
+    arch = kernels[0].arch if kernels else ""
+    with CompilingNotice(len(kernels), arch), ThreadPoolExecutor(builders) as pool:
+        list(pool.map(compile_waiting, range(builders)))
+    return failed

@@ -1,0 +1,70 @@
+"""A call that misses a kernel knows all that it launches, without launching anything."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import cutefce
+from cutefce.cute_kernels.arch import arch_named
+from cutefce.cute_kernels.jit import build
+from cutefce.cute_kernels.jit import cache as jit_cache
+from cutefce.cute_kernels.spec import KernelSpec
+from tests.support import kernel_models
+from tests.support.layouts import SMALL_TILES
+
+N, D, V = 600, 64, 3000
+CALLS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "everything kept": {"workspace": "max"},
+    "least memory": {"workspace": "min"},
+    "chunks": {"workspace": 1 << 20},
+    "losses of tokens": {"reduction": "none"},
+    "label smoothing": {"label_smoothing": 0.1},
+    "z-loss": {"z_loss": 1e-3, "token_weights": torch.rand(N)},
+    "logit map": {"softcap": 20.0, "logit_scale": 0.5, "linear_bias": torch.randn(V)},
+    "soft targets": {
+        "target_indices": torch.randint(V, (N, 4)),
+        "target_probs": torch.full((N, 4), 0.25),
+    },
+    "samples": {"gradient": "sampled", "samples": 16},
+}
+
+
+class Launches:
+    """Kernels that calls ask for, of which the first one is missing."""
+
+    def __init__(self) -> None:
+        self.launched: dict[KernelSpec, None] = {}
+
+    def __call__(self, kernel: KernelSpec) -> Any:
+        """Return a model of the kernel; while a call is rehearsed, what launches nothing."""
+        if jit_cache._thread.recorded is not None:
+            return jit_cache.compiled(kernel)
+        make, jit_cache._thread.make = jit_cache._thread.make, None
+        if make is not None and not self.launched:
+            make(kernel)
+        self.launched[kernel] = None
+        return kernel_models.model_of(kernel)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_compiles_what_it_launches(
+    name: str, frozen: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launches, built = Launches(), list[KernelSpec]()
+    arch = arch_named("sm_90a")
+    kernel_models.serve_calls(monkeypatch, arch, SMALL_TILES, selects=True, replacement=launches)
+    monkeypatch.setattr(build, "missing", lambda kernels: list(dict.fromkeys(kernels)))
+    monkeypatch.setattr(build, "build", built.extend)
+    h, w = torch.randn(N, D).bfloat16().requires_grad_(), torch.randn(V, D).bfloat16()
+    w.requires_grad_(not frozen)
+    more = dict(CALLS[name])
+    y = None if "target_probs" in more else torch.randint(V, (N,))
+    if "linear_bias" in more:
+        more["linear_bias"] = more["linear_bias"].bfloat16()
+    loss = cutefce.linear_cross_entropy(h, w, y, **more)
+    loss.sum().backward()
+    assert built, "the call had all kernels"
+    assert set(built) == set(launches.launched)
