@@ -1,11 +1,14 @@
-"""Latency of a new process's first call on a GPU, with its kernels in the JIT cache."""
+"""Latency of first steps on a GPU: with an empty cache, of another head, in a new process."""
 
 import dataclasses
 import json
+import os
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import click
 import torch
@@ -14,47 +17,74 @@ import cutefce
 from bench.harness.cli import Output, gpu_only
 from bench.harness.problems import Shape, random_inputs
 from bench.harness.records import Measurement
-from cutefce.cute_kernels.jit import cache as jit_cache
 
-SHAPE = Shape(256, 512, 8192, "bfloat16")
+SHAPES = Shape(4096, 2048, 128256, "bfloat16"), Shape(8192, 4096, 131072, "bfloat16")
+HEADS = "first head", "another head"
 
 
 @dataclass(frozen=True)
 class Row:
-    """The first call of one process."""
+    """The first forward and backward of a head in a process."""
 
+    tokens: int
+    hidden: int
+    vocab: int
+    dtype: str
+    case: str
+    """Which process it is, and which head of it."""
     seconds: float
-    """Until the result is there, without imports and creation of the CUDA context."""
-    compiled_kernels: int
-    """Kernels that this process compiled; 0 if the cache had them all."""
+    """Until the gradients are there, without imports and creation of the CUDA context."""
+    kernels: int
+    """Kernels in the cache folder afterwards."""
 
 
 @click.command("first-call")
 @click.pass_obj
 @gpu_only
 def command(output: Output, /) -> None:
-    """Latency of a new process's first call on a GPU."""
-    output.record("first_call", [Measurement({}, lambda: [run("cuda")])])
+    """Latency of the first steps of a process on a GPU."""
+    output.record("first_call", [Measurement({}, lambda: run("cuda"))])
 
 
-def run(device: str) -> Row:
-    """Call in a process that fills the cache, then in the one that is measured."""
-    for _ in range(2):
-        process = subprocess.run(
-            [sys.executable, "-m", __name__, device], check=True, capture_output=True, text=True
-        )
-    return Row(**json.loads(process.stdout))
+def run(device: str) -> list[Row]:
+    """Train a step of each head in a process with an empty cache folder, then in another one."""
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o700)
+        for process in ("empty cache", "new process"):
+            done = subprocess.run(
+                [sys.executable, "-m", __name__, device],
+                check=True,
+                stdout=subprocess.PIPE,
+                text=True,
+                env=os.environ | {"CUTEFCE_CACHE_DIR": folder},
+            )
+            heads = zip(SHAPES, HEADS, json.loads(done.stdout), strict=True)
+            for shape, head, (seconds, kernels) in heads:
+                case = f"{process}, {head}"
+                rows.append(
+                    Row(**dataclasses.asdict(shape), case=case, seconds=seconds, kernels=kernels)
+                )
+    return rows
 
 
-def first_call(device: str) -> Row:
-    """Measure the first call of this process."""
-    h, w, y = random_inputs(SHAPE, device)
-    torch.mm(h, w.t()).sum().item()  # creates the CUDA context and cuBLAS's
-    begin = time.perf_counter()
-    with torch.no_grad():
-        cutefce.linear_cross_entropy(h, w, y).item()
-    return Row(time.perf_counter() - begin, jit_cache.compile_count)
+def first_steps(device: str) -> list[tuple[float, int]]:
+    """Measure the first step of each head in this process."""
+    torch.ones(8, 8, device=device).mm(torch.ones(8, 8, device=device)).sum().item()
+    found = []
+    for shape in SHAPES:
+        h, w, y = random_inputs(shape, device)
+        h.requires_grad_()
+        w.requires_grad_()
+        begin = time.perf_counter()
+        cutefce.linear_cross_entropy(h, w, y).backward()
+        assert w.grad is not None
+        w.grad[0, 0].item()
+        seconds = time.perf_counter() - begin
+        kernels = len([*Path(os.environ["CUTEFCE_CACHE_DIR"]).rglob("*.so")])
+        found.append((seconds, kernels))
+    return found
 
 
 if __name__ == "__main__":
-    print(json.dumps(dataclasses.asdict(first_call(sys.argv[1]))))
+    print(json.dumps(first_steps(sys.argv[1])))

@@ -110,8 +110,8 @@ def _cpu_overhead(rows: list[Row]) -> Iterator[str]:
 
 
 def _first_call(rows: list[Row]) -> Iterator[str]:
-    columns = {"seconds": field("seconds"), "compiled kernels": text("compiled_kernels")}
-    yield from table(columns, rows)
+    columns = {"step": text("case"), "seconds": field("seconds"), "kernels": text("kernels")}
+    yield from table({**SIZES, **columns}, rows)
 
 
 def _tuned(rows: list[Row]) -> Iterator[str]:

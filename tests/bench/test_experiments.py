@@ -2,6 +2,7 @@
 
 import csv
 import math
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -38,7 +39,6 @@ from bench.harness import problems, reference
 from bench.harness.problems import Shape
 from bench.harness.records import read
 from bench.report import sections
-from cutefce.cute_kernels.jit import cache as jit_cache
 from cutefce.cute_kernels.jit.subprocess_worker import WorkerError
 from examples.corpus import Corpus
 from examples.training import Sizes
@@ -453,12 +453,15 @@ def test_cpu_overhead_has_a_row_for_forward_and_each_training_step(
 
 
 @pytest.mark.slow
-def test_the_first_call_is_that_of_a_new_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(first_call, "SHAPE", TINY)
-    monkeypatch.setattr(jit_cache, "compile_count", 0)  # other tests may have compiled kernels
-    assert first_call.first_call("cpu").compiled_kernels == 0
-    row = first_call.run("cpu")
-    assert row.seconds > 0 and row.compiled_kernels == 0
+def test_first_steps_are_those_of_new_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    code = "from bench.experiments import first_call as f; from bench.harness.problems import Shape"
+    tiny = f"{code}; f.SHAPES = {TINY!r}, {TINY!r}; print(f.json.dumps(f.first_steps('cpu')))"
+    command, run = [sys.executable, "-c", tiny], subprocess.run
+    monkeypatch.setattr(subprocess, "run", lambda _, **more: run(command, **more))
+    rows = first_call.run("cpu")
+    cases = [f"{p}, {head}" for p in ("empty cache", "new process") for head in first_call.HEADS]
+    assert [row.case for row in rows] == cases
+    assert all(row.seconds > 0 and row.kernels == 0 for row in rows)
 
 
 def test_the_kernels_that_breakdown_looks_for_exist() -> None:
