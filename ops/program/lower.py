@@ -5,10 +5,11 @@ from collections.abc import Sequence
 from cutefce.cute_kernels.integers import round_up
 from cutefce.cute_kernels.workspace import NUM_STATS, low_bytes
 from cutefce.ops.program.backend import Backend
+from cutefce.ops.program.emit import Emitter
 from cutefce.ops.program.layout import Layout, Window, alike, chunks_of, even_windows, windows_of
-from cutefce.ops.program.place import place
+from cutefce.ops.program.place import place, token_bytes
 from cutefce.ops.program.problem import Problem, Upstream
-from cutefce.ops.program.steps import Buffer, Home, Kind, Program, Range, Step
+from cutefce.ops.program.steps import Home, Kind, Program, Range, Step
 
 ORDER_BYTES = 16
 """Bytes of a token's place and of its target, in the order of the rows that count."""
@@ -40,18 +41,14 @@ def lower(p: Problem, x: Layout, backend: Backend, *, brief: bool = False) -> Pr
     return place(lowering.finished())
 
 
-class _Lowering:
-    """A program while its steps are emitted, in the order in which they run."""
+class _Lowering(Emitter):
+    """The steps of a loss and of its gradients."""
 
     def __init__(self, p: Problem, x: Layout, backend: Backend, brief: bool) -> None:
+        program = Program(p, x.in_forward, x.low_bits)
+        program.gradients, program.token_bytes = p.gradient_bytes(), token_bytes(p)
+        super().__init__(program, brief=brief)
         self.p, self.x, self.backend = p, x, backend
-        self.program, self.count, self.brief, self.times = (
-            Program(p, x.in_forward, x.low_bits),
-            0,
-            brief,
-            1,
-        )
-        self.steps = self.program.forward
         self.every = (0, p.tokens)
         self.in_forward = x.in_forward
         assert x.low_bits or not (self.in_forward and p.keeps_sums), "sums are in pieces"
@@ -73,51 +70,18 @@ class _Lowering:
         self.sums_in_dx &= self.keeps_hidden or p.dx_item == p.sums
         """Whether they, or the larger pieces, lie in the memory of dX."""
 
-    # -- buffers and steps ------------------------------------------------------------------------
-
     def buffer(
         self, name: str, rows: int, columns: int, item: int, home: Home | None = None, at: int = 0
     ) -> str:
-        """Name a buffer; where it is named again, it is as large as the larger one."""
         if name.startswith(VALUES) and not self.backend.places_values:
             home = Home.OUTSIDE
-        known = self.program.buffers.get(name)
-        if known is None or (known.rows, known.columns) < (rows, columns):
-            if known is not None:
-                rows, columns = max(rows, known.rows), max(columns, known.columns)
-            self.program.buffers[name] = Buffer(rows, columns, item, home, at)
-        return name
+        return super().buffer(name, rows, columns, item, home, at)
 
-    def emit(
-        self,
-        kind: Kind,
-        reads: Sequence[str],
-        writes: Sequence[str],
-        rows: Range,
-        columns: Range = (0, 0),
-        **flags: bool,
-    ) -> None:
-        """Append a step, and the scratch that its backend asks for."""
-        step = Step(kind, (*reads,), (*writes,), rows, columns, **flags, times=self.times)
-        lives = self.program.lives
-        self.steps.append(step)
-        for name in (*step.reads, *step.writes):
-            lives[name] = lives.get(name, (self.count, 0))[0], self.count
-        size = self.backend.scratch(self.p, self.x, step)
-        if size:
-            scratch = f"scratch {self.count}"
-            self.program.buffers[scratch] = Buffer(1, size, 1, Home.OUTSIDE)
-            lives[scratch] = self.count, self.count
-        self.count += 1
+    def scratch(self, step: Step) -> int:
+        return self.backend.scratch(self.p, self.x, step)
 
-    def finished(self) -> Program:
-        """Return the program; what is returned lives until its end."""
-        outputs = Home.STATS, Home.DX, Home.DW, Home.DBIAS, Home.INTO
-        names = {name for step in self.program.steps() for name in step.writes}
-        for name, buffer in self.program.buffers.items():
-            if buffer.home in outputs and name in names and _is_output(name):
-                self.program.lives[name] = self.program.lives[name][0], self.count
-        return self.program
+    def is_output(self, name: str) -> bool:
+        return not name.startswith(("exps", "scaled", "states", "plain"))
 
     # -- names of what several steps share --------------------------------------------------------
 
@@ -483,8 +447,3 @@ class _Lowering:
                 # sums in one piece are multiplied where they are
                 out = (into,) if p.keeps_sums else (into, *out)
             self.emit(Kind.FINISH_WEIGHT, sums, out, self.every, adds=p.into > 0)
-
-
-def _is_output(name: str) -> bool:
-    """Whether a buffer in the memory of a result is a part of that result."""
-    return not name.startswith(("exps", "scaled", "states", "plain"))

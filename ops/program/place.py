@@ -10,7 +10,7 @@ from cutefce.cute_kernels.integers import round_up
 from cutefce.cute_kernels.workspace import NUM_STATS
 from cutefce.ops.planning.step_memory import TARGET_BYTES
 from cutefce.ops.program.problem import Problem
-from cutefce.ops.program.steps import ARENAS, GRADIENTS, Buffer, Home, Kind, Program
+from cutefce.ops.program.steps import ARENAS, Buffer, Home, Kind, Program
 
 ITEM = 8
 """Bytes of which arenas are multiples, so that they may be seen in every dtype."""
@@ -45,7 +45,7 @@ def place(program: Program) -> Program:
 
 def kept(program: Program) -> int:
     """Return the bytes that a call holds from its forward to the end of its backward."""
-    return program.arenas[Home.KEPT] + token_bytes(program.problem)
+    return program.arenas[Home.KEPT] + program.token_bytes
 
 
 def peak(program: Program) -> int:
@@ -53,19 +53,8 @@ def peak(program: Program) -> int:
 
     The gradients that the forward has not allocated yet leave room for its scratch.
     """
-    middle, later = len(program.forward), 0
-    begun = {
-        buffer.home
-        for name, buffer in program.buffers.items()
-        if buffer.home in GRADIENTS and program.lives[name][0] < middle
-    }
-    p = program.problem
-    if p.grad_hidden and Home.DX not in begun:
-        later += p.tokens * p.hidden * p.dx_item
-    if p.grad_weight and not p.into and Home.DW not in begun:
-        later += p.vocab * p.hidden * p.dw_item
-    if p.grad_bias and Home.DBIAS not in begun:
-        later += p.vocab * p.item
+    begun = program.homes_of_forward
+    later = sum(size for home, size in program.gradients.items() if home not in begun)
     forward, backward = _most_outside(program)
     forward += program.arenas[Home.FORWARD] - later
     backward += program.arenas[Home.BACKWARD]

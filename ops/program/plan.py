@@ -1,10 +1,6 @@
-"""From a problem and a budget to the plan of a call: the fastest program that fits.
+"""From a problem and a budget to the plan of a call: the fastest program that fits."""
 
-Programs come in families that store more and more exponentials: of each family, the one that stores
-the most within the budget is a candidate.
-"""
-
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -18,11 +14,9 @@ from cutefce.ops.program.lower import lower
 from cutefce.ops.program.place import kept, peak
 from cutefce.ops.program.primitives_backend import PrimitivesBackend
 from cutefce.ops.program.problem import Problem
+from cutefce.ops.program.search import fastest_within
 from cutefce.ops.program.steps import Program
 
-WORTH, FREE = (5, 4), 4 << 20
-"""Memory that "min" may take, over the least of any program, and bytes that it may take beside:
-so much is often worth half of the time."""
 LEAST_CHUNK = 512
 """Tokens below which a chunk's products wait for the weight to be read."""
 CHUNK_WINDOWS = 16384, 65536
@@ -147,72 +141,8 @@ def plan(
         x = replace(like, window=window, low_bits=low)
         return planned(p, x, backend, device).within(budget)
     families = [*_families(p, backend, like is None)]
-    made: dict[Layout, Plan] = {}
-
-    def of(x: Layout) -> Plan:
-        if x not in made:
-            made[x] = planned(p, x, backend, device)
-        return made[x]
-
-    def size(x: Layout) -> int:
-        return of(x).workspace_bytes
-
-    parts = [part for x in families for part in (x[:1], x[-1:], x[1:-1]) if part]
-    found = None
-    if budget != MINIMUM:
-        found = _fastest(parts, of, budget)
-    if found is None:
-        least = min(size(x) for part in parts for x in (part[0], part[-1]))
-        limit = least * WORTH[0] // WORTH[1] + FREE if budget == MINIMUM else least
-        found = _fastest(parts, of, limit)
-    assert found is not None, "the least fits"
+    found = fastest_within(families, lambda x: planned(p, x, backend, device), budget)
     return found.within(budget)
-
-
-def _fastest(
-    parts: Sequence[Sequence[Layout]], of: Callable[[Layout], Plan], limit: int
-) -> Plan | None:
-    """Return the fastest plan of at most `limit` bytes, the smallest one of those; None if none is.
-
-    Each layout of a part takes more memory, and less time, than the one before.
-    """
-    best = None
-    for part in parts:
-        if best is not None and of(part[-1]).seconds >= best.seconds:
-            continue
-        found = _most_within(part, limit, lambda x: of(x).workspace_bytes)
-        if found is not None and (best is None or _cost(of(found)) < _cost(best)):
-            best = of(found)
-    return best
-
-
-def _cost(x: Plan) -> tuple[float, int]:
-    return x.seconds, x.workspace_bytes
-
-
-def _most_within(
-    family: Sequence[Layout], limit: int, size: Callable[[Layout], int]
-) -> Layout | None:
-    """Return the last layout of at most `limit` bytes.
-
-    Bytes grow about linearly, so that a guess between two that are known is nearly right.
-    """
-    low, high = 0, len(family) - 1
-    if size(family[high]) <= limit:
-        return family[high]
-    if size(family[low]) > limit:
-        return None
-    while high - low > 1:
-        least, most = size(family[low]), size(family[high])
-        guess = low + (limit - least) * (high - low) // max(most - least, 1)
-        guess = min(max(guess, low + 1), high - 1)
-        if size(family[guess]) <= limit:
-            low = guess
-            if low + 1 < high and size(family[low + 1]) > limit:
-                break
-        else:
-            high = guess
-    return family[low]
 
 
 def _families(

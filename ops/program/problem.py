@@ -6,6 +6,8 @@ Numbers of options are no part of it: programs of calls that differ in them alon
 from dataclasses import dataclass
 from enum import Enum
 
+from cutefce.ops.program.steps import Home
+
 
 class Upstream(Enum):
     """What is known of the upstream gradient of a loss, and when."""
@@ -104,8 +106,11 @@ class Problem:
         """Whether chunks add dW to the caller's buffer at once."""
         return self.into > 0 and self.adds_in_place and self.upstream is Upstream.KNOWN
 
-    def gradient_bytes(self) -> int:
-        """Return the bytes of the gradients that are returned."""
-        dx = self.tokens * self.hidden * self.dx_item * self.grad_hidden
-        dw = self.vocab * self.hidden * self.dw_item * (self.grad_weight and not self.into)
-        return dx + dw + self.vocab * self.item * self.grad_bias
+    def gradient_bytes(self) -> dict[Home, int]:
+        """Return the bytes of each gradient that is returned."""
+        own_dw = self.grad_weight and not self.into
+        return {
+            Home.DX: self.tokens * self.hidden * self.dx_item * self.grad_hidden,
+            Home.DW: self.vocab * self.hidden * self.dw_item * own_dw,
+            Home.DBIAS: self.vocab * self.item * self.grad_bias,
+        }

@@ -6,14 +6,13 @@ of tokens alone, such as statistics and factors, are tensors of their own.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from cutefce.ops.dtypes import sum_dtype
 from cutefce.ops.program.inputs import LossInputs
-from cutefce.ops.program.plan import Plan
 from cutefce.ops.program.steps import Buffer, Home, Program, Range, Step
 from cutefce.ops.torch_compat import capture_id
 
@@ -22,7 +21,7 @@ from cutefce.ops.torch_compat import capture_id
 class Left:
     """What a forward leaves for a backward: no inputs, and no statistics, by which it is found."""
 
-    plan: Plan
+    plan: Any
     memory: dict[Home, Tensor]
     capture: int | None = field(default_factory=lambda: capture_id())
     """The CUDA graph capture in which the forward ran; None if in none."""
@@ -37,15 +36,43 @@ class Left:
         return dict(self.memory)
 
 
+class Inputs(Protocol):
+    """What a call is given, seen from the interpreter."""
+
+    @property
+    def h(self) -> Tensor:
+        """A tensor on the device of the call."""
+
+
+InputsT = TypeVar("InputsT", bound=Inputs)
+
+
 @dataclass
-class Call:
+class Interpreter(Generic[InputsT]):
     """What one call of a program computes with, and what its steps have found."""
 
     program: Program
-    inputs: LossInputs[Any, Any]
+    inputs: InputsT
     memory: dict[Home, Tensor] = field(default_factory=dict)
     """Of arenas and gradients, flat."""
     values: dict[str, Any] = field(default_factory=dict)
+
+    def run(self, steps: Sequence[Step], scratch: Home, table: Mapping[Any, Any]) -> None:
+        """Run steps with memory of their own for scratch."""
+        self.allocate(scratch)
+        for step in steps:
+            table[step.kind](self, step)
+        del self.memory[scratch]
+
+    def allocate(self, home: Home) -> None:
+        """Allocate an arena."""
+        self.memory[home] = self.inputs.h.new_empty(self.program.arenas[home], dtype=torch.uint8)
+
+
+@dataclass
+class Call(Interpreter[LossInputs[Any, Any]]):
+    """A call of a loss."""
+
     parts: dict[Range, LossInputs[Any, Any]] = field(default_factory=dict)
     views: dict[tuple[str, int | None], Tensor] = field(default_factory=dict)
     """Buffers as matrices."""
@@ -90,13 +117,6 @@ class Call:
         return inputs.h.dtype if b.item == p.item else sum_dtype(inputs.h.dtype)
 
     def run(self, steps: Sequence[Step], scratch: Home, table: Mapping[Any, Any]) -> None:
-        """Run steps with memory of their own for scratch."""
-        self.allocate(scratch)
-        for step in steps:
-            table[step.kind](self, step)
-        del self.memory[scratch]
+        """Run steps, whose views are of no use after them."""
+        super().run(steps, scratch, table)
         self.views.clear()
-
-    def allocate(self, home: Home) -> None:
-        """Allocate an arena."""
-        self.memory[home] = self.inputs.h.new_empty(self.program.arenas[home], dtype=torch.uint8)

@@ -4,8 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
-
-from cutefce.ops.program.problem import Problem
+from typing import Any
 
 Range = tuple[int, int]
 """First and last, which is excluded, of rows or columns."""
@@ -23,12 +22,14 @@ class Home(Enum):
     DX = "dX"
     DW = "dW"
     DBIAS = "the gradient of the bias"
+    SECOND_DX = "dX of a second head"
+    SECOND_DW = "dW of a second head"
     INTO = "the caller's buffer for dW"
     OUTSIDE = "tensors that primitives allocate"
 
 
 ARENAS = Home.KEPT, Home.FORWARD, Home.BACKWARD
-GRADIENTS = Home.DX, Home.DW, Home.DBIAS
+GRADIENTS = Home.DX, Home.DW, Home.DBIAS, Home.SECOND_DX, Home.SECOND_DW
 
 
 class Kind(Enum):
@@ -90,7 +91,8 @@ class Buffer:
 class Step:
     """One launch, on those of its rows that count."""
 
-    kind: Kind
+    kind: Enum
+    """A `Kind`, or one of those of another lowering."""
     reads: tuple[str, ...]
     """Names of buffers; a call's inputs are read without being named."""
     writes: tuple[str, ...]
@@ -130,7 +132,8 @@ class Step:
 class Program:
     """The steps of a call, and the buffers between them."""
 
-    problem: Problem
+    problem: Any
+    """What was lowered."""
     in_forward: bool = False
     """Whether gradients are formed in the forward, chunk by chunk."""
     low_bits: int = 0
@@ -142,6 +145,10 @@ class Program:
     """The first and the last step of each buffer, counted from the first of the forward."""
     arenas: dict[Home, int] = field(default_factory=dict)
     """Bytes of each arena."""
+    gradients: dict[Home, int] = field(default_factory=dict)
+    """Bytes of each gradient that is returned."""
+    token_bytes: int = 0
+    """Bytes of what a call holds of its tokens beside buffers."""
 
     def steps(self) -> Iterator[Step]:
         """Yield all steps."""

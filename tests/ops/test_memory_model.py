@@ -63,7 +63,7 @@ def measure(
     step()
     plan = cutefce.plan(case.h, case.w, reduction=reduction, workspace=workspace)
     problem = plan.problem
-    return plan.workspace_bytes, peak_bytes(step, device) - problem.gradient_bytes(), problem
+    return plan.workspace_bytes, peak_bytes(step, device) - sum(problem.gradient_bytes().values()), problem
 
 
 @pairwise_of(

@@ -17,9 +17,10 @@ from cutefce.ops.program.cost import seconds
 from cutefce.ops.program.layout import Layout, most_aliased
 from cutefce.ops.program.lower import lower
 from cutefce.ops.program.place import check, peak
-from cutefce.ops.program.plan import FREE, WORTH, _families, plan, planned
+from cutefce.ops.program.plan import _families, plan, planned
 from cutefce.ops.program.primitives_backend import PrimitivesBackend
 from cutefce.ops.program.problem import Problem, Upstream
+from cutefce.ops.program.search import FREE, WORTH
 from tests.support.tiers import rest_slow
 
 MIB = 1 << 20
@@ -182,7 +183,7 @@ def test_plans_of_random_problems_grow(draws: range) -> None:
     for seed in draws:
         draw = random.Random(seed)
         p, arch = random_problem(draw), draw.choice([None, "sm_90a"])
-        size = max(p.gradient_bytes(), MIB)
+        size = max(sum(p.gradient_bytes().values()), MIB)
         grows(p, range(0, 2 * size, size // 4), arch)
 
 

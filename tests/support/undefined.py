@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from cutefce.ops.program.run import Call
+from cutefce.ops.program.run import Interpreter
 from cutefce.ops.program.steps import Home, Step
 
 UNDEFINED = 255
 """The byte of which NaN is made, in every dtype."""
 
 
-def allocate(call: Call, home: Home) -> None:
+def allocate(call: Interpreter[Any], home: Home) -> None:
     """Allocate an arena in which nothing is defined."""
     size = call.program.arenas[home]
     call.memory[home] = call.inputs.h.new_empty(size, dtype=torch.uint8)
@@ -28,8 +28,10 @@ def clear(x: Tensor, first: int = 0, last: int | None = None) -> None:
         x[first:last].fill_(UNDEFINED)
 
 
-def run(call: Call, steps: Sequence[Step], scratch: Home, table: Mapping[Any, Any]) -> None:
-    """Do what `Call.run` does; clear each buffer after the last step that names it."""
+def run(
+    call: Interpreter[Any], steps: Sequence[Step], scratch: Home, table: Mapping[Any, Any]
+) -> None:
+    """Do what `Interpreter.run` does; clear each buffer after the last step that names it."""
     program = call.program
     call.allocate(scratch)
     start = len(program.forward) if steps is program.backward else 0
@@ -40,10 +42,9 @@ def run(call: Call, steps: Sequence[Step], scratch: Home, table: Mapping[Any, An
             if last == number and buffer.home is scratch:
                 clear(call.memory[scratch], buffer.offset, buffer.end)
     del call.memory[scratch]
-    call.views.clear()
 
 
 def make_undefined(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let programs run on such memory."""
-    monkeypatch.setattr(Call, "allocate", allocate)
-    monkeypatch.setattr(Call, "run", run)
+    monkeypatch.setattr(Interpreter, "allocate", allocate)
+    monkeypatch.setattr(Interpreter, "run", run)
