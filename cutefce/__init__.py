@@ -11,8 +11,7 @@ from cutefce.version import __version__ as __version__
 
 if find_spec("torch") is not None:
     from cutefce.integrations.deferral import DeferralReport, defer, deferral_report, undefer
-    from cutefce.ops.divergence.api import linear_divergence
-    from cutefce.ops.divergence.plan import plan_divergence
+    from cutefce.ops.divergence.api import linear_divergence, plan_divergence
     from cutefce.ops.interface.api import LossOutput, linear_cross_entropy
     from cutefce.ops.interface.log_probs import LogProbs, linear_log_probs
     from cutefce.ops.interface.module import LinearCrossEntropyLoss

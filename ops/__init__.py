@@ -9,7 +9,7 @@
     sampling/     sampled gradients: how entries of the softmax are chosen, and their products
     rows/         per-token data of all steps: targets, options, statistics, coefficients
     soft_targets/ targets that are probabilities of K classes
-    divergence/   the call of two heads, linear_divergence, from its arguments to its tiles
+    divergence/   the call of two heads, linear_divergence, from its arguments to its steps
     parallel/     across ranks: vocabulary and tokens sharded over a process group
 
 `schema.py` makes operators' schemas of the option records; `dtypes.py` has their names and those of

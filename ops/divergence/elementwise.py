@@ -1,9 +1,9 @@
 """The arithmetic of a tile of logits, in plain torch functions that a compiler can fuse.
 
 R rows, C classes.  `a` and `b` (R, C) are logits of two sides.  A row's log-sum-exp is the sum of
-its `top` (R,), about the largest logit, and its `rest` (R,), so that a logarithm of a probability,
-(a - top_a) - rest_a, is as exact as that of a log-softmax.  Every function writes to its first
-argument.
+its top, about the largest logit, and its rest, so that a logarithm of a probability, (a - top) -
+rest, is as exact as that of a log-softmax; `lses` (R, 4) are top and rest of a, then of b.  Every
+function writes to its first argument.
 
 A divergence from a to b is summed as Σ_v a (log a - log b) + b - a over probabilities: the last two
 add up to 0 over all classes, and with them each term is 0 or more, and exact to rounding where both
@@ -12,8 +12,6 @@ are close.  A wrong log-sum-exp changes such a sum in second order alone.
 Factors are the derivatives of a row's divergence by its logits, without their scale and
 temperature, times `scale` (R,) and the softcap's derivative, of the bound κ, `cap` (R,), if given.
 `kl` (R,) is the divergence of the row that they depend on.
-
-Functions have more than eight parameters because fused kernels take tensors.
 """
 
 import torch
@@ -29,42 +27,23 @@ def add_exps_(top: Tensor, total: Tensor, logits: Tensor) -> None:
     top.copy_(largest)
 
 
-def add_kl_(
-    out: Tensor,
-    a: Tensor,
-    b: Tensor,
-    top_a: Tensor,
-    rest_a: Tensor,
-    top_b: Tensor,
-    rest_b: Tensor,
-) -> None:
+def add_kl_(out: Tensor, a: Tensor, b: Tensor, lses: Tensor) -> None:
     """Add KL(a || b) of these classes to `out` (R,)."""
-    p, q = _probabilities(a, top_a, rest_a), _probabilities(b, top_b, rest_b)
-    distance = _distance(b, a, (top_b - top_a) + (rest_b - rest_a))
-    terms = _difference(p, q, distance).sub_(distance.mul_(p))
+    p, q = _probabilities(a, lses[:, :2]), _probabilities(b, lses[:, 2:])
+    ratio = _ratio(a, b, lses).neg_()
+    terms = _difference(p, q, ratio).sub_(ratio.mul_(p))
     # a class with probability 0, whose logit may be -inf, has no term but that of b
     out.add_(torch.where(p == 0, q, terms).sum(1))
 
 
 def add_mixture_kl_(
-    out: Tensor,
-    a: Tensor,
-    b: Tensor,
-    top_a: Tensor,
-    rest_a: Tensor,
-    top_b: Tensor,
-    rest_b: Tensor,
-    share: Tensor,
-    other: Tensor,
+    out: Tensor, a: Tensor, b: Tensor, lses: Tensor, share: Tensor, other: Tensor
 ) -> None:
-    """Add KL(a || m) of these classes to `out` (R,), with m = share a + other b.
-
-    More than eight parameters: see above.
-    """
-    p, q = _probabilities(a, top_a, rest_a), _probabilities(b, top_b, rest_b)
-    distance = _distance(a, b, (top_a - top_b) + (rest_a - rest_b))
-    to_b = _difference(p, q, -distance).mul_(other)
-    terms = _log_ratio(distance, share, other).mul_(p)
+    """Add KL(a || m) of these classes to `out` (R,), with m = share a + other b."""
+    p, q = _probabilities(a, lses[:, :2]), _probabilities(b, lses[:, 2:])
+    ratio = _ratio(a, b, lses)
+    to_b = _difference(p, q, -ratio).mul_(other)
+    terms = _log_ratio(ratio, share, other).mul_(p)
     out.add_(torch.where(p == 0, 0, terms).add_(to_b).sum(1))
 
 
@@ -72,20 +51,13 @@ def kl_factors_of_first_(
     out: Tensor,
     a: Tensor,
     b: Tensor,
-    top_a: Tensor,
-    rest_a: Tensor,
-    top_b: Tensor,
-    rest_b: Tensor,
+    lses: Tensor,
     kl: Tensor,
     cap: Tensor | None,
     scale: Tensor | None,
 ) -> None:
-    """Write the factors of a's logits, for `kl` = KL(a || b), to `out` (R, C).
-
-    More than eight parameters: see above.
-    """
-    p = _probabilities(a, top_a, rest_a)
-    ratio = _distance(a, b, (top_a - top_b) + (rest_a - rest_b))
+    """Write the factors of a's logits, for `kl` = KL(a || b), to `out` (R, C)."""
+    p, ratio = _probabilities(a, lses[:, :2]), _ratio(a, b, lses)
     terms = ratio.sub_(kl[:, None]).mul_(p)
     out.copy_(_scaled(torch.where(p == 0, 0, terms), a, cap, scale))
 
@@ -94,31 +66,24 @@ def kl_factors_of_second_(
     out: Tensor,
     b: Tensor,
     a: Tensor,
-    top_b: Tensor,
-    rest_b: Tensor,
-    top_a: Tensor,
-    rest_a: Tensor,
+    lses: Tensor,
     kl: Tensor,
     cap: Tensor | None,
     scale: Tensor | None,
 ) -> None:
-    """Write the factors of b's logits, for KL(a || b), to `out` (R, C); `kl` is not read.
+    """Write the factors of b's logits, for KL(a || b), to `out` (R, C).
 
-    More than eight parameters: see above.
+    `lses` are those of b, then of a; `kl` is not read.
     """
-    p, q = _probabilities(a, top_a, rest_a), _probabilities(b, top_b, rest_b)
-    distance = _distance(b, a, (top_b - top_a) + (rest_b - rest_a))
-    out.copy_(_scaled(_difference(p, q, distance), b, cap, scale))
+    q, p = _probabilities(b, lses[:, :2]), _probabilities(a, lses[:, 2:])
+    out.copy_(_scaled(_difference(p, q, _ratio(b, a, lses)), b, cap, scale))
 
 
 def mixture_factors_(
     out: Tensor,
     a: Tensor,
     b: Tensor,
-    top_a: Tensor,
-    rest_a: Tensor,
-    top_b: Tensor,
-    rest_b: Tensor,
+    lses: Tensor,
     kl: Tensor,
     cap: Tensor | None,
     scale: Tensor | None,
@@ -127,25 +92,26 @@ def mixture_factors_(
 ) -> None:
     """Write the factors of a's logits, for share KL(a || m) + other KL(b || m), to `out` (R, C).
 
-    m = share a + other b, and `kl` is KL(a || m).  More than eight parameters: see above.
+    m = share a + other b, and `kl` is KL(a || m).  More than eight parameters: a fused kernel takes
+    tensors.
     """
-    p = _probabilities(a, top_a, rest_a)
-    distance = _distance(a, b, (top_a - top_b) + (rest_a - rest_b))
-    terms = _log_ratio(distance, share, other).sub_(kl[:, None]).mul_(p).mul_(share)
+    p, ratio = _probabilities(a, lses[:, :2]), _ratio(a, b, lses)
+    terms = _log_ratio(ratio, share, other).sub_(kl[:, None]).mul_(p).mul_(share)
     out.copy_(_scaled(torch.where(p == 0, 0, terms), a, cap, scale))
 
 
-def _probabilities(logits: Tensor, top: Tensor, rest: Tensor) -> Tensor:
-    """Return exp(logits - top - rest)."""
-    return (logits - top[:, None]).sub_(rest[:, None]).exp_()
+def _probabilities(logits: Tensor, lses: Tensor) -> Tensor:
+    """Return the probabilities of a side, of top and rest (R, 2)."""
+    return (logits - lses[:, :1]).sub_(lses[:, 1:]).exp_()
 
 
-def _distance(a: Tensor, b: Tensor, of_sums: Tensor) -> Tensor:
-    """Return log p_a - log p_b, of log-sum-exps that differ by `of_sums` (R,).
+def _ratio(a: Tensor, b: Tensor, lses: Tensor) -> Tensor:
+    """Return log p_a - log p_b.
 
     The difference of close logits is exact, unlike that of their logarithms of probabilities.
     """
-    return (a - b).sub_(of_sums[:, None])
+    of_lses = (lses[:, :1] - lses[:, 2:3]) + (lses[:, 1:2] - lses[:, 3:])
+    return (a - b).sub_(of_lses)
 
 
 def _difference(p: Tensor, q: Tensor, distance: Tensor) -> Tensor:

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from cutefce.ops import torch_compat
-from cutefce.ops.divergence.factors import Factors
+from cutefce.ops.divergence.calls import backward, forward
+from cutefce.ops.divergence.operands import Operands
 from cutefce.ops.divergence.options import RECORDS, Divergence, DivergenceTensors
-from cutefce.ops.divergence.passes import STATS, Passes
-from cutefce.ops.divergence.plan import problem_of
-from cutefce.ops.divergence.sides import Side, SideGradients
+from cutefce.ops.divergence.plan import make_plan, problem_of
+from cutefce.ops.divergence.sides import Side
+from cutefce.ops.divergence.steps import STATS
 from cutefce.ops.dtypes import sum_dtype
 from cutefce.ops.interface.options import Sharding
 from cutefce.ops.operators import kept
@@ -24,7 +25,6 @@ from cutefce.ops.operators.context import isolated_context
 from cutefce.ops.operators.operators import LIBRARY
 from cutefce.ops.parallel.consistency import report_errors
 from cutefce.ops.parallel.shard import Unsharded, shard_of
-from cutefce.ops.planning.divergence.planner import make_plan
 from cutefce.ops.rows.logit_map import LogitMap
 from cutefce.ops.schema import unpack
 
@@ -41,17 +41,14 @@ def divergence(*arguments: Any) -> tuple[Tensor, Tensor]:
     The arguments are (N, D) and (V, D) of the student and of the teacher, (N,) targets or None, and
     those of `RECORDS`.
     """
-    tensors, options, sharding = unpack(arguments[OPERANDS:], *RECORDS)
-    order = _order(arguments[4], options)
-    passes = _passes(arguments, order, sharding)
-    rows, factors = passes.forward()
-    values = options.values(rows)
-    tokens = len(arguments[0])
-    stats = _restored(rows, order, tokens)
-    kept.keep(stats, factors)
-    if not options.is_scalar:
-        return _restored(values, order, tokens), stats
-    return values.sum() * _loss_scale(passes.sides[0], tensors, options), stats
+    x = _operands(arguments)
+    rows, left = forward(x)
+    values, tokens = x.options.values(rows), len(arguments[0])
+    stats = _restored(rows, x.order, tokens)
+    kept.keep(stats, kept.KeptProgram(left=left))
+    if x.loss_scale is None:
+        return _restored(values, x.order, tokens), stats
+    return values.sum() * x.loss_scale, stats
 
 
 def divergence_backward(upstream: Tensor, stats: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
@@ -60,85 +57,42 @@ def divergence_backward(upstream: Tensor, stats: Tensor, *arguments: Any) -> tup
     `upstream` is the gradient of the reduced divergence; `stats` and the arguments are those of
     `divergence`.
     """
-    tensors, options, sharding = unpack(arguments[OPERANDS:], *RECORDS)
-    order = _order(arguments[4], options)
-    passes = _passes(arguments, order, sharding, upstream, stats)
-    found: Factors | None = kept.kept_with(stats)
-    factors = Factors() if found is None else found.taken()
-    loss_scale = None
-    if options.is_scalar:
-        loss_scale = _loss_scale(passes.sides[0], tensors, options)
-    elif order is not None:
-        upstream = upstream.index_select(0, order)
-    rows = stats if order is None else stats.index_select(1, order)
-    in_one_block = passes.has_one_row_block(factors)
-    sums = {
-        i: SideGradients(
-            side,
-            upstream,
-            loss_scale,
-            _boost(side, i, options),
-            in_one_block=in_one_block,
-            dw=factors.dw(i),
-        )
-        for i, side in enumerate(passes.sides)
-        if side.is_trained
-    }
-    passes.backward(rows, factors, list(sums.values()))
-    del factors
-    results: list[Tensor] = []
-    for i, side in enumerate(passes.sides):
-        if i in sums:
-            results += sums.pop(i).finish(passes.shard, order, len(arguments[0]))
-        else:
-            results += _no_gradients(side.h, side.w)
-    return (*results,)
+    x = _operands(arguments, upstream, stats)
+    found = kept.kept_with(stats)
+    left = None if found is None else found.take_left()
+    del found
+    if x.order is not None:
+        stats = stats.index_select(1, x.order)
+        if x.loss_scale is None:
+            upstream = upstream.index_select(0, x.order)
+    return (*backward(x, left, stats, upstream),)
 
 
-def _order(y: Tensor | None, options: Divergence) -> Tensor | None:
-    """Return (M,) the tokens that count, None for all; a GPU is synchronized to learn how many."""
-    if y is None:
-        return None
-    order = (y != options.ignore_index).nonzero()[:, 0]
-    return None if len(order) == len(y) else order
+def _operands(
+    arguments: Any, upstream: Tensor | None = None, stats: Tensor | None = None
+) -> Operands:
+    """Return the divergence of the tokens that count, planned; that of a backward has an upstream.
 
-
-def _passes(
-    arguments: Any,
-    order: Tensor | None,
-    sharding: Sharding,
-    upstream: Tensor | None = None,
-    stats: Tensor | None = None,
-) -> Passes:
-    """Return the planned divergence of the tokens `order`; those of a backward have an upstream."""
+    A GPU with targets is synchronized to learn how many tokens count.
+    """
     h_s, w_s, h_t, w_t, y, *more = arguments
-    tensors, options, _ = unpack(more, *RECORDS)
-    heads = (h_s, w_s), (h_t, w_t)
-    tokens = len(h_s) if order is None else len(order)
-    gradients = [options.gradients(i) for i in range(len(heads))]
-    problem = problem_of(
-        heads,
-        gradients,
-        tokens,
-        scales_rows=not options.is_scalar or tensors.differ_by_token,
-        is_sharded=sharding.group is not None,
-        is_mixture=options.is_mixture,
-    )
+    tensors, options, sharding = unpack(more, *RECORDS)
+    heads, order = ((h_s, w_s), (h_t, w_t)), None
+    if y is not None:
+        order = (y != options.ignore_index).nonzero()[:, 0]
+        order = None if len(order) == len(y) else order
+    counted = len(h_s) if order is None else len(order)
+    problem = problem_of(heads, counted, tensors, options, sharding)
     added, sides = (tensors.student_bias, tensors.teacher_bias), []
     for i, (h, w) in enumerate(heads):
         logits = _logit_map(h, order, i, options, tensors)
-        sides.append(Side(h, w, logits, added[i], gradients[i]).selected(order))
+        boost = options.boost(i) if h.dtype == torch.float16 else 1.0
+        side = Side(h, w, logits, added[i], options.gradients(i), boost)
+        sides.append(side.selected(order))
     shard = _shard(sharding, heads, y, options, tensors, upstream, stats)
     loss_scale = _loss_scale(sides[0], tensors, options) if options.is_scalar else None
-    scales = [
-        side.factor_scale(loss_scale, _boost(side, i, options)) for i, side in enumerate(sides)
-    ]
-    return Passes(sides, options, make_plan(problem, options.budget), shard, scales)
-
-
-def _boost(side: Side, index: int, options: Divergence) -> float:
-    """Return the power of 2 that a side's factors are multiplied by, for float16's range."""
-    return options.boost(index) if side.h.dtype == torch.float16 else 1.0
+    plan = make_plan(problem, options.budget)
+    return Operands(sides, options, plan, shard, loss_scale, order)
 
 
 def _shard(
@@ -196,10 +150,6 @@ def _restored(x: Tensor, order: Tensor | None, tokens: int) -> Tensor:
     if order is None:
         return x
     return x.new_zeros(*x.shape[:-1], tokens).index_copy_(-1, order, x)
-
-
-def _no_gradients(h: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return h.new_empty(0, h.shape[1]), w.new_empty(0, w.shape[1]), h.new_empty(0)
 
 
 def _fake_divergence(*arguments: Any) -> tuple[Tensor, Tensor]:
@@ -261,7 +211,7 @@ def _refuse(ctx: Any, *_: Any) -> None:
 
 
 _TAGS = (torch.Tag.cudagraph_unsafe,) if hasattr(torch.Tag, "cudagraph_unsafe") else ()
-for name, schema, function, fake, backward, setup in (
+for name, schema, function, fake, derivative, setup in (
     (
         "divergence",
         f"({_HEADS}, {_OPTIONS}) -> (Tensor loss, Tensor stats)",
@@ -282,4 +232,6 @@ for name, schema, function, fake, backward, setup in (
     LIBRARY.define(f"{name}{schema}", tags=_TAGS)
     LIBRARY.impl(name, isolated_context(function), "CompositeExplicitAutograd")
     torch.library.register_fake(f"cutefce::{name}", fake, lib=LIBRARY)
-    torch.library.register_autograd(f"cutefce::{name}", backward, setup_context=setup, lib=LIBRARY)
+    torch.library.register_autograd(
+        f"cutefce::{name}", derivative, setup_context=setup, lib=LIBRARY
+    )

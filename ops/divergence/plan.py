@@ -1,120 +1,156 @@
-"""How a divergence would run, and the problem that it is planned for."""
+"""The plan of a divergence: its problem, and the fastest layout within a budget."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
-import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
+from cutefce.cute_kernels.integers import ceil_div
 from cutefce.cute_kernels.problem import Problem
-from cutefce.ops.divergence import checks as own_checks
-from cutefce.ops.divergence.options import DivergenceTensors
+from cutefce.cute_kernels.process_cache import process_cache
+from cutefce.ops.divergence.cost import seconds
+from cutefce.ops.divergence.lower import lower
+from cutefce.ops.divergence.options import Divergence, DivergenceTensors
+from cutefce.ops.divergence.problem import DivergenceLayout, DivergenceProblem
 from cutefce.ops.dtypes import dtype_name
-from cutefce.ops.interface import checks
-from cutefce.ops.planning.divergence.planner import make_plan
-from cutefce.ops.planning.divergence.problem import DivergencePlan, DivergenceProblem
+from cutefce.ops.interface.options import Sharding
+from cutefce.ops.planning.budget import MINIMUM, predicted
+from cutefce.ops.planning.device import device_of
 from cutefce.ops.primitives.dispatch import planned_device
 from cutefce.ops.primitives.portable_projection import is_dense
+from cutefce.ops.program.place import peak
+from cutefce.ops.program.search import fastest_within
+from cutefce.ops.program.steps import Program
+
+WINDOWS = tuple(1 << bits for bits in range(10, 18))
+"""Classes of windows: those below the problem's, and all of it."""
+TILES, LEAST_TILE = 4, 1 << 20
+"""Tiles of logits of a window, and logits of the smallest tile, if a window has as many."""
+KEPT_PARTS = 16
+"""Tokens are kept in multiples of this part of all."""
 
 
-def plan_divergence(
-    student_input: Tensor,
-    student_weight: Tensor,
-    teacher_input: Tensor,
-    teacher_weight: Tensor,
-    target: Tensor | None = None,
-    *,
-    divergence: str = "forward_kl",
-    beta: float | None = None,
-    student_bias: Tensor | None = None,
-    teacher_bias: Tensor | None = None,
-    temperature: Any = 1.0,
-    reduction: str = "mean",
-    ignore_index: int | None = None,
-    workspace: int | str | None = None,
-    group: ProcessGroup | None = None,
-    shards: Sequence[int] | None = None,
-) -> DivergencePlan:
-    """Return how `linear_divergence` would run with these arguments; print it to read it.
+@dataclass(frozen=True)
+class DivergencePlan:
+    """How one divergence runs."""
 
-    Tensors on `meta` are planned for as on a GPU, as by `plan`; the plan of a divergence is the
-    same for all GPUs.  Other arguments of the call change no plan.
+    problem: DivergenceProblem
+    layout: DivergenceLayout
+    workspace_bytes: int = 0
+    """Predicted peak memory beyond inputs and gradients."""
+    seconds: float = 0.0
+    """Predicted time of forward and backward; for comparing plans of one problem."""
+    budget: int | None = field(default=None, compare=False)
+    """Bytes that were asked for, if no plan takes as few."""
 
-    Args:
-        student_input: (..., D_s) hidden states.  Set requires_grad on the tensors as for the call;
-            under `torch.no_grad` the plan is that of a forward alone.
-        student_weight: (V, D_s).
-        teacher_input: (..., D_t).
-        teacher_weight: (V, D_t).
-        target: (...) that of the call, whose tokens that count are counted: a GPU is waited for.
-            None if all count.
-        divergence: which one, as for the call, and so are the other arguments.
-        beta: the teacher's share of the JSD's mixture; None is 0.5.  A KL takes None.
-        student_bias: (V,) of which only its gradient matters.
-        teacher_bias: the same of the teacher.
-        temperature: numbers or tensors, of which only the shape matters.
-        reduction: "mean", "sum" or "none".
-        ignore_index: None is -100.
-        workspace: peak memory in bytes, "min", "max", or None for 2.5 GiB.
-        group: process group over whose ranks the classes are sharded.
-        shards: classes of every rank.
+    @cached_property
+    def program(self) -> Program:
+        """What runs."""
+        return lower(self.problem, self.layout)
 
-    More than eight parameters: they are arguments of the call.
+    @property
+    def tokens(self) -> int:
+        """Tokens that are computed."""
+        return self.problem.student.tokens
 
-    Returns:
-        Tiles, kept tokens, and predicted memory (bytes) and time (seconds).
+    @property
+    def vocab(self) -> int:
+        """Classes, of one rank."""
+        return self.problem.student.vocab
 
-    Raises:
-        TypeError, ValueError: as the call does, and for a target on `meta`.
-    """
-    given = student_input, student_weight, teacher_input, teacher_weight
-    biases = student_bias, teacher_bias
-    heads, name = own_checks.checked_heads(given, target, biases, group, shards)
-    form = own_checks.form(divergence, own_checks.checked_share(divergence, beta))
-    tensors = DivergenceTensors(*biases, *own_checks.temperatures(temperature, heads[0][0]), None)
-    ignored = own_checks.checked_ignore_index(reduction, ignore_index)
-    budget = checks.workspace_bytes(workspace)
-    flat = [(h.reshape(-1, h.shape[-1]), w) for h, w in heads]
-    counted = len(flat[0][0])
-    if target is not None:
-        if target.is_meta:
-            raise ValueError("target: got one on meta, which has no values, expected None")
-        counts = target if target.dtype == torch.bool else target != ignored
-        counted = int(counts.sum())
-    wanted = [own_checks.gradients(*head, bias) for head, bias in zip(heads, biases, strict=True)]
-    problem = problem_of(
-        flat,
-        wanted,
-        counted,
-        scales_rows=reduction == "none" or tensors.differ_by_token,
-        is_sharded=name is not None,
-        is_mixture=form == "jsd",
-    )
-    return make_plan(problem, budget)
+    @property
+    def kept(self) -> int:
+        """Tokens whose factors are kept."""
+        return self.layout.kept
+
+    @property
+    def aliased(self) -> int:
+        """Those of them whose factors lie in the memory of dW."""
+        return self.layout.aliased
+
+    @property
+    def is_one_pass(self) -> bool:
+        """Whether the forward computes each logit once."""
+        return self.layout.passes == 1
+
+    def __str__(self) -> str:
+        text = "one pass" if self.is_one_pass else "two passes"
+        for tile in self.program.forward[:1]:  # there is none of no tokens
+            text += f" of {tile.rows[1] - tile.rows[0]} tokens x {tile.columns[1]} classes"
+        if self.problem.trained:
+            tokens = max(self.tokens, 1)
+            text += f", {self.kept / tokens:.0%} kept"
+            if self.aliased:
+                text += f", {self.aliased / tokens:.0%} in the memory of dW"
+            text += f", backward of {self.tokens} x {self.layout.window}"
+        return f"{text}: {predicted(self.workspace_bytes, self.seconds, self.budget)}"
+
+
+@process_cache
+def make_plan(problem: DivergenceProblem, budget: int) -> DivergencePlan:
+    """Return the fastest plan within `budget` bytes, or the one that takes the least."""
+    found = fastest_within([*_families(problem)], lambda x: planned(problem, x), budget)
+    return replace(found, budget=budget) if MINIMUM < budget < found.workspace_bytes else found
+
+
+def planned(problem: DivergenceProblem, layout: DivergenceLayout) -> DivergencePlan:
+    """Return the plan of a layout."""
+    program, device = lower(problem, layout, brief=True), device_of(problem.student.device)
+    copied = problem.copied_bytes
+    if problem.selects:
+        copied += sum(p.tokens * p.hidden * p.item_bytes for p in problem.sides)
+    return DivergencePlan(problem, layout, peak(program) + copied, seconds(program, device))
+
+
+def _families(p: DivergenceProblem) -> Iterator[Sequence[DivergenceLayout]]:
+    """Yield layouts of which each takes more memory, and less time, than the one before."""
+    tokens, vocab = p.student.tokens, p.student.vocab
+    can_keep = bool(p.trained) and not (p.scales_rows or p.sharded)
+    most = p.most_aliased * can_keep
+    widths = vocab, *(width for width in reversed(WINDOWS) if width < vocab)
+    # tiles of all classes take what gradients of weights take later
+    has_room = any(p.sides[i].grad_weight for i in p.trained)
+    parts = {tokens * part // KEPT_PARTS for part in range(1 + KEPT_PARTS * can_keep)}
+    if can_keep:  # windows of what is kept alone take no memory
+        yield [DivergenceLayout(vocab, size * tokens // TILES, tokens) for size in sorted(widths)]
+    for width in widths:
+        rows = min(max(ceil_div(tokens, TILES), LEAST_TILE // width), tokens)
+        own = DivergenceLayout(width, max(rows, 1) * width)
+        if p.sharded or not has_room:
+            yield [replace(own, passes=2)]
+        if not p.sharded:
+            yield [replace(own, kept=kept) for kept in sorted(parts)]
+        if most:
+            kept = sorted({most, *(x for x in parts if x > most)})
+            yield [replace(own, kept=x, aliased=most) for x in kept]
 
 
 def problem_of(
     heads: Sequence[tuple[Tensor, Tensor]],
-    gradients: Sequence[Sequence[bool]],
     counted: int,
-    *,
-    scales_rows: bool,
-    is_sharded: bool,
-    is_mixture: bool,
+    tensors: DivergenceTensors,
+    options: Divergence,
+    sharding: Sharding,
 ) -> DivergenceProblem:
-    """Return the problem of a call with h (N, D) and w (V, D) of student and teacher.
+    """Return the problem of a call with h (N, D) and w (V, D) of both sides.
 
-    `counted` tokens count, `gradients` of hidden states, weight and bias of each side are computed;
-    the others are those of `DivergenceProblem`.
+    `counted` of its tokens count.
     """
     problems, copied = [], 0
-    for (h, w), (hidden, weight, bias) in zip(heads, gradients, strict=True):
-        dtype = dtype_name(h.dtype)
-        sizes = counted, h.shape[1], len(w), dtype, planned_device(h)
+    for index, (h, w) in enumerate(heads):
+        hidden, weight, bias = options.gradients(index)
+        sizes = counted, h.shape[1], len(w), dtype_name(h.dtype), planned_device(h)
         problems.append(Problem(*sizes, hidden, weight, grad_bias=bias))
         given = (h, w) if counted == len(h) else (w,)
         copied += sum(x.numel() * x.element_size() for x in given if not is_dense(x))
     student, teacher = problems
-    tokens = len(heads[0][0])
-    return DivergenceProblem(student, teacher, tokens, copied, scales_rows, is_sharded, is_mixture)
+    return DivergenceProblem(
+        student,
+        teacher,
+        len(heads[0][0]),
+        copied,
+        scales_rows=not options.is_scalar or tensors.differ_by_token,
+        sharded=sharding.group is not None,
+        first=None if options.is_mixture else options.first,
+    )

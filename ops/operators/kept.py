@@ -23,8 +23,22 @@ from cutefce.ops.sampling.kernels import KernelSamples
 from cutefce.ops.sampling.samples import Samples
 
 
+@dataclass(kw_only=True)
+class KeptProgram:
+    """What the program of a forward has left for its backward."""
+
+    left: Left | None = None
+
+    def take_left(self) -> Left | None:
+        """Return what a program has left; later backwards get None of what this one overwrites."""
+        left = self.left
+        if left is not None and left.plan.program.is_spent:
+            left = vars(self).pop("left", None)  # one step, for threads that share a graph
+        return left
+
+
 @dataclass
-class Kept:
+class Kept(KeptProgram):
     """The results of a forward that its backward uses."""
 
     plan: Plan
@@ -38,15 +52,6 @@ class Kept:
     """(D,) that of `LossInputs`."""
     samples: Samples | KernelSamples | None = None
     """Entries of the exponentials, with sampled gradients."""
-    left: Left | None = None
-    """What a program has left."""
-
-    def take_left(self) -> Left | None:
-        """Return what a program has left; later backwards get None of what this one overwrites."""
-        left = self.left
-        if left is not None and left.plan.program.is_spent:
-            left = vars(self).pop("left", None)  # one step, for threads that share a graph
-        return left
 
 
 _kept: dict[int, tuple["weakref.ref[torch.UntypedStorage]", Any]] = {}

@@ -193,8 +193,8 @@ def run_forward(inputs: LossInputs[Any, Any], plan: Plan) -> tuple[Tensor, RowSt
     else:
         loss, stats, left = programs.forward(inputs, plan)
     targets = inputs.targets.of_backward(keeps_soft=samples is not None or not plan.in_forward)
-    own = inputs.selection, None, inputs.class_row, samples, left
-    return loss, stats, Kept(plan, targets, *own)
+    own = inputs.selection, None, inputs.class_row, samples
+    return loss, stats, Kept(plan, targets, *own, left=left)
 
 
 def loss_backward(

@@ -5,5 +5,4 @@ device.py               what a device does in a second
 step_memory.py          what single steps of primitives take
 sampled_memory.py       the memory of sampled gradients
 sample_sizes.py         entries that a token may keep, columns that its lse is estimated of
-divergence/             plans of divergences of two heads
 """

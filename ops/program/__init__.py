@@ -13,8 +13,10 @@ layout.py      how it is laid out: chunks of tokens, windows of classes, what li
 steps.py       buffers, steps and programs
 backend.py     what lowering must know of those who run the steps
 primitives_backend.py  the primitives, as such: what they allocate themselves
-lower.py       a problem and a layout to a program
+emit.py        a program while it is made: its steps, and the lives of its buffers
+lower.py       a problem and a layout of a loss to a program
 place.py       offsets of buffers, the memory that a program takes, and what forbids overlap
 cost.py        the time that it takes
-plan.py        the plan of a call: the fastest program within a budget
+search.py      the fastest of layouts within a budget
+plan.py        the plan of a loss
 """

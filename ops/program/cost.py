@@ -22,17 +22,26 @@ def _seconds(p: Problem, step: Step, device: Device, program: Program) -> float:
         return device.launch
     match step.kind:
         case Kind.PROJECT | Kind.GEMM_HIDDEN | Kind.GEMM_WEIGHT:
-            product = 2 * rows * columns * p.hidden / device.flops
-            if step.kind is Kind.GEMM_HIDDEN and len(step.writes) > 1:
-                product *= 1 + device.kept
-            # reading the weight may take longer than few rows' products
-            moved = columns * p.hidden * p.item / device.bytes
-            return max(product, moved) + device.edge + _sums(program, step, device)
+            longer = device.kept * (step.kind is Kind.GEMM_HIDDEN and len(step.writes) > 1)
+            product = product_seconds(device, rows, columns, p.hidden, p.item, 1 + longer)
+            return product + _sums(program, step, device)
         case Kind.GATHER | Kind.RESCALE | Kind.KEEP_HIDDEN | Kind.FINISH_HIDDEN:
             return device.launch + 2 * rows * p.hidden * p.item / device.bytes
         case Kind.FINISH_WEIGHT:
             return device.launch + _bytes(program, (*step.reads, *step.writes)) / device.bytes
     return device.launch
+
+
+def product_seconds(
+    device: Device, rows: int, columns: int, hidden: int, item: int, times: float = 1.0
+) -> float:
+    """Return the time of a product of so many tokens, classes and features of `item` bytes.
+
+    Its multiplications take some `times` what they take at best.  Reading the weight may take
+    longer than few rows' products.
+    """
+    product = times * 2 * rows * columns * hidden / device.flops
+    return max(product, columns * hidden * item / device.bytes) + device.edge
 
 
 def _sums(program: Program, step: Step, device: Device) -> float:

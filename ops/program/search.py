@@ -30,9 +30,7 @@ L = TypeVar("L")
 P = TypeVar("P", bound=Costed)
 
 
-def fastest_within(
-    families: Sequence[Sequence[L]], planned: Callable[[L], P], budget: int
-) -> P:
+def fastest_within(families: Sequence[Sequence[L]], planned: Callable[[L], P], budget: int) -> P:
     """Return the fastest plan of a layout within `budget` bytes, or the one that takes the least.
 
     Each layout of a family takes more memory, and less time, than the one before.  The first and

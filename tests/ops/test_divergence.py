@@ -8,8 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import cutefce
-from cutefce.ops.divergence.factors import Factors, SideFactors
-from cutefce.ops.divergence.sides import Side
+from cutefce.ops.divergence import lower
 from tests.support.divergence import (
     FORMS,
     NAMES,
@@ -197,7 +196,7 @@ def test_dw_of_scaled_hidden_states(
     plan: str, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What bfloat16 on a GPU does where a window has the factors of all tokens."""
-    monkeypatch.setattr(Side, "rounds_scaled", True)
+    monkeypatch.setattr(lower, "rounds_scaled", lambda *_: True)
     case = heads(60, (16, 12), 133, dtype=torch.float64, device=device, biases=True)
     options: dict[str, Any] = {"divergence": "jsd", "temperature": 0.7, "reduction": "sum"}
     with planned(plan):
@@ -360,11 +359,3 @@ def test_16_bits_keep_small_factors(dtype: torch.dtype, form: dict[str, Any], de
     got, want = ours(case, **form), expected(case.cast(torch.float64), **form)
     for a, b in zip(got[1:], want[1:], strict=True):
         assert distance(a, b) <= 2 * torch.finfo(dtype).eps * float(b.norm())
-
-
-def test_tiles_in_the_memory_of_dw_are_aligned() -> None:
-    """Of both sides in that of one, with an odd hidden size."""
-    dw, rest = (torch.empty(rows, 65, dtype=torch.bfloat16) for rows in (1000, 0))
-    tiles = Factors([SideFactors(dw, rest), None]).tile_memory(torch.float32)
-    assert len(tiles) == 2 and all(x.data_ptr() % 16 == 0 for x in tiles)
-    assert [len(x) // 1000 for x in tiles] == [16, 16]

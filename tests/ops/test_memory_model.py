@@ -63,7 +63,8 @@ def measure(
     step()
     plan = cutefce.plan(case.h, case.w, reduction=reduction, workspace=workspace)
     problem = plan.problem
-    return plan.workspace_bytes, peak_bytes(step, device) - sum(problem.gradient_bytes().values()), problem
+    gradients = sum(problem.gradient_bytes().values())
+    return plan.workspace_bytes, peak_bytes(step, device) - gradients, problem
 
 
 @pairwise_of(

@@ -9,11 +9,11 @@ from torch import Tensor
 import cutefce
 from cutefce.autotune_cache import defaults
 from cutefce.cute_kernels.problem import Problem
+from cutefce.ops.divergence.plan import make_plan
+from cutefce.ops.divergence.problem import DivergenceProblem
 from cutefce.ops.dtypes import dtype_name
 from cutefce.ops.interface import checks
 from cutefce.ops.planning.device import GPU
-from cutefce.ops.planning.divergence.planner import make_plan
-from cutefce.ops.planning.divergence.problem import DivergenceProblem
 from cutefce.ops.program.plan import plan as make_loss_plan
 from cutefce.ops.program.primitives_backend import PrimitivesBackend
 from cutefce.ops.program.problem import Problem as LossProblem
@@ -81,7 +81,7 @@ def test_options_are_planned(name: str) -> None:
 def test_a_plan_of_a_divergence_is_that_of_a_gpu(is_jsd: bool) -> None:
     sizes = TOKENS, HIDDEN, VOCAB, "bfloat16", "cuda"
     sides = Problem(*sizes), Problem(*sizes, False, False)
-    want = make_plan(DivergenceProblem(*sides, TOKENS, is_mixture=is_jsd), 1 << 30)
+    want = make_plan(DivergenceProblem(*sides, TOKENS, first=None if is_jsd else 1), 1 << 30)
     h, w = empty(8, TOKENS // 8, HIDDEN), empty(VOCAB, HIDDEN)
     form: dict[str, Any] = {"temperature": (0.9, 1.1), "workspace": 1 << 30}
     form |= {"divergence": "jsd"} if is_jsd else {}

@@ -13,8 +13,10 @@ from torch import Tensor
 import cutefce
 from cutefce.ops import torch_compat
 from cutefce.ops.divergence import operators
-from cutefce.ops.planning.divergence.planner import make_plan
-from cutefce.ops.planning.divergence.problem import DivergencePlan, DivergenceProblem
+from cutefce.ops.divergence import plan as plans
+from cutefce.ops.divergence.plan import DivergencePlan
+from cutefce.ops.divergence.problem import DivergenceLayout, DivergenceProblem
+from cutefce.ops.program.place import check
 
 FORMS: dict[str, dict[str, Any]] = {
     "forward KL": {"divergence": "forward_kl"},
@@ -23,21 +25,18 @@ FORMS: dict[str, dict[str, Any]] = {
     "JSD, mostly student": {"divergence": "jsd", "beta": 0.1},
     "JSD, nearly teacher": {"divergence": "jsd", "beta": 0.999},
 }
-PLANS: dict[str, tuple[tuple[int, int], tuple[int, int], int]] = {
-    "two passes": ((32, 64), (32, 64), 0),
-    "one pass": ((32, 1 << 20), (64, 96), 0),
-    "some kept": ((32, 1 << 20), (48, 96), 40),
-    "all kept": ((32, 1 << 20), (64, 64), 1 << 20),
-    "one tile": ((1 << 20, 1 << 20), (1 << 20, 1 << 20), 0),
-    "kept in dW": ((4, 1 << 20), (1 << 20, 64), -1),
-    "more kept than dW has room for": ((4, 1 << 20), (1 << 20, 32), 40),
+PLANS: dict[str, DivergenceLayout] = {
+    "two passes": DivergenceLayout(64, 32 * 64, passes=2),
+    "one pass": DivergenceLayout(96, 32 * 96),
+    "some kept": DivergenceLayout(96, 24 * 96, kept=40),
+    "all kept": DivergenceLayout(64, 32 * 64, kept=1 << 20),
+    "one tile": DivergenceLayout(1 << 20, 1 << 40),
+    "kept in dW": DivergenceLayout(64, 64, kept=1, aliased=1 << 20),
+    "more kept than dW has room for": DivergenceLayout(32, 32, kept=40, aliased=1 << 20),
 }
-"""Rows and columns of the forward's and the backward's tiles, and kept tokens; cut to the sizes.
-
-Blocks of all tokens keep factors in the memory of dW, -1 tokens those alone.
-"""
+"""Layouts, cut to the sizes; `aliased` tokens are as many as dW has room for, and all kept."""
 RUNS = [(plan, "sum") for plan in PLANS]
-RUNS += [(plan, "none") for plan, (_, _, kept) in PLANS.items() if not kept]
+RUNS += [(plan, "none") for plan, layout in PLANS.items() if not layout.kept]
 """Plans and reductions: factors are kept of a reduced divergence alone."""
 NAMES = "student_input", "student_weight", "teacher_input", "teacher_weight"
 
@@ -237,22 +236,16 @@ def distance(a: Tensor, b: Tensor) -> float:
 @contextmanager
 def planned(name: str) -> Iterator[None]:
     """Run calls by one of `PLANS`."""
-    (forward_rows, forward_columns), (rows, columns), kept = PLANS[name]
+    layout = PLANS[name]
 
     def plan(problem: DivergenceProblem, budget: int) -> DivergencePlan:
-        made = make_plan(problem, budget)
-        most = problem.most_aliased if rows == 1 << 20 else 0
-        count = 0 if problem.scales_rows else min(most if kept < 0 else kept, made.tokens)
-        return replace(
-            made,
-            forward_rows=forward_rows,
-            forward_columns=forward_columns,
-            rows=rows,
-            columns=columns,
-            tile_columns=max(columns // 2, 1),
-            kept=count,
-            aliased=min(most, count),
-        )
+        tokens = 0 if problem.scales_rows else problem.student.tokens
+        aliased = min(layout.aliased, problem.most_aliased, tokens)
+        kept = min(max(layout.kept, aliased), tokens)
+        found = plans.planned(problem, replace(layout, kept=kept, aliased=aliased))
+        if problem.student.tokens:  # else nothing is written
+            check(found.program)
+        return found
 
     with mock.patch.object(operators, "make_plan", plan):
         yield

@@ -1,0 +1,70 @@
+"""Forward and backward of a divergence, as the two parts of its program."""
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from cutefce.ops.divergence import gradients, tiles
+from cutefce.ops.divergence.operands import Call, Operands
+from cutefce.ops.divergence.steps import DW, DX, STATS, Kind
+from cutefce.ops.program.run import Left
+from cutefce.ops.program.steps import Home, Step
+
+TABLE: dict[Kind, Callable[[Call, Step], None]] = {
+    Kind.ROWS: tiles.rows,
+    Kind.ADD_EXPS: tiles.add_exps,
+    Kind.FINISH_LSES: tiles.finish_lses,
+    Kind.ADD_TERMS: tiles.add_terms,
+    Kind.ALL_REDUCE: tiles.all_reduce,
+    Kind.COPY: tiles.copy,
+    Kind.FACTORS: tiles.factors,
+    Kind.SCALE: gradients.scale,
+    Kind.GEMM_HIDDEN: gradients.gemm_hidden,
+    Kind.GEMM_WEIGHT: gradients.gemm_weight,
+    Kind.BIAS: gradients.bias,
+    Kind.FINISH_HIDDEN: gradients.finish_hidden,
+}
+
+
+def forward(x: Operands) -> tuple[Tensor, Left]:
+    """Return the statistics (6, M), and what is left for the backward."""
+    call = Call(x.plan.program, x)
+    stats = call.values["stats"] = x.h.new_empty(STATS, len(x.h), dtype=x.dtype)
+    call.allocate(Home.KEPT)
+    _allocate_gradients(call, call.program.homes_of_forward)
+    call.run(call.program.forward, Home.FORWARD, TABLE)
+    return stats, Left(x.plan, call.memory)
+
+
+def backward(x: Operands, left: Left | None, stats: Tensor, upstream: Tensor) -> list[Tensor]:
+    """Return dX, dW and the bias' gradient of student and teacher, without rows if not asked for.
+
+    Factors that were kept and are not `left` are computed again, by the forward.
+    """
+    if left is None and x.plan.kept:
+        _, left = forward(x)
+    call = Call(x.plan.program, x, {} if left is None else left.taken())
+    del left
+    trained = ((i, side) for i, side in enumerate(x.sides) if side.is_trained)
+    scales = {i: side.scales(upstream.to(x.dtype), x.loss_scale) for i, side in trained}
+    call.values |= {"stats": stats, "scales": scales}
+    call.values["bias"] = dbias = [side.empty_bias() for side in x.sides]
+    _allocate_gradients(call, call.program.homes - call.memory.keys())
+    call.run(call.program.backward, Home.BACKWARD, TABLE)
+    results = []
+    for index, side in enumerate(x.sides):
+        dx, dw = call.memory.get(DX[index]), call.memory.get(DW[index])
+        results.append(side.h.new_empty(0, side.h.shape[1]) if dx is None else dx)
+        results.append(side.w.new_empty(0, side.w.shape[1]) if dw is None else dw)
+        results.append(dbias[index])
+    return results
+
+
+def _allocate_gradients(call: Call, homes: set[Home | None]) -> None:
+    """Allocate the gradients that steps write to."""
+    tokens = call.program.problem.tokens
+    for side, dx, dw in zip(call.inputs.sides, DX, DW, strict=True):
+        if dx in homes:
+            call.memory[dx] = side.h.new_empty(tokens, side.h.shape[1])
+        if dw in homes:
+            call.memory[dw] = side.w.new_empty(side.w.shape)

@@ -1,0 +1,83 @@
+"""What steps of a divergence take: bytes beside their buffers, and time."""
+
+from math import ceil
+
+from cutefce.cute_kernels.schedule.order import PARTIAL_BYTES
+from cutefce.cute_kernels.spec.divergence import DivergenceRowsSpec
+from cutefce.ops.divergence.problem import DivergenceProblem
+from cutefce.ops.divergence.steps import TILES, Kind, side_of
+from cutefce.ops.planning.device import Device
+from cutefce.ops.planning.step_memory import accumulates_wider, row_block_bytes, upcast_bytes
+from cutefce.ops.program.cost import product_seconds
+from cutefce.ops.program.steps import Program, Step
+
+KL_BLOCKS, FIRST_BLOCKS, MIXTURE_BLOCKS = 6.25, 3.25, (10.5, 8.5)
+"""Blocks of rows that an element-wise step holds at a time on a CPU: of a KL divergence, less for
+factors of the side that it averages over, and of a mixture in the forward and in the backward.  A
+GPU fuses the steps."""
+SUMS_PART = 96
+"""Logits for a sum of them, at least: a kernel has two for its tiles of 192 classes."""
+
+
+def scratch_bytes(p: DivergenceProblem, step: Step) -> int:
+    """Return the bytes that a step takes while it runs, beside its buffers."""
+    rows, columns = step.rows[1] - step.rows[0], step.columns[1] - step.columns[0]
+    if step.kind in TILES:
+        partial = min(rows * columns * p.sums // SUMS_PART, 2 * PARTIAL_BYTES)
+        if p.student.device != "cpu":
+            exchanged = rows * DivergenceRowsSpec.EXCHANGE * p.sums * (step.kind is Kind.ROWS)
+            return 2 * partial + exchanged
+        width = columns * p.sums
+        block = min(rows, max(row_block_bytes("cpu") // width, 1)) * width
+        products = (upcast_bytes(side, rows, side.hidden, columns) for side in p.sides)
+        return max(ceil(_blocks(p, step) * block), *products)
+    match step.kind:
+        case Kind.GEMM_HIDDEN:
+            side = p.sides[side_of(step)]
+            return upcast_bytes(side, rows, columns, side.hidden)
+        case Kind.GEMM_WEIGHT:
+            side = p.sides[side_of(step)]
+            return upcast_bytes(side, columns, rows, side.hidden)
+        case Kind.BIAS:
+            return 2 * columns * p.sums + row_block_bytes("cpu") * accumulates_wider(p.student)
+        case Kind.FINISH_HIDDEN if p.selects or p.sharded:
+            side = p.sides[side_of(step)]
+            return rows * side.hidden * (side.item_bytes + 2 * p.sums * p.sharded)
+    return 0
+
+
+def _blocks(p: DivergenceProblem, step: Step) -> float:
+    """Return the blocks of rows that the element-wise part of a step holds at a time on a CPU."""
+    if p.first is None:
+        return MIXTURE_BLOCKS[step.kind is Kind.FACTORS]
+    is_first = step.kind is Kind.FACTORS and p.trained == [p.first]
+    return FIRST_BLOCKS if is_first else KL_BLOCKS
+
+
+def seconds(program: Program, device: Device) -> float:
+    """Return the predicted time of forward and backward."""
+    return sum(step.times * _seconds(program, step, device) for step in program.steps())
+
+
+def _seconds(program: Program, step: Step, device: Device) -> float:
+    p: DivergenceProblem = program.problem
+    rows, columns = step.rows[1] - step.rows[0], step.columns[1] - step.columns[0]
+    if step.kind in TILES:
+        is_stored = step.kind in (Kind.ROWS, Kind.FACTORS) and step.writes[-1] != "stats"
+        moved = rows * columns * (2 * p.sums + p.factor_bytes * is_stored)
+        sides = ((side.hidden, side.item_bytes) for side in p.sides)
+        products = sum(product_seconds(device, rows, columns, *side) for side in sides)
+        return products + device.launch + moved / device.bytes
+    moved = 0
+    match step.kind:
+        case Kind.GEMM_HIDDEN | Kind.GEMM_WEIGHT:
+            side = p.sides[side_of(step)]
+            if step.kind is Kind.GEMM_HIDDEN:
+                moved = (1 + step.adds) * rows * side.hidden * p.sums
+            elif len(step.writes) > 1:
+                moved = 3 * columns * side.hidden * p.sums
+            product = product_seconds(device, rows, columns, side.hidden, side.item_bytes)
+            return product + moved / device.bytes
+        case Kind.COPY:
+            moved = 2 * rows * columns * p.factor_bytes
+    return device.launch + moved / device.bytes

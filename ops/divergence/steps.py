@@ -1,0 +1,42 @@
+"""The steps of a divergence, and names of what they read and write."""
+
+from enum import Enum
+
+from cutefce.ops.program.steps import Home, Step
+
+SIDES = "student", "teacher"
+"""The first words of names of buffers."""
+DX, DW = (Home.DX, Home.SECOND_DX), (Home.DW, Home.SECOND_DW)
+SUMS, STATS = 4, 6
+"""Statistics of a token, of which the first ones make the log-sum-exps of both sides."""
+
+
+class Kind(Enum):
+    """What a step does; its rows are tokens, its columns are classes.
+
+    Logits are a tile of both sides' in scratch.
+    """
+
+    __hash__ = object.__hash__
+
+    ROWS = "all logits of tokens; statistics from these, and the factors that are kept"
+    ADD_EXPS = "logits of some classes; their exponentials, added to those of log-sum-exps"
+    FINISH_LSES = "log-sum-exps of all classes, those of other ranks too"
+    ADD_TERMS = "logits of some classes; their terms, added to the divergences"
+    ALL_REDUCE = "divergences of all ranks"
+    SCALE = "hidden states times what gradients are multiplied by"
+    COPY = "factors of kept tokens, next to those that are computed again"
+    FACTORS = "logits of some classes; factors of the trained sides"
+    GEMM_HIDDEN = "factors @ w, written or added to the sums of dX"
+    GEMM_WEIGHT = "factorsᵀ @ hidden states: rows of dW"
+    BIAS = "column sums of factors, multiplied: the gradient of the bias"
+    FINISH_HIDDEN = "dX, multiplied, rounded, and added to that of other ranks"
+
+
+TILES = Kind.ROWS, Kind.ADD_EXPS, Kind.ADD_TERMS, Kind.FACTORS
+"""Steps that make a tile of logits, which is what they write first."""
+
+
+def side_of(step: Step) -> int:
+    """Return the side that a step of one side is of."""
+    return SIDES.index((*step.writes, *step.reads)[0].split()[0])

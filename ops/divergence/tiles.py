@@ -1,0 +1,200 @@
+"""Steps of tiles of logits: statistics of tokens, and factors.
+
+The statistics of a token are a number near the largest logit of the student, its log-sum-exp less
+that, the same of the teacher, and KL(student || x) and KL(teacher || x), where x is the other side
+or the JSD's mixture; one that is not needed is 0.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from cutefce.ops.divergence.elementwise import (
+    add_exps_,
+    add_kl_,
+    add_mixture_kl_,
+    kl_factors_of_first_,
+    kl_factors_of_second_,
+    mixture_factors_,
+)
+from cutefce.ops.divergence.factors import FactorRows
+from cutefce.ops.divergence.operands import Call, Operands, matrix
+from cutefce.ops.divergence.options import STUDENT, TEACHER
+from cutefce.ops.divergence.steps import DW, SIDES, SUMS
+from cutefce.ops.parallel.shard import VocabShard
+from cutefce.ops.primitives.portable_gradients import apply_rowwise
+from cutefce.ops.program.steps import Step
+
+
+def _logits(call: Call, s: Step) -> tuple[list[Tensor], list[Tensor | None]]:
+    """Return the logits (R, C) of both sides, and what a kernel sums of them."""
+    tokens, columns, logits, sums = slice(*s.rows), slice(*s.columns), [], []
+    shape = s.rows[1] - s.rows[0], s.columns[1] - s.columns[0]
+    for side, name in zip(call.inputs.sides, s.writes, strict=False):
+        logits.append(matrix(call, name, call.inputs.dtype, *shape))
+        sums.append(side.project(logits[-1], tokens, columns))
+    return logits, sums
+
+
+def rows(call: Call, s: Step) -> None:
+    """Make statistics of tokens from logits of all classes, and the factors that are kept."""
+    x, stats = call.inputs, call.values["stats"][:, slice(*s.rows)]
+    logits, sums = _logits(call, s)
+    outs = [_kept(call, s, index) for index in (STUDENT, TEACHER)]
+    if x.row_kernel is not None:
+        x.row_kernel.run(stats, logits, outs, sums)
+        return
+    _clear(stats)
+    _add_exps(stats, logits)
+    stats[1:SUMS:2].log_()
+    _add_terms(x, stats, logits)
+    for index, out in enumerate(outs):
+        scale = x.scales[index]
+        for columns, factors in () if out is None else out.windows():
+            tile = [side[:, columns] for side in logits]
+            _write_factors(x, factors, index, tile, stats, s.rows, scale)
+
+
+def _kept(call: Call, s: Step, index: int) -> FactorRows | None:
+    """Return the memory that a step writes the factors of its tokens of a side to."""
+    names = [name for name in s.writes[3:] if name.startswith(SIDES[index])]
+    if not names:
+        return None
+    side, layout, (first, last) = call.inputs.sides[index], call.inputs.plan.layout, s.rows
+    b = call.program.buffers[names[0]]
+    if first >= layout.aliased:
+        every = matrix(call, names[0], side.h.dtype, b.rows, b.columns)
+        return FactorRows.of(every[first - layout.aliased : last - layout.aliased])
+    pitch = b.columns * side.h.shape[1] if len(names) > 1 else 0
+    memory = call.memory[DW[index]].view(-1)
+    return FactorRows(memory, first, last - first, len(side.w), b.columns, pitch)
+
+
+def add_exps(call: Call, s: Step) -> None:
+    """Add the exponentials of some classes to those of the log-sum-exps of tokens."""
+    stats = call.values["stats"][:, slice(*s.rows)]
+    if s.columns[0] == 0:
+        _clear(stats)
+    _add_exps(stats, _logits(call, s)[0])
+
+
+def finish_lses(call: Call, s: Step) -> None:
+    """Set the log-sum-exps from the sums of this rank's classes."""
+    stats, shard = call.values["stats"], call.inputs.shard
+    if isinstance(shard, VocabShard):
+        parts = shard.all_gather(stats[:SUMS])
+        for index in (STUDENT, TEACHER):
+            tops, totals = parts[:, 2 * index], parts[:, 2 * index + 1]
+            top, total = _lse(stats, index)
+            top.copy_(tops.amax(0))
+            reference = torch.where(top == -torch.inf, 0, top)  # -inf - -inf is NaN
+            total.copy_((totals * (tops - reference).exp()).sum(0))
+    stats[1:SUMS:2].log_()
+
+
+def add_terms(call: Call, s: Step) -> None:
+    """Add the terms of some classes to the divergences of tokens."""
+    stats = call.values["stats"][:, slice(*s.rows)]
+    _add_terms(call.inputs, stats, _logits(call, s)[0])
+
+
+def all_reduce(call: Call, s: Step) -> None:
+    """Add the divergences of all ranks' classes."""
+    stats, shard = call.values["stats"], call.inputs.shard
+    assert isinstance(shard, VocabShard)
+    stats[SUMS:] = shard.all_reduce_(stats[SUMS:].clone())
+
+
+def copy(call: Call, s: Step) -> None:
+    """Write the factors of kept tokens of a window to the first rows of its memory."""
+    columns = slice(*s.columns)
+    for name in s.writes:
+        out, at = window(call, name, s.columns), 0
+        for part in (part for part in s.reads if part.split()[0] == name.split()[0]):
+            b = call.program.buffers[part]
+            every = matrix(call, part, out.dtype, b.rows, b.columns)
+            out[at : at + b.rows] = every[:, columns] if part.endswith("kept") else every
+            at += b.rows
+
+
+def factors(call: Call, s: Step) -> None:
+    """Write the factors of tokens that were not kept, of the sides that are trained."""
+    x, stats = call.inputs, call.values["stats"][:, slice(*s.rows)]
+    logits, _ = _logits(call, s)
+    for name in s.writes[2:]:
+        index = SIDES.index(name.split()[0])
+        _, scale = call.values["scales"][index]
+        scale = x.scales[index] if scale is None else scale
+        out = window(call, name, s.columns)[slice(*s.rows)]
+        _write_factors(x, out, index, logits, stats, s.rows, scale)
+
+
+def window(call: Call, name: str, columns: tuple[int, int]) -> Tensor:
+    """Return the factors (M, C) of all tokens of a window of `columns`."""
+    side = call.inputs.sides[SIDES.index(name.split()[0])]
+    if name.endswith("kept"):
+        every = matrix(call, name, side.h.dtype, len(side.h), len(side.w))
+        return every[:, slice(*columns)]
+    return matrix(call, name, side.h.dtype, len(side.h), columns[1] - columns[0])
+
+
+def _clear(stats: Tensor) -> None:
+    """Let statistics be those of no class."""
+    stats.zero_()
+    stats[0:SUMS:2] = -torch.inf
+
+
+def _lse(stats: Tensor, index: int) -> tuple[Tensor, Tensor]:
+    """Return a number near the largest logit (R,) of a side's tokens, and the lse less that."""
+    return stats[2 * index], stats[2 * index + 1]
+
+
+def _lses(stats: Tensor, first: int) -> Tensor:
+    """Return (R, 4) the log-sum-exps of both sides, those of `first` before the others."""
+    return stats[:SUMS].roll(2 * first, 0).t()
+
+
+def _add_exps(stats: Tensor, logits: Sequence[Tensor]) -> None:
+    for index, x in enumerate(logits):
+        apply_rowwise(add_exps_, *_lse(stats, index), x)
+
+
+def _add_terms(x: Operands, stats: Tensor, logits: Sequence[Tensor]) -> None:
+    for a in (STUDENT, TEACHER):
+        b = 1 - a
+        operands = stats[SUMS + a], logits[a], logits[b], _lses(stats, a)
+        if x.options.is_mixture:
+            apply_rowwise(add_mixture_kl_, *operands, whole=_shares(x, a))
+        elif a == x.options.first:
+            apply_rowwise(add_kl_, *operands)
+
+
+def _write_factors(
+    x: Operands,
+    out: Tensor,
+    a: int,
+    logits: Sequence[Tensor],
+    stats: Tensor,
+    tokens: tuple[int, int],
+    scale: Tensor | None,
+) -> None:
+    """Write the factors (R, C) of the side `a` to `out`, times `scale`, () or (M,)."""
+    b, cap, options = 1 - a, x.sides[a].cap, x.options
+    first = a if options.is_mixture else options.first
+    if scale is not None:
+        scale = scale[slice(*tokens)] if scale.ndim else scale.expand(len(out))
+    cap = None if cap is None else cap[slice(*tokens)]
+    operands = logits[a], logits[b], _lses(stats, a), stats[SUMS + first], cap, scale
+    if options.is_mixture:
+        apply_rowwise(mixture_factors_, out, *operands, whole=_shares(x, a))
+    elif a == first:
+        apply_rowwise(kl_factors_of_first_, out, *operands)
+    else:
+        apply_rowwise(kl_factors_of_second_, out, *operands)
+
+
+def _shares(x: Operands, index: int) -> tuple[Tensor, Tensor]:
+    """Return () the shares of a side and of the other one, on the device."""
+    own, other = (x.h.new_full((), x.options.share(i), dtype=x.dtype) for i in (index, 1 - index))
+    return own, other
