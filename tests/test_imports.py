@@ -8,6 +8,8 @@ Inside `ops` the folders follow the order of a call, above the records that all 
 
 import ast
 import functools
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -120,6 +122,19 @@ def test_planning_needs_no_torch() -> None:
             names = [name for name in imported(path.read_text()) if name.startswith("cutefce")]
             assert all(name.startswith(below) for name in names), (module, names)
             assert not any(n.split(".")[0] == "torch" for n in imported(path.read_text())), module
+
+
+def test_what_a_plain_call_does_not_need_is_not_imported() -> None:
+    """And torch's counter, imported later, knows the FLOP of every operator."""
+    late = "torch._dynamo", "torch.distributed.tensor", "torch.utils.flop_counter", "transformers"
+    code = f"""
+import sys, torch, cutefce
+assert not [name for name in {late!r} if name in sys.modules]
+from torch.utils.flop_counter import flop_registry
+names = {{str(operator) for operator in flop_registry}}
+assert {{"cutefce.loss_backward", "cutefce.divergence_backward"}} <= names
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_private_names_of_torch_are_in_one_file() -> None:

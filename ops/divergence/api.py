@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from cutefce.ops.divergence import checks as own_checks
-from cutefce.ops.divergence import flops  # noqa: F401  (registers, as what it imports does)
+from cutefce.ops.divergence import operators  # noqa: F401  (registers)
 from cutefce.ops.divergence.options import Divergence, DivergenceTensors
 from cutefce.ops.divergence.plan import DivergencePlan, make_plan, problem_of
 from cutefce.ops.interface import checks

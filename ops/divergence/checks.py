@@ -6,8 +6,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor
 
+from cutefce.ops import torch_compat
 from cutefce.ops.divergence.options import DIVERGENCES
 from cutefce.ops.dtypes import sum_dtype
 from cutefce.ops.interface import checks, option_checks
@@ -165,7 +165,7 @@ def check_heads(student: tuple[Tensor, Tensor], teacher: tuple[Tensor, Tensor]) 
 def _check_head(side: str, h: Tensor, w: Tensor) -> None:
     for name, x in ((f"{side}_input", h), (f"{side}_weight", w)):
         checks.check_type(name, x)
-        if isinstance(x, DTensor):
+        if torch_compat.is_dtensor(x):
             raise TypeError(
                 f"{name}: got a DTensor with placements {x.placements}, expected a plain tensor; "
                 f"pass {name}.full_tensor(), or {name}.to_local() with a group"

@@ -235,3 +235,5 @@ for name, schema, function, fake, derivative, setup in (
     torch.library.register_autograd(
         f"cutefce::{name}", derivative, setup_context=setup, lib=LIBRARY
     )
+
+torch_compat.import_behind("torch.utils.flop_counter", "cutefce.ops.divergence.flops")

@@ -44,8 +44,9 @@ class Side:
 
     def empty_bias(self) -> Tensor:
         """Return memory for the gradient of the bias (V,), without rows if it is not asked for."""
-        is_wanted = self.gradients[2] and self.bias is not None
-        return torch.empty_like(self.bias) if is_wanted else self.h.new_empty(0)
+        if self.bias is None or not self.gradients[2]:
+            return self.h.new_empty(0)
+        return torch.empty_like(self.bias)
 
     def project(self, out: Tensor, rows: slice, columns: slice) -> Tensor | None:
         """Write the model's logits of slices of tokens and classes to `out` (R, C).
