@@ -311,9 +311,26 @@ def compile_pointwise(function: Callable[..., None]) -> Callable[..., None]:
         # sizes and offsets that are equal by chance would be compiled as one number
         no_chance = _shapes_config.patch(use_duck_shape=False)
         with torch._dynamo.config.patch(settings), no_chance, torch.no_grad():
-            _compiled(function, _layout(arguments))(*arguments)
+            _compiled(function, _layout(arguments))(*_apart(arguments))
 
     return run
+
+
+def _apart(arguments: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Return the tensors as ones that share no storage with tensors of other dtypes.
+
+    The compiler takes views of a storage that is written for one tensor, which has one dtype.
+    """
+    given = [x for x in arguments if x is not None]
+
+    def clashes(x: Tensor) -> bool:
+        return any(x.dtype != y.dtype and shares_memory(x, y) for y in given)
+
+    pack = cast(Any, torch.utils.dlpack)
+    return [
+        pack.from_dlpack(pack.to_dlpack(x)) if x is not None and clashes(x) else x
+        for x in arguments
+    ]
 
 
 def _layout(arguments: Sequence[Tensor | None]) -> tuple[Any, ...]:
