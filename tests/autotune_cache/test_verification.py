@@ -304,17 +304,17 @@ def test_a_check_is_announced_in_one_line(
     folder: Path,
     fake_gpu: FakeGpu,
     asked: list[verify.Check],
-    caplog: pytest.LogCaptureFixture,
+    announced: list[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(lookup, "SHIPPED_FOLDER", folder / "shipped")
     said = "cutefce: compares 5 kernels with the portable path on this NVIDIA Test"
     for tokens in (8192, 20):  # of two configurations
-        caplog.clear()
+        announced.clear()
         for _ in range(2):
             assert reason(sizes=(tokens, *SIZES[1:])) == "None"
             process_cache.reset()
-        (line,) = caplog.messages
+        (line,) = announced
         assert line.startswith(said)
 
 
