@@ -152,7 +152,7 @@ def test_long_compilations_are_announced_once_a_process(
     for dtype in ("bfloat16", "float16"):
         jit_cache.compiled(spec.TargetLogitSpec("sm_90a", dtype))
     (message,) = announced
-    assert message.startswith("compiles 1 kernel for sm_90a")
+    assert message.startswith("cutefce: compiles 1 kernel for sm_90a")
 
 
 def test_a_call_that_misses_a_kernel_compiles_all_of_it_at_once(

@@ -17,6 +17,7 @@ from cutefce.ops.divergence import plan as plans
 from cutefce.ops.divergence.plan import DivergencePlan
 from cutefce.ops.divergence.problem import DivergenceLayout, DivergenceProblem
 from cutefce.ops.program.place import check
+from tests.support.once import once
 
 FORMS: dict[str, dict[str, Any]] = {
     "forward KL": {"divergence": "forward_kl"},
@@ -205,9 +206,7 @@ def assert_as_accurate(cases: Sequence[Heads], **options: Any) -> None:
     narrow = cases[0].tensors[0].dtype.itemsize == 2
     sums: Tensor | None = None
     for case in cases:
-        got, truth = ours(case, **options), expected(case.cast(torch.float64), **_known(options))
-        other = expected(case, **_known(options))
-        wide = expected(case, wide=True, **_known(options)) if narrow else other
+        got, (truth, other, wide) = ours(case, **options), _references(case, _known(options))
         rows = []
         for a, want, b, c in zip(got, truth, other, wide, strict=True):
             rounded = want.to(a.dtype)
@@ -221,6 +220,14 @@ def assert_as_accurate(cases: Sequence[Heads], **options: Any) -> None:
         if narrow and number:
             allowed = min(1.05 * unfused, 1.35 * wide_error)
         assert error <= allowed, f"{number}: error {error:.3g}, allowed {allowed:.3g}"
+
+
+@once
+def _references(case: Heads, options: dict[str, Any]) -> list[list[Tensor]]:
+    """Return float64 results, those of logits, and of 16-bit inputs those of float32 logits."""
+    truth, other = expected(case.cast(torch.float64), **options), expected(case, **options)
+    narrow = case.tensors[0].dtype.itemsize == 2
+    return [truth, other, expected(case, wide=True, **options) if narrow else other]
 
 
 def _known(options: dict[str, Any]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from torch import Tensor
 import cutefce
 from bench.harness.reference import float64_reference, unfused
 from tests.support.layouts import Layout, pinned
+from tests.support.once import once
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -139,9 +140,8 @@ def assert_as_accurate(
     cases are such that the unfused loss is exact: probabilities that round to 1 have no error,
     while a stored exponential has its rounding: they are allowed that, one unit roundoff.
     """
-    truth, other = exact(case), evaluate_unfused(case)
     narrow = case.h.dtype.itemsize == 2
-    wide = wide_logits(case) if narrow else None
+    truth, other, wide = _references(case)
     for name in names:
         want, result = getattr(truth, name), getattr(got, name)
         error = _distance(result, want)
@@ -153,6 +153,13 @@ def assert_as_accurate(
         if saturated:
             allowed += torch.finfo(result.dtype).eps / 2 * float(want.norm())
         assert error <= allowed, f"{name}: error {error:.3g}, allowed {allowed:.3g}"
+
+
+@once
+def _references(case: Case) -> tuple[Result, Result, Result | None]:
+    """Return float64 results, those of the unfused loss, and of 16-bit inputs those of float32."""
+    narrow = case.h.dtype.itemsize == 2
+    return exact(case), evaluate_unfused(case), wide_logits(case) if narrow else None
 
 
 def _distance(a: Tensor, b: Tensor) -> float:
