@@ -716,7 +716,7 @@ def test_row_blocks_that_end_inside_a_k_tile(
     assert SWAPPED.rows < TILE_K
     configs = KernelConfigs(SWAPPED, COOPERATIVE, COOPERATIVE, kept_sums=KEPT_192)
     EMULATED.serve(monkeypatch, small_tiles, configs=configs)
-    case = random_case(130, 48, 333, dtype=torch.bfloat16, ignored=0)
+    case = random_case(130, 48, 100, dtype=torch.bfloat16, ignored=0)
     case.y[80:] = -100
     case.upstream.fill_(1.0)
     assert_as_accurate(by_layout(case, CHUNKS["in one chunk"]), case, ("dx", "dw"))

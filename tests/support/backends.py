@@ -97,7 +97,6 @@ def on_backends(
     *,
     float32: bool = False,
     emulated: int = 0,
-    fast: bool = False,
     few: Mapping[str, Values] | None = None,
     few_backends: bool = False,
     **axes: Values,
@@ -106,27 +105,23 @@ def on_backends(
 
     With `few_backends`, not all kernels are among those that are not slow: where another test has
     every kernel in the same layouts.
-    The first so many `emulated` backends are slow, and have each value of an axis once; the first
-    of these cases may be `fast`.
+    The first so many `emulated` backends are slow, and have each value of an axis once.
     """
     some = dict(few or {})
     if few_backends:
         some["backend"] = [name for name in named(float32) if name not in OTHER_KERNELS]
     params = list(pairwise_of(some, backend=named(float32), **axes).args[1])
     for name, backend in [] if _on_gpu else list(PTX.items())[:emulated]:
-        params += _each_once(name, backend, [tiers.named(values) for values in axes.values()], fast)
-        fast = False
+        params += _each_once(name, backend, [tiers.named(values) for values in axes.values()])
     return pytest.mark.parametrize(["backend", *axes], params, indirect=["backend"])
 
 
-def _each_once(
-    name: str, backend: Backend, axes: Sequence[Sequence[tuple[str, Any]]], fast: bool
-) -> list[Any]:
+def _each_once(name: str, backend: Backend, axes: Sequence[Sequence[tuple[str, Any]]]) -> list[Any]:
     """Return as many parameters as the longest axis has values."""
     params = []
     for number in range(max([1, *map(len, axes)])):
         chosen = [values[number % len(values)] for values in axes]
-        marks = [] if fast and not number else [pytest.mark.slow]
         id = "-".join([name, *(label for label, _ in chosen)])
-        params.append(pytest.param(backend, *(value for _, value in chosen), id=id, marks=marks))
+        values = (value for _, value in chosen)
+        params.append(pytest.param(backend, *values, id=id, marks=pytest.mark.slow))
     return params
