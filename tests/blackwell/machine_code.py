@@ -5,6 +5,7 @@ evaluated for each rank of a cluster, as far as they are constants.
 """
 
 import re
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 
 from cutefce.cute_kernels.arch import arch_named
@@ -43,6 +44,7 @@ class Code:
         body = ptx[ptx.index(".reqntid") :]
         lines = (line.strip().replace("\t", " ") for line in body.splitlines())
         self.lines = [re.sub(r"\s+", " ", line) for line in lines if line]
+        self._matching: dict[str, list[int]] = {}
         self.mma_ctas = 2 if self.config.two_cta else 1
         self.multicast = self.config.cluster // self.mma_ctas
         stages = self.config.stages
@@ -58,8 +60,13 @@ class Code:
 
     def at(self, pattern: str, start: int = 0, stop: int | None = None) -> list[int]:
         """Return the lines that match, from `start` on."""
-        lines = enumerate(self.lines[start:stop], start)
-        return [i for i, line in lines if re.search(pattern, line)]
+        found = self._matching.get(pattern)
+        if found is None:
+            search = re.compile(pattern).search
+            found = [i for i, line in enumerate(self.lines) if search(line)]
+            self._matching[pattern] = found
+        last = len(found) if stop is None else bisect_left(found, stop)
+        return found[bisect_left(found, start) : last]
 
     def definition(self, line: int, register: str) -> tuple[int, str, list[str]]:
         """Return the last definition before `line`: its line, operation and operands."""

@@ -186,7 +186,7 @@ class Functions:
     """Ours and the unfused form as functions of hidden states, weight and bias, in float64."""
 
     def __init__(self, names: list[str], reduction: str, device: str) -> None:
-        x = options_case(names, 12, 8, 40, dtype=torch.float64, device=device)
+        x = options_case(names, 8, 4, 20, dtype=torch.float64, device=device)
         self.x, self.leaves = x, x.leaves
         self.inputs = (*(leaf.detach() for leaf in self.leaves),)
         self.reduction = reduction

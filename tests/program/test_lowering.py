@@ -158,7 +158,7 @@ def cases() -> Iterator[tuple[str, Problem, Layout]]:
                 yield f"{call}, {memory}, {name}, {trained}", own, layout
 
 
-PARTS = 17
+PARTS = 23
 """The first of which has calls of each kind."""
 
 
@@ -178,18 +178,17 @@ def test_every_step_is_needed(call: str, name: str) -> None:
     p = dataclasses.replace(
         CALLS[call], selects=True, grad_weight=trains, grad_bias=trains, grad_hidden=True
     )
-    count = len([*lower(p, x, Backend()).steps()])
+    count, inputs = len([*lower(p, x, Backend()).steps()]), inputs_of(p)
+    wanted, gradients = expected(p, inputs)
     for number in range(count):
         program = lower(p, x, Backend())
         part = program.forward if number < len(program.forward) else program.backward
         if part[number - len(program.forward) * (part is program.backward)].kind is Kind.CLEAR:
             continue  # of what this interpreter does not read
         step = part.pop(number - len(program.forward) * (part is program.backward))
-        inputs = inputs_of(p)
         with pytest.raises((AssertionError, RuntimeError, IndexError, KeyError, ValueError)):
             run = Call(program, inputs[0])
             (loss,), (result,) = together([run.forward()]), together([run.backward()])
-            wanted, gradients = expected(p, inputs)
             torch.testing.assert_close(loss, wanted)
             homes = [home for home in (Home.DX, Home.DW, Home.DBIAS) if home in result]
             assert homes == [Home.DX, Home.DW, Home.DBIAS][: 3 if trains else 1], step
