@@ -199,6 +199,7 @@ def test_sampled_gradients_are_near(device: str) -> None:
         assert float((got - want).norm()) <= 0.01 * float(want.norm())
 
 
+@pytest.mark.slow
 def test_compiled_equals_eager(small_tiles: PortableTiles, device: str) -> None:
     def step(index: Tensor, h: Tensor, w: Tensor) -> Tensor:
         found = cutefce.linear_log_probs(h * 2, w, target_indices=index, outputs=("entropy",))

@@ -163,6 +163,7 @@ def test_tokens_of_weight_0_reach_nothing() -> None:
             torch.testing.assert_close(a, b)
 
 
+@pytest.mark.slow
 def test_compiled_equals_eager(device: str) -> None:
     names = EACH["softcap and all factors"]
     cases = (dense_case(names, tokens, 16, 333, device=device) for tokens in (40, 70))
