@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -91,6 +90,8 @@ BIASES = {
 
 @pytest.mark.parametrize("name", BIASES)
 def test_final_logits_bias(name: str) -> None:
+    import transformers
+
     kind, config, fields = BIASES[name]
     sizes = dict.fromkeys(("encoder_layers", "decoder_layers"), 1)
     sizes |= dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 2)

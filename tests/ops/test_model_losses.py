@@ -10,8 +10,6 @@ from torch import Tensor, nn
 import cutefce
 from tests.support.tiers import rest_slow
 
-transformers = pytest.importorskip("transformers")
-
 SIZES: dict[str, Any] = {
     "vocab_size": 333,
     "hidden_size": 32,
@@ -62,6 +60,9 @@ MODELS: dict[str, tuple[str, dict[str, Any], Options]] = {
 
 def tiny_model(family: str, more: dict[str, Any]) -> Any:
     """Return a random model whose logits are large enough for a softcap to matter."""
+    transformers = pytest.importorskip("transformers")
+    if not hasattr(transformers, f"{family}ForCausalLM"):
+        pytest.skip(f"transformers {transformers.__version__} has no {family}")
     torch.manual_seed(0)
     config = getattr(transformers, f"{family}Config")(**SIZES, **more)
     model = getattr(transformers, f"{family}ForCausalLM")(config)
@@ -85,8 +86,6 @@ def test_losses_of_models(
     family: str, more: dict[str, Any], options: Options, workspace: str
 ) -> None:
     """Loss and the gradients of all parameters are those of the model itself."""
-    if not hasattr(transformers, f"{family}ForCausalLM"):
-        pytest.skip(f"transformers {transformers.__version__} has no {family}")
     model = tiny_model(family, more)
     tokens = torch.randint(3, SIZES["vocab_size"], (2, 24))
     labels = tokens.clone()

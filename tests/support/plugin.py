@@ -66,7 +66,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what `--gpu` does not ask for, and skip what needs a GPU without it."""
+    """Leave out what `--gpu` does not ask for, and skip what needs a GPU without it.
+
+    Tests of ranks come first, to one process: each that runs some has to start ranks of its own.
+    """
+    items.sort(key=lambda item: not _is_of_ranks(item))
     if config.getoption("gpu"):
         if not torch.cuda.is_available():
             raise pytest.UsageError("--gpu: torch finds no NVIDIA GPU here")
@@ -79,6 +83,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU: make test-gpu"))
+
+
+def _is_of_ranks(item: pytest.Item) -> bool:
+    return item.path.parent.name == "parallel" or "two" in getattr(item, "fixturenames", ())
 
 
 def _is_of_gpu(item: pytest.Item) -> bool:
