@@ -14,6 +14,7 @@ from cutefce.cute_kernels.jit import subprocess_worker
 from cutefce.cute_kernels.jit.subprocess_worker import SubprocessWorker, WorkerError
 
 
+@pytest.mark.slow
 def test_one_subprocess_serves_until_a_call_takes_too_long() -> None:
     with SubprocessWorker() as process:
         pid = process.ask(os.getpid, 10)

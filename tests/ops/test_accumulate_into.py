@@ -196,12 +196,13 @@ def test_all_options_can_be_together() -> None:
     assert {"label_smoothing", "softcap"} == REFUSED_PAIR
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("workspace", "backend"),
     [
         ("min", "aot_eager"),
-        pytest.param("max", "aot_eager", marks=pytest.mark.slow),
-        pytest.param("min", "inductor", marks=pytest.mark.slow),
+        ("max", "aot_eager"),
+        ("min", "inductor"),
     ],
 )
 def test_compiled(workspace: str, backend: str) -> None:

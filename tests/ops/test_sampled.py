@@ -441,8 +441,8 @@ def checkpointed(*arguments: Any, **options: Any) -> Tensor:
 
 
 LOSSES: dict[str, Callable[..., Tensor]] = {
-    "compiled": torch.compile(eager, fullgraph=True, dynamic=True),
     "checkpointed": checkpointed,
+    "compiled": torch.compile(eager, fullgraph=True, dynamic=True),
     "compiled and checkpointed": torch.compile(checkpointed, fullgraph=True, dynamic=True),
 }
 

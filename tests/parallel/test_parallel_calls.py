@@ -380,7 +380,7 @@ def copied_on_one_rank(strided: str) -> tuple[list[tuple[str, int]], list[float]
     return [(plan.strategy, plan.chunk) for plan in plans], losses
 
 
-@pytest.mark.parametrize("strided", ["hidden", "weight"])
+@pytest.mark.parametrize("strided", rest_slow(["hidden", "weight"]))
 def test_ranks_that_copy_different_operands_plan_alike(strided: str, ranks: Ranks) -> None:
     (first, losses), (second, others) = ranks.run(2, copied_on_one_rank, strided)
     assert first == second and len(set(first)) > 1

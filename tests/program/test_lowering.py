@@ -170,7 +170,7 @@ def test_gradients_are_those_of_autograd(part: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["in dW and kept", "two chunks", "windows in chunks"])
-@pytest.mark.parametrize("call", ["plain", "label smoothing"])
+@pytest.mark.parametrize("call", rest_slow(["plain", "label smoothing"]))
 def test_every_step_is_needed(call: str, name: str) -> None:
     """What a step leaves out, the comparison finds."""
     x = LAYOUTS[name]
