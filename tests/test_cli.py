@@ -17,7 +17,7 @@ from cutefce.__main__ import main
 from cutefce.autotune_cache import lookup, table_io, verdicts
 from cutefce.autotune_cache.table import DSL_PACKAGE, Key, Rejection, Table
 from cutefce.autotune_cache.table_io import file_name
-from cutefce.autotune_cache.tuning import targets, tuner, verify
+from cutefce.autotune_cache.tuning import targets, verify
 from cutefce.autotune_cache.tuning.tuner import Outcome
 from cutefce.autotune_cache.tuning.verify import Check
 from cutefce.commands import cache, info, tune
@@ -27,6 +27,7 @@ from cutefce.commands.common import make_console, read_table
 from cutefce.cute_kernels import cache_files
 from cutefce.cute_kernels.arch import arch_named
 from cutefce.cute_kernels.arch.sm90 import LOW
+from cutefce.cute_kernels.jit import build
 from cutefce.cute_kernels.jit.compiler import Report
 from cutefce.cute_kernels.spec import ProjectExpSpec
 from cutefce.cute_kernels.variant import LogitTransform
@@ -550,8 +551,8 @@ def test_verify_rejects_what_no_longer_compiles(
     table_io.write(path, stale)
     monkeypatch.setattr(verify, "run_checks", Faults())
     monkeypatch.setattr(Check, "kernels", lambda check: (check.candidate,))
-    monkeypatch.setattr(tuner, "missing", list)
-    monkeypatch.setattr(tuner, "build", lambda *_: {WRONG: reason})
+    monkeypatch.setattr(build, "missing", list)
+    monkeypatch.setattr(build, "build", lambda *_: {WRONG: reason})
     result = command("verify", "--table", str(path))
     assert result.exit_code == (0 if is_rejected else 1)
     found = table_io.read(path)

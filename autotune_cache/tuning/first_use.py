@@ -59,7 +59,7 @@ def tune_on_first_use(gpu: Gpu, device: str, problem: Problem) -> None:
         job = make_job(target, target.problem(sizes, problem.dtype))
         try:
             path = lookup.user_folder() / file_name(gpu)
-            unusable = build.build(build.missing(job.kernels()), compile_one=build.compile_clean)
+            unusable = build.build(build.missing(job.kernels()), lambda: None, build.compile_clean)
             with SubprocessWorker() as process:
                 outcome = Tuner(path, header_for(gpu), process, unusable).tune(job, lambda: None)
         except (OSError, RuntimeError) as error:

@@ -4,7 +4,7 @@ Kernels compute in registers and shared memory.  Plain torch takes tiles of logi
 blocks of operands that are converted to the dtype of sums, and of rows.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -64,7 +64,7 @@ class PrimitivesBackend:
     windows: tuple[int, ...]
     """Widths of windows that plans choose from, the widest first."""
     copies: Copies = Copies()
-    device: torch.device | None = None
+    device: torch.device | None = field(default=None, compare=False)
     """The GPU whose kernels serve it, if some do."""
 
     places_values = False

@@ -173,7 +173,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[verify.Check]:
             yield check, None
 
     monkeypatch.setattr(verify, "run_checks", all_pass)
-    monkeypatch.setattr(tuner, "build", lambda *_: {})
+    monkeypatch.setattr(build, "build", lambda *_: {})
     return checks
 
 
@@ -495,7 +495,7 @@ def test_a_call_whose_default_fails_rejects_no_tuned_configuration(
 ) -> None:
     """Beside a wrong default every tuned configuration seems to be wrong."""
     monkeypatch.setattr(lookup, "SHIPPED_FOLDER", folder / "shipped")
-    monkeypatch.setattr(tuner, "build", lambda *_: {})
+    monkeypatch.setattr(build, "build", lambda *_: {})
     user = lookup.user_folder() / file_name(GPU)
     others = Sm90().search_space()[:2]
     entries = {
@@ -687,7 +687,7 @@ def test_kernels_that_cannot_be_stored_are_compiled_outside_the_time_limit(
         def ask(self, call: Any, seconds: float) -> Any:
             asked.append((call.func.__name__, seconds))
 
-    monkeypatch.setattr(tuner, "build", lambda *_: {})
+    monkeypatch.setattr(build, "build", lambda *_: {})
     monkeypatch.setattr(verify, "SubprocessWorker", Asked)
     assert verify.verify((BuiltTarget(GPU, "cpu"),), "bfloat16").passed
     assert asked[:3] == [
@@ -704,8 +704,8 @@ def test_a_tuned_configuration_that_no_longer_compiles_is_rejected_alone(
     stale = dataclasses.replace(ENTRY, config=OTHER_CONFIG, kernels="0123")
     table_io.write(user, dataclasses.replace(TABLE, entries={KEY: stale}, rejected={}))
     monkeypatch.setattr(verify.Check, "kernels", lambda check: (check.candidate,))
-    monkeypatch.setattr(tuner, "missing", list)
-    monkeypatch.setattr(tuner, "build", lambda *_: {OTHER_CONFIG: "16 bytes spilled"})
+    monkeypatch.setattr(build, "missing", list)
+    monkeypatch.setattr(build, "build", lambda *_: {OTHER_CONFIG: "16 bytes spilled"})
     ran: list[Any] = []
 
     def all_pass(checks: list[verify.Check], advance: Any) -> Iterator[tuple[verify.Check, None]]:
@@ -723,7 +723,7 @@ def test_a_tuned_configuration_that_no_longer_compiles_is_rejected_alone(
 
 
 def test_a_failed_compilation_is_no_verdict(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tuner, "build", lambda *_: {BUILT: "its process ended by SIGKILL"})
+    monkeypatch.setattr(build, "build", lambda *_: {BUILT: "its process ended by SIGKILL"})
     verdict = verify.verify((BuiltTarget(GPU, "cpu"),), "bfloat16")
     assert verdict == verdicts.Verdict(False, "not checked: its process ended by SIGKILL")
     assert known() is None

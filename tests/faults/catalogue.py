@@ -574,8 +574,8 @@ NUMERICS = (
         (
             Edit(
                 "ops/operators/autograd.py",
-                "return _backward(ctx, torch.cat(rows), ctx.before, saved)",
-                "return _backward(ctx, torch.cat(rows), ctx.before, _saved(ctx))",
+                "return *_backward(ctx, torch.cat(rows), operands, tensors), None, None",
+                "return *_backward(ctx, torch.cat(rows), *_saved(ctx)), None, None",
             ),
         ),
         (
@@ -828,7 +828,7 @@ RANKS = (
         (
             Edit(
                 "ops/parallel/dtensor.py",
-                "    if group is None and not isinstance(h, DTensor):\n",
+                "    if group is None and not torch_compat.is_dtensor(h):\n",
                 "    if group is None and not isinstance(h, Tensor):\n",
             ),
         ),
@@ -864,9 +864,9 @@ RANKS = (
         (
             Edit(
                 "ops/operators/autograd.py",
-                "    with report_errors(ctx.group):  # of inputs that were modified\n"
-                "        saved = [*ctx.saved_tensors]",
-                "    if True:\n        saved = [*ctx.saved_tensors]",
+                "    with report_errors(ctx.sharding.group):  # of inputs that were modified\n"
+                "        saved = ctx.saved_tensors",
+                "    if True:\n        saved = ctx.saved_tensors",
             ),
         ),
         ("tests/parallel/test_consistency.py::test_error_before_the_backward_reaches_every_rank",),
@@ -1338,7 +1338,7 @@ CACHE = (
                 "autotune_cache/tuning/verify.py",
                 "                for kernel in check.kernels():\n"
                 "                    process.ask("
-                "functools.partial(worker.load, kernel), tuner.BUILD_SECONDS)\n",
+                "functools.partial(worker.load, kernel), build.BUILD_SECONDS)\n",
                 "",
             ),
         ),
