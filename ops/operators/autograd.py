@@ -82,7 +82,7 @@ class RowOutputs(torch.autograd.Function):
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
         """Return the gradients for the upstream gradients of the outputs."""
         if upstream[2] is not None:
-            with report_errors(ctx.sharding.group):
+            with report_errors(ctx.group):
                 ctx.options.check_entropy_gradient()
         operands, tensors = _saved(ctx)
         stats = operands[-1]
@@ -117,6 +117,7 @@ def _save(ctx: Any, h: Tensor, w: Tensor, y: Tensor, stats: Tensor, records: Rec
     """Save what `_backward` needs."""
     ctx.set_materialize_grads(False)
     ctx.step, ctx.options, tensors, ctx.sharding = records
+    ctx.group = ctx.sharding.group
     # other backwards may write it in between, which autograd takes for an error in what is saved
     ctx.accumulate_into = tensors.accumulate_into
     given = {} if tensors.is_plain else tensors.given()
@@ -126,8 +127,8 @@ def _save(ctx: Any, h: Tensor, w: Tensor, y: Tensor, stats: Tensor, records: Rec
 
 def _saved(ctx: Any) -> tuple[Sequence[Tensor], TensorOptions]:
     """Return h, w, y and the statistics, and the options that are tensors; call it once."""
-    with report_errors(ctx.sharding.group):  # of inputs that were modified
-        saved = ctx.saved_tensors  # hooks may compute them, or refuse to do it again
+    with report_errors(ctx.group):  # of inputs that were modified
+        saved = [*ctx.saved_tensors]  # hooks may compute them, or refuse to do it again
     given = dict(zip(ctx.given, saved[4:], strict=True))
     if ctx.accumulate_into is not None:
         given["accumulate_into"] = ctx.accumulate_into
@@ -141,7 +142,7 @@ def _backward(
     step, adds = ctx.step, tensors.accumulate_into is not None
     operator = operators.loss_backward_into if adds else operators.loss_backward
     records = step, ctx.options, tensors, ctx.sharding
-    with report_errors(ctx.sharding.group):
+    with report_errors(ctx.group):
         dx, dw, dbias = differentiate(operator, (upstream, *operands), records)
     return (
         dx if step.grad_hidden else None,

@@ -864,9 +864,9 @@ RANKS = (
         (
             Edit(
                 "ops/operators/autograd.py",
-                "    with report_errors(ctx.sharding.group):  # of inputs that were modified\n"
-                "        saved = ctx.saved_tensors",
-                "    if True:\n        saved = ctx.saved_tensors",
+                "    with report_errors(ctx.group):  # of inputs that were modified\n"
+                "        saved = [*ctx.saved_tensors]",
+                "    if True:\n        saved = [*ctx.saved_tensors]",
             ),
         ),
         ("tests/parallel/test_consistency.py::test_error_before_the_backward_reaches_every_rank",),
