@@ -191,6 +191,7 @@ def store(kernel: KernelSpec, compile_: Callable[[], Any]) -> Path:
     if not _is_whole(path):
         with cache_files.lock(path, LOCK_SECONDS):
             if not _is_whole(path):
+                _linker()  # before seconds of compiling
                 _write(path, compile_())
     return path
 
@@ -216,15 +217,20 @@ def _compile(kernel: KernelSpec) -> Any:
         return compile_kernel(kernel)
 
 
-def _write(path: Path, function: Any) -> None:
-    """Export and link `function`; the file appears atomically."""
+def _linker() -> str:
+    """Return the path of a linker; raise FileNotFoundError without one."""
     linker = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if linker is None:
         raise FileNotFoundError("no linker: PATH has neither cc nor gcc nor clang")
+    return linker
+
+
+def _write(path: Path, function: Any) -> None:
+    """Export and link `function`; the file appears atomically."""
     with tempfile.TemporaryDirectory() as folder:
         part, library = Path(folder, "kernel.o"), Path(folder, "kernel.so")
         function.export_to_c(str(part), SYMBOL)
-        command = [linker, "-shared", "-o", str(library), str(part)]
+        command = [_linker(), "-shared", "-o", str(library), str(part)]
         result = subprocess.run(command, capture_output=True, text=True)
         if result.returncode:
             raise OSError(f"{' '.join(command)}: {result.stderr}")

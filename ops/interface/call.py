@@ -146,7 +146,6 @@ def _evaluate(
     grad_hidden, grad_weight = grad and h.requires_grad, grad and w.requires_grad
     grad_bias = grad and bias is not None and bias.requires_grad
     needs_grad = grad_hidden or grad_weight or grad_bias
-    direct = can_bypass_dispatcher(h, w, y, *tensors.given().values())
     if w.dtype != h.dtype and is_mixed(h, w):
         w = w.detach().to(h.dtype)
         if grad_weight:
@@ -173,13 +172,14 @@ def _evaluate(
     if tensors.target_indices is not None and tensors.target_probs is not None:
         soft = tensors.target_indices, tensors.target_probs
         rows = _flat(h, w, y)[0]
+        direct = can_bypass_dispatcher(h, w, y, *tensors.given().values())
         arch = arch_of(rows, w, SOFT_TARGETS) if direct else None  # compilers know no kernels
         y = chosen_leads(*soft, sharding.vocab(w), options.ignore_index, arch).reshape(y.shape)
     elif tensors.target_indices is not None:
         given = tensors.target_indices, sharding.vocab(w), options.ignore_index
         y = class_leads(*given).reshape(y.shape)
     if options.is_sampled and needs_grad:
-        seed = (draw_seed if direct else torch.ops.cutefce.draw_seed)(y)
+        seed = (draw_seed if can_bypass_dispatcher(y) else torch.ops.cutefce.draw_seed)(y)
         tensors = dataclasses.replace(tensors, seed=seed)
     rows, y_rows = _flat(h, w, y)
     records = options, tensors, sharding

@@ -247,11 +247,6 @@ class Sharding(OperatorRecord):
     sequence_parallel: bool = argument("bool", default=False)
     """Whether h holds this rank's equal share of the tokens."""
 
-    @property
-    def is_sharded(self) -> bool:
-        """Whether any of it was given."""
-        return self.group is not None or bool(self.shards) or self.sequence_parallel
-
     def ranks(self) -> int:
         """Return the number of ranks that share the call; raise for what needs a group."""
         return checks.rank_count(self.group, self.shards, self.sequence_parallel)

@@ -14,7 +14,7 @@ Their schemas are built from the option records; `meta.py` has their fake implem
 `autograd.py` the derivative of the loss, and `kept.py` what the forward keeps for the backward.
 """
 
-import functools
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -84,8 +84,9 @@ def forward(
     shard = shard_of(sharding, h, w, **same)
     step = StepOptions(MINIMUM, *NO_GRADIENTS)
     plan = plan_of(h, w, y, step, options, tensors, sharding)
-    inputs = prepare(shard, h, w, y, options, tensors, plan)
-    loss, _, _ = programs.forward(inputs, plan)
+    with _compiling_at_once(plan, h, w, y, step, options, tensors, sharding):
+        inputs = prepare(shard, h, w, y, options, tensors, plan)
+        loss, _, _ = programs.forward(inputs, plan)
     return restored(loss, inputs.selection, options)
 
 
@@ -102,16 +103,26 @@ def loss_forward(
     refuse_tangents()
     w = tensors.computed_weight(w)
     plan = plan_of(h, w, y, step, options, tensors, sharding)
-    given = h, w, y, step, options, tensors
+    with _compiling_at_once(plan, h, w, y, step, options, tensors, sharding):
+        return _loss_forward(plan, h, w, y, step, options, tensors, sharding)
+
+
+def _compiling_at_once(
+    plan: Plan, h: Tensor, *given: Any
+) -> contextlib.AbstractContextManager[None]:
+    """Return a region in which a kernel that is missing is compiled with all others of a call.
+
+    `given` are the other arguments of the call, the last one its `Sharding`: ranks of a group,
+    which would wait for each other, compile one kernel after the other.
+    """
+    *own, sharding = given
     if plan.backend.operands.arch is None or sharding.group is not None or h.is_meta:
-        return _loss_forward(plan, *given, sharding)
-    with jit_cache.made_by(functools.partial(_make_kernels, plan, given)):
-        return _loss_forward(plan, *given, sharding)
+        return contextlib.nullcontext()
 
+    def make(missed: KernelSpec) -> None:
+        build.build(build.missing([missed, *kernels_of(plan, h, *own)]))
 
-def _make_kernels(plan: Plan, given: tuple[Any, ...], missed: KernelSpec) -> None:
-    """Compile a kernel that a call has `missed`, and all others of it, at once."""
-    build.build(build.missing([missed, *kernels_of(plan, *given)]))
+    return jit_cache.made_by(make)
 
 
 def kernels_of(

@@ -28,6 +28,14 @@ CALLS: dict[str, dict[str, Any]] = {
         "target_probs": torch.full((N, 4), 0.25),
     },
     "samples": {"gradient": "sampled", "samples": 16},
+    "weights of classes": {"weight": torch.rand(V), "denominator": 7.0},
+    "temperatures": {"temperature": torch.rand(N) + 0.5},
+    "buffer": {"accumulate_into": torch.zeros(V, D)},
+    "buffer, known upstream": {
+        "accumulate_into": torch.zeros(V, D),
+        "grad_output": 1.0,
+        "workspace": 1 << 20,
+    },
 }
 
 
@@ -48,19 +56,51 @@ class Launches:
         return kernel_models.model_of(kernel)
 
 
-@pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize("name", CALLS)
-def test_a_call_compiles_what_it_launches(
-    name: str, frozen: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def serve(monkeypatch: pytest.MonkeyPatch) -> tuple[Launches, list[KernelSpec]]:
+    """Return what calls launch, and what they compile."""
     launches, built = Launches(), list[KernelSpec]()
     arch = arch_named("sm_90a")
     kernel_models.serve_calls(monkeypatch, arch, SMALL_TILES, selects=True, replacement=launches)
     monkeypatch.setattr(build, "missing", lambda kernels: list(dict.fromkeys(kernels)))
     monkeypatch.setattr(build, "build", built.extend)
+    return launches, built
+
+
+def test_a_forward_alone_compiles_what_it_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    launches, built = serve(monkeypatch)
+    h, w, y = torch.randn(N, D).bfloat16(), torch.randn(V, D).bfloat16(), torch.randint(V, (N,))
+    cutefce.linear_cross_entropy(h, w, y)
+    assert built and set(built) == set(launches.launched)
+
+
+@pytest.mark.parametrize("classes", [None, 4])
+@pytest.mark.parametrize("outputs", [("lse",), ("lse", "entropy", "argmax", "mean_logit")])
+def test_log_probabilities_compile_what_they_launch(
+    outputs: tuple[str, ...], classes: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launches, built = serve(monkeypatch)
     h, w = torch.randn(N, D).bfloat16().requires_grad_(), torch.randn(V, D).bfloat16()
-    w.requires_grad_(not frozen)
+    w.requires_grad_()
+    given: dict[str, Any] = {"target": torch.randint(V, (N,))}
+    if classes:
+        given = {"target_indices": torch.randint(V, (N, classes))}
+    found = cutefce.linear_log_probs(h, w, **given, outputs=outputs)
+    loss = found.log_probs.sum()
+    if found.entropy is not None:
+        loss = loss + found.entropy.sum()
+    loss.backward()
+    assert built and set(built) == set(launches.launched)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_compiles_what_it_launches(
+    name: str, frozen: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launches, built = serve(monkeypatch)
+    h, w = torch.randn(N, D).bfloat16().requires_grad_(), torch.randn(V, D).bfloat16()
     more = dict(CALLS[name])
+    w.requires_grad_(not frozen or "accumulate_into" in more)
     y = None if "target_probs" in more else torch.randint(V, (N,))
     if "linear_bias" in more:
         more["linear_bias"] = more["linear_bias"].bfloat16()
