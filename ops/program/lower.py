@@ -34,14 +34,10 @@ def lower(p: Problem, x: Layout, backend: Backend, *, brief: bool = False) -> Pr
     A `brief` one has one of many equal chunks and windows, with the memory of all: it serves to
     choose, not to run.
     """
-    lowering = _Lowering(p, x, backend, brief)
-    lowering.forward()
-    if p.needs_gradients:
-        lowering.backward()
-    return place(lowering.finished())
+    return Lowering(p, x, backend, brief).lowered()
 
 
-class _Lowering(Emitter):
+class Lowering(Emitter):
     """The steps of a loss and of its gradients."""
 
     def __init__(self, p: Problem, x: Layout, backend: Backend, brief: bool) -> None:
@@ -70,25 +66,37 @@ class _Lowering(Emitter):
         self.sums_in_dx &= self.keeps_hidden or p.dx_item == p.sums
         """Whether they, or the larger pieces, lie in the memory of dX."""
 
+    def lowered(self) -> Program:
+        """Return the program of the call, with a place for every buffer."""
+        self.forward()
+        if self.p.needs_gradients:
+            self.backward()
+        return place(self.finished())
+
     def buffer(
         self, name: str, rows: int, columns: int, item: int, home: Home | None = None, at: int = 0
     ) -> str:
+        """Name a buffer; values of tokens may be tensors of their own."""
         if name.startswith(VALUES) and not self.backend.places_values:
             home = Home.OUTSIDE
         return super().buffer(name, rows, columns, item, home, at)
 
     def scratch(self, step: Step) -> int:
+        """Return the bytes that the backend asks for."""
         return self.backend.scratch(self.p, self.x, step)
 
     def is_output(self, name: str) -> bool:
+        """Whether a buffer is no scratch in the memory of a gradient."""
         return not name.startswith(("exps", "scaled", "states", "plain"))
 
     # -- names of what several steps share --------------------------------------------------------
 
     def dx(self) -> str:
+        """Name dX."""
         return self.buffer("dx", self.p.tokens, self.p.hidden, self.p.dx_item, Home.DX)
 
     def stats(self) -> str:
+        """Name the statistics of tokens."""
         return self.buffer("stats", self.p.tokens, NUM_STATS, self.p.sums, Home.STATS)
 
     def exps(self, n: Window, rows: Range) -> str:
@@ -127,6 +135,7 @@ class _Lowering(Emitter):
     # -- the forward ------------------------------------------------------------------------------
 
     def forward(self) -> None:
+        """Emit the steps of the forward."""
         p = self.p
         if p.selects:
             self.buffer("order", p.tokens + 1, 1, ORDER_BYTES)
@@ -185,6 +194,7 @@ class _Lowering(Emitter):
         self.times = chunks
 
     def reduce(self, rows: Range, parts: Sequence[str]) -> None:
+        """Emit the statistics of rows from partial sums."""
         self.parts = [*dict.fromkeys((*self.parts, *parts))]
         if self.p.ranks:
             shares = self.buffer("shares", self.x.chunk, self.p.ranks, self.p.sums)
@@ -289,6 +299,7 @@ class _Lowering(Emitter):
         return (own, *low)
 
     def add_hidden(self, rows: Range, n: Window, *, first: bool, far: bool = False) -> None:
+        """Emit a product of dX's sums, of which the first one is written."""
         reads, sums = (*self.order, self.exps(n, rows)), self.hidden_sums()
         self.emit(Kind.GEMM_HIDDEN, reads, sums, rows, n.columns, adds=not first, far=far)
 
@@ -302,22 +313,26 @@ class _Lowering(Emitter):
         return self.p.scales_exps or (self.p.soft > 0 and self.p.keeps_sums and stored)
 
     def entries(self, rows: Range, n: Window, *factors: str) -> None:
+        """Emit the terms of other target classes among exponentials."""
         exps = self.exps(n, rows)
         self.emit(
             Kind.ENTRIES, (*self.order, self.stats(), exps, *factors), (exps,), rows, n.columns
         )
 
     def scale_exps(self, rows: Range, n: Window, factors: str) -> None:
+        """Emit the factors of tokens, to exponentials."""
         exps = self.exps(n, rows)
         self.emit(Kind.SCALE_EXPS, (*self.order, exps, factors), (exps,), rows, n.columns)
 
     def add_bias(self, rows: Range, n: Window, factors: str) -> None:
+        """Emit the sums of the bias' gradient."""
         sums = self.buffer("sums of bias", 1, self.p.vocab, self.p.sums)
         flags = {"adds": rows[0] > 0, "final": rows[1] == self.p.tokens}
         reads = (*self.order, self.exps(n, rows), factors)
         self.emit(Kind.BIAS, reads, (sums,), rows, n.columns, **flags)
 
     def list_targets(self, states: Sequence[str], factors: str) -> None:
+        """Emit the lists of the tokens of each class."""
         home = None if self.backend.places_values else Home.OUTSIDE
         self.buffer("listed", 1, self.backend.listed_targets(self.p, self.in_forward), 1, home)
         self.emit(Kind.LIST_TARGETS, (*self.order, *states, factors), ("listed",), self.every)
@@ -334,20 +349,25 @@ class _Lowering(Emitter):
 
         A chunk sums the hidden states `every`, too, for the terms of all classes.
         """
-        p, first = self.p, n.columns[0]
+        p = self.p
         flags = {"adds": rows[0] > 0, "final": rows[1] == p.tokens}
         listed = ("listed",) if flags["final"] else ()
         reads = (*self.order, self.exps(n, rows), *states, factors, *listed)
         reads += tuple(name for name in every if name not in reads)
         if self.in_forward and not p.adds_in_forward:
             out = self.weight_sums()
-        elif p.into:
-            out = (self.buffer("into", p.vocab, p.hidden, p.into, Home.INTO),)
-            flags["adds"] = True
         else:
-            at = first * p.hidden * p.dw_item
-            out = (self.buffer(f"dw of {first}", n.width, p.hidden, p.dw_item, Home.DW, at),)
+            out, flags["adds"] = self.rows_of_dw(*n.columns), flags["adds"] or p.into > 0
         self.emit(Kind.GEMM_WEIGHT, reads, out, rows, n.columns, **flags)
+
+    def rows_of_dw(self, first: int, last: int) -> tuple[str, ...]:
+        """Name rows of dW, or the caller's buffer; none where dW is not computed."""
+        p, at = self.p, first * self.p.hidden * self.p.dw_item
+        if not p.grad_weight:
+            return ()
+        if p.into:
+            return (self.buffer("into", p.vocab, p.hidden, p.into, Home.INTO),)
+        return (self.buffer(f"dw of {first}", last - first, p.hidden, p.dw_item, Home.DW, at),)
 
     def weight_sums(self) -> tuple[str, ...]:
         """Name dW's sums over chunks: in its memory, or beside the caller's buffer."""
@@ -361,6 +381,7 @@ class _Lowering(Emitter):
     # -- the backward -----------------------------------------------------------------------------
 
     def backward(self) -> None:
+        """Emit the steps of the backward."""
         self.steps = self.program.backward
         if self.in_forward:
             self.finish_chunks()
@@ -424,10 +445,12 @@ class _Lowering(Emitter):
             self.add_weight(self.every, n, states, factors)
 
     def finish_hidden(self, factors: str, sums: Sequence[str]) -> None:
+        """Emit dX, from its sums."""
         reads = (*self.order, factors, *sums, *self.class_row)
         self.emit(Kind.FINISH_HIDDEN, reads, (self.dx(),), self.every)
 
     def finish_bias(self) -> None:
+        """Emit the gradient of the bias, from its sums."""
         out = self.buffer("dbias", 1, self.p.vocab, self.p.item, Home.DBIAS)
         self.emit(Kind.FINISH_BIAS, ("sums of bias",), (out,), self.every)
 
