@@ -19,6 +19,7 @@ from bench.experiments.training_step import LLAMA
 from cutefce.__main__ import main as command
 from cutefce.ops.divergence.steps import Kind as DivergenceKind
 from cutefce.ops.program.steps import Kind
+from cutefce.ops.sampling.steps import SampleKind
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -125,7 +126,8 @@ def test_docstrings_of_folders_list_their_files(folder: Path) -> None:
 
 def test_every_kind_of_step_is_listed() -> None:
     listed = re.findall(r"\b[A-Z]+(?:_[A-Z]+)*\b", section(ARCHITECTURE, "One call, step by step"))
-    assert {kind.name for kind in (*Kind, *DivergenceKind)} <= set(listed)
+    kinds = (*Kind, *DivergenceKind, *SampleKind)
+    assert {kind.name for kind in kinds} <= set(listed)
 
 
 def test_nine_places_are_named() -> None:

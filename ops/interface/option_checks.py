@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from cutefce.ops import torch_compat
 from cutefce.ops.interface.checks import INTEGERS, OUTPUTS, check_dtype, check_layout, check_type
-from cutefce.ops.planning.sample_sizes import MAX_SAMPLES, MIN_SAMPLES
+from cutefce.ops.sampling.sample_sizes import MAX_SAMPLES, MIN_SAMPLES
 
 GRADIENTS = "exact", "sampled"
 

@@ -19,8 +19,6 @@ from cutefce.ops.program.run import Left
 from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.statistics import RowStats
 from cutefce.ops.rows.targets import Targets
-from cutefce.ops.sampling.kernels import KernelSamples
-from cutefce.ops.sampling.samples import Samples
 
 
 @dataclass(kw_only=True)
@@ -50,8 +48,6 @@ class Kept(KeptProgram):
     """Statistics of these tokens, in their order; None for those of all."""
     class_row: Tensor | None = None
     """(D,) that of `LossInputs`."""
-    samples: Samples | KernelSamples | None = None
-    """Entries of the exponentials, with sampled gradients."""
 
 
 _kept: dict[int, tuple["weakref.ref[torch.UntypedStorage]", Any]] = {}

@@ -50,7 +50,7 @@ def prepare(
     inputs = _operands(shard, h, w, targets, tensors, plan)
     if needs_class_row(targets):
         inputs.class_row = set_class_row(shard, inputs.w, targets)
-    if plan.is_sampled:
+    if plan.problem.samples:
         inputs.sampling = _sampling(shard, w, y, options, tensors, selection)
     inputs.selection = selection
     return inputs

@@ -44,7 +44,6 @@ from cutefce.ops.program.plan import Plan
 from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.statistics import RowStats
 from cutefce.ops.rows.targets import OUTPUTS
-from cutefce.ops.sampling import gradients as sampled
 from cutefce.ops.schema import unpack
 
 LIBRARY = torch.library.Library("cutefce", "DEF")
@@ -198,14 +197,9 @@ def restored(loss: Tensor, selection: RowSelection | None, options: LossOptions)
 
 def run_forward(inputs: LossInputs[Any, Any], plan: Plan) -> tuple[Tensor, RowStats, Kept]:
     """Return the reduced loss, the statistics, and what is kept with them."""
-    left, samples = None, None
-    if inputs.sampling is not None:
-        loss, stats, samples = sampled.forward(inputs, inputs.sampling, plan)
-    else:
-        loss, stats, left = programs.forward(inputs, plan)
-    targets = inputs.targets.of_backward(keeps_soft=samples is not None or not plan.in_forward)
-    own = inputs.selection, None, inputs.class_row, samples
-    return loss, stats, Kept(plan, targets, *own, left=left)
+    loss, stats, left = programs.forward(inputs, plan)
+    targets = inputs.targets.of_backward(keeps_soft=not plan.in_forward)
+    return loss, stats, Kept(plan, targets, inputs.selection, None, inputs.class_row, left=left)
 
 
 def loss_backward(
@@ -234,7 +228,7 @@ def loss_backward(
             "None where what a graph saves is moved or computed again"
         )
     left = results.take_left() if results else None
-    runs_again = left is None and (results is None or results.samples is None)
+    runs_again = left is None
     same = {} if sharding.group is None else agreed_backward(upstream, stats, runs_again)
     shard = shard_of(sharding, h, w, **same)
     if runs_again:
@@ -248,20 +242,18 @@ def loss_backward(
     selection = inputs.selection
     if selection is not None and upstream.ndim:
         upstream = selection.take(upstream)
+    assert left is not None
     if options.reduction == OUTPUTS and len(upstream) == tensors.output_classes + 1:
         upstream = torch.cat([upstream, torch.zeros_like(upstream[:1])])
         inputs.targets.options = options.without_entropy()
     if (classes := inputs.targets.output_classes) is not None:
         soft, upstream = classes.take(upstream)
         inputs.targets.parts = inputs.targets.parts._replace(soft=soft)
-    if left is None:
-        dx, dw, dbias = sampled_gradients(upstream, inputs, rows, results)
-    else:
-        of_chunks = None
-        if plan.in_forward and plan.problem.grad_hidden:
-            inputs.targets.selection = None  # all rows of the sums are defined
-            selection, of_chunks = None, selection
-        dx, dw, dbias = programs.backward(left, inputs, upstream, rows, of_chunks)
+    of_chunks = None
+    if plan.in_forward and plan.problem.grad_hidden:
+        inputs.targets.selection = None  # all rows of the sums are defined
+        selection, of_chunks = None, selection
+    dx, dw, dbias = programs.backward(left, inputs, upstream, rows, of_chunks)
     dw_dtype = inputs.dw_dtype
     del inputs, left  # freed before a copy of dX
     if dx is not None and selection is not None and not selection.is_on_device:
@@ -277,24 +269,6 @@ def loss_backward_into(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Do what `loss_backward` does of arguments with `accumulate_into`."""
     _count_write(arguments[-2])
     return loss_backward(*arguments)
-
-
-def sampled_gradients(
-    upstream: Tensor, inputs: LossInputs[Any, Any], stats: RowStats, results: Kept
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return dX, dW and, in the dtype of sums, the bias' gradient of sampled entries.
-
-    What is not computed is None.  `results` are those of the forward.
-    """
-    plan, w = results.plan, inputs.w
-    assert results.samples is not None
-    dw = inputs.accumulate_into
-    if dw is None and plan.problem.grad_weight:
-        dw = w.new_empty(w.shape, dtype=inputs.dw_dtype)
-    dbias = stats.rows.new_empty(w.shape[0]) if plan.problem.grad_bias else None
-    given = stats, results.samples, upstream, plan.layout.window, plan.problem.grad_hidden
-    dx = sampled.backward(inputs, *given, dw, dbias)
-    return dx, dw if inputs.accumulate_into is None else None, dbias
 
 
 def _rounded(dbias: Tensor | None, w: Tensor, tensors: TensorOptions) -> Tensor:

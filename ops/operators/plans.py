@@ -5,7 +5,6 @@ comparison of sizes, and one graph serves all of them.
 """
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +16,6 @@ from cutefce.ops import torch_compat
 from cutefce.ops.dtypes import sum_dtype
 from cutefce.ops.interface.options import LossOptions, Sharding, StepOptions, TensorOptions
 from cutefce.ops.planning.device import device_of
-from cutefce.ops.planning.sampled_memory import SampledProblem, sampled_bytes, sampled_seconds
 from cutefce.ops.primitives.dispatch import (
     options_unsupported_reason,
     problem_of,
@@ -26,12 +24,13 @@ from cutefce.ops.primitives.dispatch import (
 from cutefce.ops.primitives.portable_projection import is_dense
 from cutefce.ops.primitives.row_selection import has_aligned_rows
 from cutefce.ops.program.layout import Layout
-from cutefce.ops.program.place import soft_target_bytes, token_bytes
 from cutefce.ops.program.plan import Plan, plan
-from cutefce.ops.program.primitives_backend import MADE_BYTES, Copies, PrimitivesBackend
+from cutefce.ops.program.primitives_backend import Copies, PrimitivesBackend
 from cutefce.ops.program.problem import Problem, Upstream
 from cutefce.ops.program.weight import can_add_in_place
 from cutefce.ops.rows.targets import OUTPUTS
+from cutefce.ops.sampling.backend import SamplingBackend
+from cutefce.ops.sampling.kernels import is_in_place
 
 
 @dataclass(frozen=True)
@@ -41,10 +40,6 @@ class Request:
     problem: Problem
     operands: Operands
     copies: Copies
-    samples: int = 0
-    """Entries of a token that sampled gradients expect to keep; 0 for exact gradients."""
-    smooths: bool = False
-    """Whether label smoothing adds a part to sampled gradients."""
 
     def of_ranks(self, vocab: int, knows_upstream: bool) -> "Request":
         """Return the same for the widest shard, without copies, and a buffer that GEMMs add to."""
@@ -121,14 +116,13 @@ def request_of(
         given = h.device, options, tensors, is_sampled
         if options_unsupported_reason(operands, *given) is not None:
             operands = replace(operands, arch=None)
-    samples = options.samples if is_sampled else 0
-    return Request(
-        _problem(h, operands, options, tensors, buffer, sharding.group is not None),
-        operands,
-        _copies(operands, h, w, (step.copied_hidden, step.copied_weight)),
-        samples,
-        samples > 0 and options.label_smoothing > 0,
-    )
+    problem = _problem(h, operands, options, tensors, buffer, sharding.group is not None)
+    if is_sampled:
+        problem = replace(problem, samples=options.samples, stores=False)
+        if buffer is not None and operands.arch is not None:
+            problem = replace(problem, adds_in_place=is_in_place(buffer, h.dtype))
+    copied = step.copied_hidden, step.copied_weight
+    return Request(problem, operands, _copies(operands, h, w, copied))
 
 
 def _problem(
@@ -201,22 +195,13 @@ def _make_plan(leading: Request, own: Request, device: torch.device, budget: int
 
 def _plan(x: Request, device: torch.device, budget: int, like: Layout | None = None) -> Plan:
     """Return the plan of a request; with a layout `like`, of chunks of as many tokens."""
-    backend = backend_of(x, device)
-    if not x.samples:
-        rates = device_of(x.operands.device)
-        return plan(x.problem, backend, rates, budget, like)
-    p, of = x.problem, vars(x.operands)
-    call: dict[str, Any] = {"accumulates": p.into > 0, "adds_in_place": p.adds_in_place}
-    sampled = SampledProblem(**of, samples=x.samples, smooths=x.smooths, **call)
-    layout = Layout(max(p.tokens, 1), backend.tiles.window)
-    soft = p.tokens * p.soft * (soft_target_bytes(p) + MADE_BYTES)
-    size = backend.workspace(p, sampled_bytes(sampled, backend.tiles) + soft, token_bytes(p))
-    seconds = sampled_seconds(sampled)
-    return Plan(p, layout, backend, size, seconds, is_sampled=True).within(budget)
+    rates = device_of(x.operands.device)
+    return plan(x.problem, backend_of(x, device), rates, budget, like)
 
 
 def backend_of(x: Request, device: torch.device) -> PrimitivesBackend:
     """Return what the primitives that serve a request need of memory."""
     configs = window_configs_for(x.operands, device)
     widths = tuple(config.window for config in configs)
-    return PrimitivesBackend(x.operands, configs[0], widths, x.copies, device)
+    backend = SamplingBackend if x.problem.samples else PrimitivesBackend
+    return backend(x.operands, configs[0], widths, x.copies, device)

@@ -34,7 +34,6 @@ from cutefce.ops import torch_compat
 from cutefce.ops.dtypes import sum_dtype
 from cutefce.ops.interface.options import LossOptions, Sharding, TensorOptions
 from cutefce.ops.parallel.consistency import exchange
-from cutefce.ops.parallel.sampling import ShardSampling
 from cutefce.ops.primitives.dispatch import backend_of
 from cutefce.ops.program.inputs import Ranks
 from cutefce.ops.rows import targets as rows
@@ -117,6 +116,11 @@ class VocabShard(Unsharded):
     vocab: tuple[int, ...]
     """Rows of every rank's weight."""
     sequence_parallel: bool
+
+    @property
+    def count(self) -> int:
+        """How many ranks there are."""
+        return len(self.vocab)
 
     @property
     def first(self) -> int:
@@ -204,10 +208,6 @@ class VocabShard(Unsharded):
         # contiguous parts of a token are added in the same order for all tokens
         parts = iter(self.all_gather(given).permute(2, 1, 0).contiguous())
         return PartialOutputs(*(None if x is None else next(parts) for x in own))
-
-    def sampling(self, own: Any) -> ShardSampling[Any]:
-        """Return a projection that samples the classes of all ranks."""
-        return ShardSampling(own, self)
 
     def dx_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype of sums: dX is rounded after the ranks' parts are added."""

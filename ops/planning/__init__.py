@@ -3,6 +3,4 @@
 budget.py               budgets of memory, and what a plan prints of its cost
 device.py               what a device does in a second
 step_memory.py          what single steps of primitives take
-sampled_memory.py       the memory of sampled gradients
-sample_sizes.py         entries that a token may keep, columns that its lse is estimated of
 """

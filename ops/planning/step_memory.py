@@ -10,11 +10,6 @@ UPCAST_BLOCK = 2048
 """Rows and columns of a 16-bit operand that a CPU's GEMM converts to float32 at a time."""
 TARGET_BYTES = 17
 """Bytes of a token's target: index and safe index as int64, and whether it is active."""
-GATHERED_COLUMNS = 256
-"""Columns of an operand that a CPU's sparse product converts to the dtype of sums at a time."""
-SAMPLED_BLOCK = {"cpu": 1 << 18}
-"""Logits of which entries are chosen at a time, by device type; `LARGE_SAMPLED_BLOCK` of others."""
-LARGE_SAMPLED_BLOCK = 1 << 22
 MIN_ADDED_ROWS = 1024
 """Rows of dW below which each product of them converts its operands for too little work."""
 FINISHED_ROWS = 1024
@@ -30,30 +25,12 @@ def row_block_bytes(device: str) -> int:
     return (1 if device == "cpu" else 128) << 20
 
 
-def sampled_rows(columns: int, device: str) -> int:
-    """Return the rows of tiles of `columns` of which entries are chosen at a time."""
-    return max(1, SAMPLED_BLOCK.get(device, LARGE_SAMPLED_BLOCK) // columns)
-
-
 def partial_sums(p: Problem, config: WindowConfig, rows: int, columns: int) -> int:
     """Return how many numbers a row has of partial sums, and of their references."""
     if p.arch is None:
         return 2 * ceil_div(columns, config.reference_block)
     affordable = PARTIAL_BYTES // (p.accumulator_bytes * max(rows, 1))
     return max(1, min(ceil_div(columns, NARROWEST_TILE), affordable))
-
-
-def partial_bytes(p: Problem, config: WindowConfig, tokens: int) -> int:
-    """Bytes of a token's target, logit and partial sums while the forward of `tokens` runs."""
-    return TARGET_BYTES + (2 + partial_sums(p, config, tokens, p.vocab)) * p.accumulator_bytes
-
-
-def forward_step_bytes(p: Problem, config: WindowConfig, tokens: int) -> int:
-    """Bytes of one step of the forward of `tokens` that stores nothing."""
-    if p.arch is not None:
-        return 0
-    rows, tile = rows_bytes(p, tokens, CONVERTED), tile_bytes(p, config, tokens, p.vocab)
-    return max(tile, reduce_bytes(p, tokens, ceil_div(p.vocab, config.reference_block)), rows)
 
 
 def reduce_bytes(p: Problem, tokens: int, blocks: int) -> int:

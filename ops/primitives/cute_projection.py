@@ -33,7 +33,6 @@ from cutefce.ops.rows.outputs import PartialOutputs
 from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.statistics import RowStats, reduce_losses
 from cutefce.ops.rows.targets import Targets, launch_transform
-from cutefce.ops.sampling.kernels import SamplingSteps
 from cutefce.ops.soft_targets.kernels import CuteSoftTargetSteps
 
 
@@ -91,7 +90,7 @@ class PartialLse:
     """(K, N, P) those of `common.row_reductions`, if asked for."""
 
 
-class CuteProjection(SamplingSteps, CuteSoftTargetSteps):
+class CuteProjection(CuteSoftTargetSteps):
     """`cutefce.ops.primitives.interface.Projection` for one device, dtype and configuration."""
 
     def __init__(

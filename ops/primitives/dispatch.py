@@ -23,7 +23,6 @@ from cutefce.cute_kernels.sampling_set import MAX_SAMPLE_SLOTS
 from cutefce.cute_kernels.variant import PLAIN, KernelVariant
 from cutefce.ops.dtypes import dtype_name
 from cutefce.ops.interface.options import LossOptions, TensorOptions
-from cutefce.ops.planning.sample_sizes import slots as sample_slots
 from cutefce.ops.primitives.cute_gradients import CublasGradients, CuteGradients
 from cutefce.ops.primitives.cute_projection import CuteProjection, Semaphores
 from cutefce.ops.primitives.interface import AnyPrimitives, Primitives
@@ -31,6 +30,7 @@ from cutefce.ops.primitives.portable_gradients import PortableGradients
 from cutefce.ops.primitives.portable_projection import PortableProjection
 from cutefce.ops.primitives.row_selection import has_aligned_rows
 from cutefce.ops.rows.targets import Targets, variant_of
+from cutefce.ops.sampling.sample_sizes import slots as sample_slots
 
 VERIFY = "cutefce verify"
 META_ARCH = arch_named("sm_90a")

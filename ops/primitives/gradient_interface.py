@@ -18,8 +18,7 @@ TargetGradT = TypeVar("TargetGradT")
 class Gradients(Protocol[TargetGradT]):
     """From exponentials to dX and dW: the two GEMMs and what is done to their results.
 
-    Where a `SamplingProjection` yields other objects than tensors, `add_grad_hidden`, `finish_dw`
-    and `keep_dw` without `low` take them as `exps`.
+    On a CPU, `add_grad_hidden`, `finish_dw` and `keep_dw` without `low` take `SampledExps`, too.
     """
 
     lists_targets: bool

@@ -39,7 +39,7 @@ from cutefce.ops.rows.target_rows import TargetRows
 from cutefce.ops.rows.targets import Targets
 
 if TYPE_CHECKING:
-    from cutefce.ops.sampling.portable import SampledExps
+    from cutefce.ops.sampling.sampled_exps import SampledExps
 
 
 class PortableGradients:

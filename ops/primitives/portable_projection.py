@@ -6,9 +6,8 @@ and the blocks are reduced afterwards: no step synchronizes a GPU.  Every GEMM a
 float32, or float64 for float64 inputs.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,13 +34,6 @@ from cutefce.ops.rows.outputs import PartialOutputs
 from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.statistics import RowStats, reduce_losses
 from cutefce.ops.rows.targets import Targets
-from cutefce.ops.sampling.portable import (
-    PortableSamplingSteps,
-    TileSampler,
-    dense_windows,
-    sparse_windows,
-)
-from cutefce.ops.sampling.samples import Samples, Sampling
 
 
 @dataclass(frozen=True)
@@ -78,7 +70,13 @@ class PartialSums:
         return PartialSums(function(self.sums), function(self.references), of_all, largest)
 
 
-class PortableProjection(PortableSamplingSteps, SoftTargetSteps):
+Take = Callable[[slice, int, Tensor, Tensor], None]
+"""Takes some rows of exponentials (R, P, C) from a column on, and their references (R, P).
+
+It may overwrite them."""
+
+
+class PortableProjection(SoftTargetSteps):
     """`cutefce.ops.primitives.interface.Projection` for any device."""
 
     def __init__(self, tiles: PortableTiles) -> None:
@@ -131,36 +129,15 @@ class PortableProjection(PortableSamplingSteps, SoftTargetSteps):
             self._project_tiles(h, w, (middle, last), reference, targets, None, rest)
         return partial
 
-    def sample(
-        self,
-        h: Tensor,
-        w: Tensor,
-        reference: Tensor,
-        estimate: Tensor,
-        targets: Targets,
-        sampling: Sampling,
-    ) -> tuple[PartialSums, Samples]:
+    def project_tiles(
+        self, h: Tensor, w: Tensor, reference: Tensor, targets: Targets, take: Take
+    ) -> PartialSums:
+        """Do what `project_exp` does of all columns; `take` gets their tiles, row by row."""
         vocab, width = w.shape[0], self.tiles.columns(h.shape[0])
-        sampler = TileSampler(sampling, estimate, targets, vocab)
         partial = PartialSums.empty(reference, ceil_div(vocab, self.tiles.reference_block), targets)
         exps = reference.new_empty(min(h.shape[0], self.tiles.tile_rows), width)
-        self._project_tiles(h, w, (0, vocab), reference, targets, exps, partial, sampler)
-        return partial, sampler.samples()
-
-    def sampled_exps(
-        self,
-        h: Tensor,
-        w: Tensor,
-        samples: Samples,
-        reference: Tensor,
-        targets: Targets,
-        window: int,
-    ) -> Iterator[tuple[int, int, Any]]:
-        def recompute(own_h: Tensor, columns: tuple[int, int], *rest: Any) -> None:
-            self.recompute_exp(own_h, w, columns, *rest)
-
-        windows = dense_windows if h.is_cuda else sparse_windows
-        return windows(h, w.shape[0], window, samples, reference, targets, recompute)
+        self._project_tiles(h, w, (0, vocab), reference, targets, exps, partial, take)
+        return partial
 
     def concat_partials(self, partials: Sequence[PartialSums]) -> PartialSums:
         if len(partials) == 1:
@@ -243,9 +220,9 @@ class PortableProjection(PortableSamplingSteps, SoftTargetSteps):
         targets: Targets,
         exps: Tensor | None,
         out: PartialSums | None,
-        sampler: TileSampler | None = None,
+        take: Take | None = None,
     ) -> None:
-        """Compute tiles; with a `sampler`, each takes the place of the one before in `exps`."""
+        """Compute tiles; with `take`, each has the place of the one before in `exps`."""
         (first, last), tokens, block = window, h.shape[0], self.tiles.reference_block
         width = self.tiles.columns(tokens)
         run = fused(exponentials) if can_fuse(h) else exponentials_
@@ -260,7 +237,7 @@ class PortableProjection(PortableSamplingSteps, SoftTargetSteps):
                 parts = slice(tile.start // block, ceil_div(tile.stop, block))
                 columns = slice(parts.start * block, parts.stop * block)
                 here = slice(rows.stop - rows.start), slice(columns.stop - columns.start)
-                copy = None if exps is None else exps[here if sampler else (rows, columns)]
+                copy = None if exps is None else exps[here if take else (rows, columns)]
                 tile_exps, logits = copy, scratch[here]
                 if in_place and copy is not None:
                     logits, copy = copy, None
@@ -283,9 +260,9 @@ class PortableProjection(PortableSamplingSteps, SoftTargetSteps):
                     None if part is None else part.of_all,
                     None if part is None else part.largest,
                 )
-                if sampler is not None and part is not None and tile_exps is not None:
+                if take is not None and part is not None and tile_exps is not None:
                     own = rows, first + tile.start, tile_exps.unflatten(1, (-1, block))
-                    sampler.take(*own, part.references)
+                    take(*own, part.references)
 
 
 def dense(x: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from cutefce.ops.rows.blocks import blocks, row_blocks
 from cutefce.ops.rows.targets import Targets
 
 if TYPE_CHECKING:
-    from cutefce.ops.sampling.portable import SampledExps
+    from cutefce.ops.sampling.sampled_exps import SampledExps
 
 TERMS = 3
 """Numbers that a factor is split into."""

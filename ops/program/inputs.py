@@ -1,7 +1,7 @@
 """The operands of a forward or backward."""
 
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol
+from typing import Generic, Protocol
 
 import torch
 from torch import Tensor
@@ -17,6 +17,14 @@ from cutefce.ops.sampling.samples import Sampling
 class Ranks(Protocol):
     """What the ranks of a group exchange, each of which has some classes."""
 
+    @property
+    def rank(self) -> int:
+        """The number of this one."""
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+
     def target_logit(self, logit: Tensor, targets: Targets) -> Tensor:
         """Return r (N,) of all ranks from that of this one."""
 
@@ -29,8 +37,8 @@ class Ranks(Protocol):
     def all_gather(self, x: Tensor) -> Tensor:
         """Return the x (...) of every rank as (R, ...)."""
 
-    def sampling(self, own: Any) -> Any:
-        """Return `own`, a projection that samples, with what the ranks' samples need."""
+    def all_reduce_(self, x: Tensor) -> Tensor:
+        """Replace x by its sum over the ranks."""
 
 
 @dataclass

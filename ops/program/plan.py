@@ -8,9 +8,7 @@ from cutefce.cute_kernels.integers import ceil_div, round_up
 from cutefce.cute_kernels.problem import LOW_BITS
 from cutefce.ops.planning.budget import MINIMUM, predicted
 from cutefce.ops.planning.device import Device
-from cutefce.ops.program.cost import seconds
 from cutefce.ops.program.layout import Layout, most_aliased
-from cutefce.ops.program.lower import lower
 from cutefce.ops.program.place import kept, peak
 from cutefce.ops.program.primitives_backend import PrimitivesBackend
 from cutefce.ops.program.problem import Problem
@@ -39,15 +37,13 @@ class Plan:
     """Predicted peak memory beyond the inputs and the gradients."""
     seconds: float = 0.0
     """Predicted time of forward and backward; for comparing plans of one problem."""
-    is_sampled: bool = False
-    """Whether gradients are formed of sampled exponentials: the program is that of the forward."""
     budget: int | None = field(default=None, compare=False)
     """Bytes that were asked for, if no plan takes as few."""
 
     @cached_property
     def program(self) -> Program:
         """What runs."""
-        return lower(self.problem, self.layout, self.backend)
+        return self.backend.lower(self.problem, self.layout)
 
     @cached_property
     def without_entropy(self) -> "Plan":
@@ -57,7 +53,7 @@ class Plan:
     @property
     def strategy(self) -> str:
         """One of "windows", "gradients_in_forward" and "sampled"."""
-        if self.is_sampled:
+        if self.problem.samples:
             return "sampled"
         return "gradients_in_forward" if self.in_forward else "windows"
 
@@ -93,11 +89,9 @@ class Plan:
         return self
 
     def __str__(self) -> str:
-        name, x = self.strategy.replace("_", " "), self.layout
-        cost = predicted(
-            self.workspace_bytes, self.seconds, None if self.is_sampled else self.budget
-        )
-        if self.is_sampled:
+        name, x, is_sampled = self.strategy.replace("_", " "), self.layout, self.problem.samples > 0
+        cost = predicted(self.workspace_bytes, self.seconds, None if is_sampled else self.budget)
+        if is_sampled:
             more = "; fewer samples take less, another workspace does not"
             return f"{name} gradients: {cost}" + more * (self.budget is not None)
         vocab = max(self.problem.vocab, 1)
@@ -117,9 +111,9 @@ class Plan:
 
 def planned(p: Problem, x: Layout, backend: PrimitivesBackend, device: Device) -> Plan:
     """Return the plan of a layout."""
-    program = lower(p, x, backend, brief=True)
+    program = backend.lower(p, x, brief=True)
     size = backend.workspace(p, peak(program), kept(program))
-    return Plan(p, x, backend, size, seconds(program, device))
+    return Plan(p, x, backend, size, backend.seconds(program, device))
 
 
 def plan(

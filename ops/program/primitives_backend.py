@@ -11,6 +11,7 @@ import torch
 from cutefce.cute_kernels.config import WindowConfig
 from cutefce.cute_kernels.integers import ceil_div
 from cutefce.cute_kernels.problem import Problem as Operands
+from cutefce.ops.planning.device import Device
 from cutefce.ops.planning.step_memory import (
     CONVERTED,
     FINISHED_ROWS,
@@ -32,9 +33,11 @@ from cutefce.ops.planning.step_memory import (
     tile_bytes,
     upcast_bytes,
 )
+from cutefce.ops.program.cost import seconds
 from cutefce.ops.program.layout import Layout
+from cutefce.ops.program.lower import lower
 from cutefce.ops.program.problem import Problem
-from cutefce.ops.program.steps import Kind, Step
+from cutefce.ops.program.steps import Kind, Program, Step
 
 MADE_BYTES = 33
 """Bytes of a soft target while it is sorted, or put."""
@@ -83,6 +86,14 @@ class PrimitivesBackend:
     def skips_far(self) -> bool:
         """Whether steps on far rows take no time where no row is far: kernels select rows."""
         return self.is_fused and self.operands.selects_rows
+
+    def lower(self, p: Problem, x: Layout, *, brief: bool = False) -> Program:
+        """Return the program of a call, see `cutefce.ops.program.lower`."""
+        return lower(p, x, self, brief=brief)
+
+    def seconds(self, program: Program, device: Device) -> float:
+        """Return the time of a program."""
+        return seconds(program, device)
 
     def workspace(self, p: Problem, peak: int, kept: int) -> int:
         """Return the workspace of a call whose program takes `peak` bytes, and holds `kept`.

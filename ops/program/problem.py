@@ -55,6 +55,8 @@ class Problem:
     """Bytes of an element of the caller's buffer that dW is added to; 0 where dW is returned."""
     adds_in_place: bool = True
     """Whether products can add to that buffer; else they are added by way of a block of rows."""
+    samples: int = 0
+    """Entries of a token that sampled gradients expect to keep; 0 for exact gradients."""
     ranks: int = 0
     """Ranks that share the vocabulary, each with all tokens; 0 for a call of one device."""
 

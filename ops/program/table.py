@@ -1,17 +1,19 @@
 """The steps of programs as calls of the primitives of a backend."""
 
 from collections.abc import Callable
+from enum import Enum
 
 from cutefce.ops.program import exponentials, hidden, weight
 from cutefce.ops.program.run import Call
 from cutefce.ops.program.steps import Kind, Step
+from cutefce.ops.sampling.table import SAMPLING
 
 
 def nothing(call: Call, s: Step) -> None:
     """Do nothing: what the step says is done with another one."""
 
 
-TABLE: dict[Kind, Callable[[Call, Step], None]] = {
+TABLE: dict[Enum, Callable[[Call, Step], None]] = {
     Kind.SELECT: nothing,
     Kind.CLASS_ROW: nothing,
     Kind.GATHER: exponentials.gather,
@@ -34,5 +36,6 @@ TABLE: dict[Kind, Callable[[Call, Step], None]] = {
     Kind.FINISH_HIDDEN: hidden.finish_hidden,
     Kind.FINISH_WEIGHT: weight.finish_weight,
     Kind.FINISH_BIAS: weight.finish_bias,
+    **SAMPLING,
 }
 """What an operator has done before: SELECT and CLASS_ROW, whose results are among the inputs."""

@@ -1,10 +1,24 @@
 """Sampled gradients: few entries of the softmax, chosen at random, in the place of all.
 
-samples.py           how entries are chosen, and those that were
-random_bits.py       the random bits of entries
+The loss is exact.  With p̂_iv = exp(u_iv - l̂_i), l̂ an estimate of lse, and θ = 1 / samples, an entry
+(i, v) beside the target's is kept with probability q = min(1, p̂ / θ), and e_iv / q then takes the
+place of e_iv in the gradients.  Its expectation is e_iv, whatever the estimate; where l̂ is lse, a
+token expects to keep 1/θ entries or fewer.  The target's part is exact.
+
+Kernels put lse in the place of an estimate below it; without kernels, tokens whose estimate is far
+too low are done exactly, see `sample_sizes.py`.  Either depends on the estimate and the logits, not
+on what was kept, so that expectations stay as they are.
+
+samples.py       how entries are chosen
+sample_sizes.py  entries that a token may keep, columns that its lse is estimated of
+random_bits.py   the random bits of entries
+steps.py         the steps that sampled gradients add to those of programs
+lower.py         a problem to a program
+backend.py       the memory and the time of these steps
+table.py         which function runs which of them
+estimates.py     steps of the logits that log-sum-exps are estimated of
+portable.py      the other steps in plain torch
+kernels.py       the other steps on the kernels
 estimate_classes.py  the classes that log-sum-exps are estimated of
-interface.py         the steps of a forward and a backward
-gradients.py         these in order: the forward that samples, and the gradients of the entries
-portable.py          these steps in plain torch
-kernels.py           these steps on the kernels
+sampled_exps.py  exponentials of which few are not 0
 """

@@ -9,43 +9,23 @@ others for all of its stratum:
 All classes if they are no more than M + S.  Every rank chooses the same.
 """
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
-from cutefce.ops.planning.sample_sizes import estimate_count, frequent_count
 from cutefce.ops.rows.targets import Targets
 from cutefce.ops.sampling.random_bits import strata_draws
+from cutefce.ops.sampling.sample_sizes import estimate_count, frequent_count
 from cutefce.ops.sampling.samples import Sampling
 
 ABSENT = -1
 """The place of a target that is not among the classes."""
 
 
-class AllClasses:
-    """The steps of `SamplingProjection` on a device that has every class."""
+def estimate_classes(targets: Targets, sampling: Sampling) -> Tensor:
+    """Return the M + S classes for a batch of targets; there are more than `estimate_count`.
 
-    def class_rows(self, x: Tensor, classes: Tensor) -> Tensor:
-        """See `SamplingProjection`."""
-        return x.index_select(0, classes)
-
-    def share(self, count: int) -> slice:
-        """See `SamplingProjection`."""
-        return slice(0, count)
-
-
-class EstimateClasses(NamedTuple):
-    """The chosen classes."""
-
-    classes: Tensor
-    """(M + S,) int64: the frequent ones, ascending, then the drawn ones, ascending."""
-    frequent: int
-    """M"""
-
-
-def estimate_classes(targets: Targets, sampling: Sampling) -> EstimateClasses:
-    """Return the classes for a batch of targets; there are more than `estimate_count`."""
+    They are int64: the frequent ones, ascending, then the drawn ones, ascending.
+    """
     total = sampling.vocab
     count, frequent = estimate_count(total), frequent_count(total)
     ids = targets.index + targets.first
@@ -56,18 +36,16 @@ def estimate_classes(targets: Targets, sampling: Sampling) -> EstimateClasses:
     chosen = keys.topk(frequent).indices.sort().values
     draws = strata_draws(sampling.seed, count - frequent, total - frequent)
     before = chosen - torch.arange(frequent, device=ids.device)  # others before each of them
-    return EstimateClasses(
-        torch.cat([chosen, draws + torch.searchsorted(before, draws, right=True)]), frequent
-    )
+    return torch.cat([chosen, draws + torch.searchsorted(before, draws, right=True)])
 
 
-def target_places(chosen: EstimateClasses, targets: Targets) -> tuple[Tensor, Tensor]:
+def target_places(classes: Tensor, frequent: int, targets: Targets) -> tuple[Tensor, Tensor]:
     """Return where the targets are among frequent and among drawn classes, (N,) int64 each.
 
-    `ABSENT` where they are not.
+    `ABSENT` where they are not.  Of `classes`, the first ones are `frequent`.
     """
-    ids, frequent = targets.index + targets.first, chosen.frequent
-    return _places(chosen.classes[:frequent], ids), _places(chosen.classes[frequent:], ids)
+    ids = targets.index + targets.first
+    return _places(classes[:frequent], ids), _places(classes[frequent:], ids)
 
 
 def _places(classes: Tensor, ids: Tensor) -> Tensor:

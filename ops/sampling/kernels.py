@@ -1,4 +1,4 @@
-"""Sampled gradients on the CuTe DSL kernels: what their launches are given.
+"""Steps of sampled gradients on the CuTe DSL kernels: what their launches are given.
 
 Where a token's estimate of lse is too low, its lse decides in the end: of the entries that were
 kept, `sort_samples` leaves out those that lse does not keep.  If there was no room for them, the
@@ -8,261 +8,137 @@ such token.
 """
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from cutefce.cute_kernels.jit.cache import compiled
 from cutefce.cute_kernels.sampling_set import SamplingKernels, sampling_kernels
-from cutefce.cute_kernels.spec import ChooseClassesSpec, PrepareSamplesSpec, SparseRowsSpec
+from cutefce.cute_kernels.spec import SparseRowsSpec
 from cutefce.ops.dtypes import dtype_name
-from cutefce.ops.planning.sample_sizes import (
-    estimate_count,
-    frequent_count,
-    slots,
-)
-from cutefce.ops.planning.step_memory import added_rows
-from cutefce.ops.primitives.row_selection import (
-    gather_rows,
-    has_aligned_rows,
-    select_on_device,
-)
+from cutefce.ops.primitives.cute_projection import CuteProjection
+from cutefce.ops.primitives.row_selection import gather_rows, has_aligned_rows, select_on_device
+from cutefce.ops.program.hidden import class_term, finish_dx
+from cutefce.ops.program.run import Call
+from cutefce.ops.program.steps import Home, Step
+from cutefce.ops.program.views import states_of
+from cutefce.ops.program.weight import every_row, finish_dbias
 from cutefce.ops.rows.blocks import blocks
-from cutefce.ops.rows.coefficients import RankOne, RowCoefficients
+from cutefce.ops.rows.coefficients import RowCoefficients
 from cutefce.ops.rows.selection import RowSelection
-from cutefce.ops.rows.statistics import RowStats
 from cutefce.ops.rows.targets import Targets
-from cutefce.ops.sampling.estimate_classes import AllClasses, EstimateClasses
-from cutefce.ops.sampling.samples import Sampling
-
-if TYPE_CHECKING:
-    from cutefce.ops.primitives.cute_projection import CuteProjection, PartialLse
+from cutefce.ops.sampling.estimates import class_sums, sampling_of
+from cutefce.ops.sampling.sample_sizes import estimate_count, frequent_count, slots
 
 
-class SamplingSteps(AllClasses):
-    """The steps of `SamplingProjection` on the kernels, for a `CuteProjection`."""
+def _projection(call: Call) -> CuteProjection:
+    return cast(CuteProjection, call.inputs.primitives.projection)
 
-    def choose_classes(self, targets: Targets, sampling: Sampling) -> EstimateClasses:
-        """See `SamplingProjection`."""
-        own, total, index = cast("CuteProjection", self), sampling.vocab, targets.index
-        frequent = frequent_count(total)
-        classes = index.new_empty(estimate_count(total))
-        counts = index.new_empty(total, dtype=torch.int32)
-        numbers = frequent, targets.first, targets.options.ignore_index
-        kernel = ChooseClassesSpec(own.kernels.row_sums.arch, "choose")
-        compiled(kernel)(index, sampling.seed, classes, counts, *numbers)
-        return EstimateClasses(classes, frequent)
 
-    def target_places(self, chosen: EstimateClasses, targets: Targets) -> tuple[Tensor, Tensor]:
-        """See `SamplingProjection`."""
-        own, index = cast("CuteProjection", self), targets.index
-        places = torch.empty_like(index), torch.empty_like(index)
-        kernel = ChooseClassesSpec(own.kernels.row_sums.arch, "place")
-        compiled(kernel)(index, chosen.classes, *places, chosen.frequent, targets.first)
-        return places
-
-    def estimate_lse(
-        self,
-        frequent: "PartialLse | None",
-        drawn: "PartialLse",
-        log_ratio: float,
-        target_logit: Tensor,
-    ) -> Tensor:
-        """See `SamplingProjection`."""
-        own, estimate = cast("CuteProjection", self), torch.empty_like(target_logit)
-        kernel = PrepareSamplesSpec(own.kernels.row_sums.arch, "estimate")
-        sums = drawn.sums if frequent is None else frequent.sums
-        numbers = log_ratio / math.log(2), int(frequent is None)
-        compiled(kernel)(sums, drawn.sums, target_logit, estimate, *numbers)
-        return estimate
-
-    def sample(
-        self,
-        h: Tensor,
-        w: Tensor,
-        reference: Tensor,
-        estimate: Tensor,
-        targets: Targets,
-        sampling: Sampling,
-    ) -> "tuple[PartialLse, KernelSamples]":
-        """See `SamplingProjection`; the entries are those of `fill`."""
-        own = cast("CuteProjection", self)
-        samples = KernelSamples.empty(own, w, reference, sampling.samples)
-        rows = estimate, sampling.rows, sampling.seed
-        results = samples.threshold, samples.row_hash, samples.counts
-        prepare = compiled(samples.kernels.prepare)
-        prepare(*rows, *results, math.log2(sampling.samples), 1)
-        return samples.fill(own, h, w, reference, targets), samples
-
-    def finish_samples(
-        self,
-        samples: "KernelSamples",
-        h: Tensor,
-        w: Tensor,
-        stats: RowStats,
-        targets: Targets,
-        sampling: Sampling,
-    ) -> None:
-        """See `SamplingProjection`."""
-        own = cast("CuteProjection", self)
-        samples.finish(own, h, w, stats, targets, sampling)
+def _kernels(call: Call) -> SamplingKernels:
+    """Return the kernels of a call."""
+    if "kernels" not in call.values:
+        exact, p = _projection(call).kernels, call.program.problem
+        call.values["kernels"] = sampling_kernels(exact, p.tokens, slots(p.samples, p.vocab))
+    found: SamplingKernels = call.values["kernels"]
+    return found
 
 
 @dataclass(frozen=True)
-class KernelSamples:
-    """The entries that were chosen of N tokens, K at most of each, as kernels have them."""
+class Entries:
+    """The entries that were chosen of N tokens, K at most of each."""
 
-    kernels: SamplingKernels
     entries: Tensor
-    """(N, K) int64: v above e / q in 32 bits, ascending; u in its place until `finish`."""
-    counts: Tensor
-    """(N,) int32: entries of each token; -1 for none, where more were kept than fit."""
+    """(N, K) int64: v above e / q in 32 bits, ascending; u in its place until they are sorted."""
     threshold: Tensor
     """(N,) that of `common.sampling`."""
+    counts: Tensor
+    """(N,) int32: entries of each token; -1 for none, where more were kept than fit."""
     row_hash: Tensor
     """(N,) int32"""
 
     @staticmethod
-    def empty(
-        projection: "CuteProjection", w: Tensor, like: Tensor, samples: int
-    ) -> "KernelSamples":
-        """Return undefined ones of tokens and with the device of `like` (N,)."""
-        tokens, most = len(like), slots(samples, len(w))
-        kernels = sampling_kernels(projection.kernels, tokens, most)
-        entries = like.new_empty(tokens, most, dtype=torch.int64)
-        counts, row_hash = like.new_empty(2, tokens, dtype=torch.int32)
-        return KernelSamples(kernels, entries, counts, torch.empty_like(like), row_hash)
-
-    def fill(
-        self,
-        projection: "CuteProjection",
-        h: Tensor,
-        w: Tensor,
-        reference: Tensor,
-        targets: Targets,
-        order: Tensor | None = None,
-    ) -> "PartialLse":
-        """Choose the entries of rows, or of rows `order` (N,); return row sums."""
-        maps = targets.index if order is None else order, int(order is not None)
-        chosen = self.threshold, self.row_hash, self.counts, self.entries, targets.first, *maps
-        operands = h, w, (0, len(w)), reference, targets
-        return projection.launch_sums(self.kernels.project_exp, *operands, samples=chosen)
-
-    def finish(
-        self,
-        projection: "CuteProjection",
-        h: Tensor,
-        w: Tensor,
-        stats: RowStats,
-        targets: Targets,
-        sampling: Sampling,
-    ) -> None:
-        """Sample tokens without room for their entries again, and put all in their final form."""
-        ignored, most = targets.options.ignore_index, self.entries.shape[1]
-        again = torch.where(self.counts > most, targets.index, ignored)
-        arch = projection.kernels.row_sums.arch
-        selection = select_on_device(arch, again, ignored, len(again))
-        selection = selection.skipping()
-        order, own_reference = selection.order, torch.empty_like(self.threshold)
-        of_rows = stats.reference, stats.sum_exp
-        log2_samples = math.log2(sampling.samples)
-        given, results = (order, selection.count, *of_rows), (self.threshold, self.counts)
-        compiled(self.kernels.prepare_again)(*given, *results, own_reference, log2_samples)
-        rows = gather_rows(projection.kernels, h, selection)
-        self.fill(projection, rows, w, own_reference, _of_rows(targets, selection), order)
-        scale = None if targets.logits is None else targets.logits.row_scale
-        scale = scale if self.kernels.sort.softcap else None
-        vectors = self.counts, self.threshold, self.row_hash, *of_rows, scale
-        compiled(self.kernels.sort)(self.entries, *vectors, log2_samples, targets.first)
-
-    def grad_hidden(
-        self,
-        out: Tensor,
-        w: Tensor,
-        targets: Targets,
-        coefficients: RowCoefficients,
-        order: Tensor | None,
-    ) -> None:
-        """Write s_i Σ (e / q) w_v + c_i w_y of token i to row i, or `order`_i, of out (N, D)."""
-        spec = _with_result(self.kernels.grad_hidden, out)
-        factors = coefficients.scale.contiguous(), coefficients.target.contiguous()
-        places = targets.index, targets.index if order is None else order, int(order is not None)
-        compiled(spec)(out, w, (self.entries, self.counts, *factors, *places))
-
-    def by_class(
-        self, targets: Targets, coefficients: RowCoefficients, stats: RowStats
-    ) -> "ClassLists":
-        """Return the entries of every class, with s_i e / q, and c_i of its targets."""
-        total, vocab = len(self.counts) * (self.entries.shape[1] + 1), targets.vocab
-        lists, ends = self.entries.new_empty(total), self.counts.new_empty(1 + vocab)
-        between = self.counts.new_empty(total), self.counts.new_empty(vocab)
-        start, factors = self.threshold.new_empty(1), (coefficients.scale, coefficients.target)
-        selection = targets.selection
-        order, maps = (targets.index, 0) if selection is None else (selection.order, 1)
-        rows = self.entries, self.counts, targets.index, *(x.contiguous() for x in factors)
-        # of float16, the reference tells which rows have no gradient
-        more = order, maps, stats.reference, targets.options.ignore_index
-        compiled(self.kernels.list_classes)((*rows, *more), (lists, ends, *between, start))
-        return ClassLists(self.kernels, lists, ends, start)
+    def of(call: Call) -> "Entries":
+        """Return those of a call."""
+        threshold, *words = call.view("drawn")
+        entries = call.view("entries").view(torch.int64)
+        return Entries(entries, threshold, *(x.view(torch.int32) for x in words))
 
 
-@dataclass(frozen=True)
-class ClassLists:
-    """The entries of every class, see `cute_kernels.sampling.list_samples`."""
+def choose_classes(call: Call, s: Step) -> None:
+    """Choose the classes of the estimates."""
+    targets, sampling = call.inputs.targets, sampling_of(call)
+    total, index, frequent = sampling.vocab, targets.index, frequent_count(sampling.vocab)
+    classes = index.new_empty(estimate_count(total))
+    counts = index.new_empty(total, dtype=torch.int32)
+    numbers = frequent, targets.first, targets.options.ignore_index
+    compiled(_kernels(call).choose_classes)(index, sampling.seed, classes, counts, *numbers)
+    call.values["classes"] = classes
 
-    kernels: SamplingKernels
-    entries: Tensor
-    ends: Tensor
-    start: Tensor
-    """(1,) 0, or NaN if a token has no defined gradient."""
 
-    def grad_weight(
-        self,
-        dw: Tensor | None,
-        h: Tensor,
-        dbias: Tensor | None,
-        every: RankOne | None,
-        *,
-        adds: bool,
-        in_place: bool,
-    ) -> None:
-        """Write dW (V, D), or add to it, and the sums of dbias (V,), of hidden states h (M, D).
+def place_targets(call: Call, s: Step) -> None:
+    """Find the targets among them."""
+    targets, classes = call.inputs.targets, call.values["classes"]
+    places = torch.empty_like(targets.index), torch.empty_like(targets.index)
+    numbers = frequent_count(sampling_of(call).vocab), targets.first
+    compiled(_kernels(call).place_targets)(targets.index, classes, *places, *numbers)
+    call.values["places"] = places
 
-        Sums are formed beside dW, some rows at a time, unless `in_place`.
-        """
-        if dw is not None and every is None and (in_place or not adds):
-            if adds and dbias is not None:
-                dbias.zero_()
-            self._launch(dw, h, dbias, 0, adds=adds)
-            return
-        for rows, sums in self._blocks(h):
-            self._launch(sums, h, None if dbias is None else dbias[rows], rows.start)
-            if every is not None:
-                term = every.rows(rows)
-                sums.addr_(term.factor, term.row)
-            if dw is not None and adds:
-                dw[rows] += sums
-            elif dw is not None:
-                dw[rows] = sums
 
-    def _blocks(self, h: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """Yield rows of dW with memory for their sums."""
-        vocab, hidden = len(self.ends) - 1, h.shape[1]
-        rows = min(added_rows(hidden, self.start.itemsize, h.device.type), vocab)
-        room = self.start.new_empty(rows, hidden)
-        for part in blocks(vocab, rows):
-            yield part, room[: part.stop - part.start]
+def estimate(call: Call, s: Step) -> None:
+    """Estimate log-sum-exps, +inf of ignored tokens."""
+    (frequent, drawn, log_ratio), logit = class_sums(call), call.values["logits"]
+    result = call.values["estimate"] = torch.empty_like(logit)
+    sums = drawn.sums if frequent is None else frequent.sums
+    numbers = log_ratio / math.log(2), int(frequent is None)
+    compiled(_kernels(call).estimate)(sums, drawn.sums, logit, result, *numbers)
 
-    def _launch(
-        self, out: Tensor, h: Tensor, dbias: Tensor | None, first: int, adds: bool = False
-    ) -> None:
-        spec, bias = self.kernels.grad_weight, dbias is not None
-        spec = replace(_with_result(spec, out), adds=adds, bias=bias)
-        ends = self.ends[first : first + len(out) + 1]
-        compiled(spec)(out, h, (self.entries, ends, self.start, dbias))
+
+def sample(call: Call, s: Step) -> None:
+    """Sum the exponentials of all columns, and append the entries that the estimates keep.
+
+    The sums have the bits of those of `project_exp`.
+    """
+    sampling, own = sampling_of(call), Entries.of(call)
+    rows = call.values.pop("estimate"), sampling.rows, sampling.seed
+    results = own.threshold, own.row_hash, own.counts
+    compiled(_kernels(call).prepare)(*rows, *results, math.log2(sampling.samples), 1)
+    given = states_of(call, s), call.values["logits"], call.inputs.targets
+    call.values["partials"].append(_fill(call, own, *given))
+
+
+def _fill(
+    call: Call,
+    own: Entries,
+    h: Tensor,
+    reference: Tensor,
+    targets: Targets,
+    order: Tensor | None = None,
+) -> Any:
+    """Append the entries of rows, or of rows `order` (N,); return row sums."""
+    maps = targets.index if order is None else order, int(order is not None)
+    chosen = own.threshold, own.row_hash, own.counts, own.entries, targets.first, *maps
+    w, kernel = call.inputs.w, _kernels(call).project_exp
+    operands = h, w, (0, len(w)), reference, targets
+    return _projection(call).launch_sums(kernel, *operands, samples=chosen)
+
+
+def sample_again(call: Call, s: Step) -> None:
+    """Sample tokens without room for their entries again, with their log-sum-exps."""
+    own, targets, stats = Entries.of(call), call.inputs.targets, call.values["stats"]
+    projection, ignored = _projection(call), targets.options.ignore_index
+    again = torch.where(own.counts > own.entries.shape[1], targets.index, ignored)
+    arch = projection.kernels.row_sums.arch
+    selection = select_on_device(arch, again, ignored, len(again)).skipping()
+    order, reference = selection.order, torch.empty_like(own.threshold)
+    given = order, selection.count, stats.reference, stats.sum_exp
+    results = own.threshold, own.counts, reference
+    log2_samples = math.log2(sampling_of(call).samples)
+    compiled(_kernels(call).prepare_again)(*given, *results, log2_samples)
+    rows = gather_rows(projection.kernels, states_of(call, s), selection, out=call.view("again"))
+    _fill(call, own, rows, reference, _of_rows(targets, selection), order)
 
 
 def _of_rows(targets: Targets, selection: RowSelection) -> Targets:
@@ -272,6 +148,106 @@ def _of_rows(targets: Targets, selection: RowSelection) -> Targets:
     part = Targets(selection.targets, targets.vocab, options, logits=logits, first=targets.first)
     part.selection = selection
     return part
+
+
+def finish_entries(call: Call, s: Step) -> None:
+    """Sort the entries that the log-sum-exps keep, and give them their values."""
+    own, targets, stats = Entries.of(call), call.inputs.targets, call.values["stats"]
+    kernel = _kernels(call).sort
+    scale = None if targets.logits is None or not kernel.softcap else targets.logits.row_scale
+    vectors = own.counts, own.threshold, own.row_hash, stats.reference, stats.sum_exp, scale
+    log2_samples = math.log2(sampling_of(call).samples)
+    compiled(kernel)(own.entries, *vectors, log2_samples, targets.first)
+
+
+def sparse_hidden(call: Call, s: Step) -> None:
+    """Write s_i Σ (e / q) w_v + c_i w_y of token i to its row of dX."""
+    x, factors = call.inputs, call.values["scaling"].dx
+    order = None if x.targets.selection is None else x.targets.selection.order
+    if class_term(x, factors) is None:
+        _sparse_hidden(call, call.view("dx"), factors, order)
+        return
+    # the class row's part is added before dX is rounded
+    sums = call.view("sums")
+    _sparse_hidden(call, sums, factors, None)
+    ones, zeros = x.targets.active.to(sums.dtype), torch.zeros_like(factors.target)
+    finish_dx(x, call.view("dx"), sums, replace(factors, scale=ones, target=zeros), order)
+
+
+def _sparse_hidden(call: Call, out: Tensor, factors: RowCoefficients, order: Tensor | None) -> None:
+    """Write to row i, or `order`_i, of `out` (N, D)."""
+    own, w, index = Entries.of(call), call.inputs.w, call.inputs.targets.index
+    spec = _with_result(_kernels(call).grad_hidden, out)
+    rows = own.entries, own.counts, factors.scale.contiguous(), factors.target.contiguous()
+    places = index, index if order is None else order, int(order is not None)
+    compiled(spec)(out, w, (*rows, *places))
+
+
+def list_entries(call: Call, s: Step) -> None:
+    """List the entries of every class, with s_i e / q, and c_i of its targets.
+
+    See `cute_kernels.sampling.list_samples`.
+    """
+    own, targets, factors = Entries.of(call), call.inputs.targets, call.values["scaling"].dx
+    states = states_of(call, s) if call.program.problem.grad_weight else None
+    row = None if states is None else every_row(call.inputs, factors.every, states)
+    # 0, or NaN if a token has no defined gradient
+    start = own.threshold.new_empty(1)
+    call.values |= {"row": row, "start": start}
+    lists, ends, *between = _lists(call, s.writes)
+    order = targets.index if targets.selection is None else targets.selection.order
+    rows = own.entries, own.counts, targets.index
+    coefficients = factors.scale.contiguous(), factors.target.contiguous()
+    maps = order, int(targets.selection is not None)
+    # of float16, the reference tells which rows have no gradient
+    more = call.values["stats"].reference, targets.options.ignore_index
+    results = lists, ends, *between, start
+    compiled(_kernels(call).list_classes)((*rows, *coefficients, *maps, *more), results)
+
+
+def _lists(call: Call, names: tuple[str, ...]) -> list[Tensor]:
+    """Return lists (M,) int64, and (.,) int32 what is known of them, of these names."""
+    found = [call.view(name)[0].view(torch.int32) for name in names]
+    return [found[0].view(torch.int64), *found[1:]]
+
+
+def sparse_weight(call: Call, s: Step) -> None:
+    """Write dW (V, D), or add to it, and the gradient of the bias.
+
+    Sums are formed beside dW where more is added to these, or kernels cannot add to its memory.
+    """
+    x, p, adds = call.inputs, call.program.problem, call.program.problem.into > 0
+    dw = x.accumulate_into if adds else call.memory.get(Home.DW)
+    row, dbias = call.values.pop("row"), None
+    if p.grad_bias:
+        dbias = call.values["dbias"] = call.values["stats"].rows.new_zeros(p.vocab)
+    if "room" in s.writes:
+        room = call.view("room")
+        for rows in blocks(p.vocab, len(room)):
+            sums = room[: rows.stop - rows.start]
+            _sparse_weight(call, sums, None if dbias is None else dbias[rows], rows.start)
+            if row is not None:
+                term = row.rows(rows)
+                sums.addr_(term.factor, term.row)
+            if dw is not None and adds:
+                dw[rows] += sums
+            elif dw is not None:
+                dw[rows] = sums
+    else:
+        assert dw is not None
+        _sparse_weight(call, dw, dbias, 0, adds=adds)
+    if dbias is not None:
+        finish_dbias(dbias, x.targets, None, call.values["scaling"].dx.every)
+
+
+def _sparse_weight(
+    call: Call, out: Tensor, dbias: Tensor | None, first: int, *, adds: bool = False
+) -> None:
+    """Write rows of dW from `first` on to `out` (K, D), or add to it, and sums to `dbias` (K,)."""
+    spec = _with_result(_kernels(call).grad_weight, out)
+    lists, ends = _lists(call, ("lists", "ends"))
+    own = lists, ends[first : first + len(out) + 1], call.values["start"], dbias
+    compiled(replace(spec, adds=adds, bias=dbias is not None))(out, call.inputs.h, own)
 
 
 def _with_result(spec: SparseRowsSpec, out: Tensor) -> SparseRowsSpec:

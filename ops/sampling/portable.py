@@ -1,90 +1,105 @@
-"""Sampled gradients in plain torch: entries chosen of tiles of exponentials, and their products.
+"""Steps of sampled gradients in plain torch: entries chosen of tiles of exponentials, and products.
 
 No step waits for a GPU.  A CPU looks at what was chosen, and multiplies these entries alone; a GPU
 gets them as a matrix that is zero elsewhere, one window at a time.
 """
 
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from cutefce.ops.planning.sample_sizes import expected_limit, slots
-from cutefce.ops.planning.step_memory import GATHERED_COLUMNS, sampled_rows
-from cutefce.ops.primitives.portable_gradients import matmul_into
-from cutefce.ops.rows.blocks import blocks, row_blocks
-from cutefce.ops.rows.statistics import RowStats
+from cutefce.cute_kernels.integers import round_up
+from cutefce.ops.primitives.portable_projection import PortableProjection
+from cutefce.ops.primitives.row_selection import row_range
+from cutefce.ops.primitives.weighted_sum import RowFactors
+from cutefce.ops.program.run import Call
+from cutefce.ops.program.steps import Step
+from cutefce.ops.program.views import scale_of, states_of
+from cutefce.ops.rows.blocks import blocks
 from cutefce.ops.rows.targets import Targets
-from cutefce.ops.sampling.estimate_classes import (
-    AllClasses,
-    EstimateClasses,
-    estimate_classes,
-    target_places,
-)
+from cutefce.ops.sampling.estimate_classes import estimate_classes, target_places
+from cutefce.ops.sampling.estimates import class_sums, sampling_of
 from cutefce.ops.sampling.random_bits import random_bits, row_states
-from cutefce.ops.sampling.samples import Samples, Sampling
-
-if TYPE_CHECKING:
-    from cutefce.ops.primitives.portable_projection import PartialSums
+from cutefce.ops.sampling.sample_sizes import chosen_rows, expected_limit, frequent_count
+from cutefce.ops.sampling.sampled_exps import SampledExps
 
 FAR = 64.0
 """Nats that a reference may exceed the estimate of lse by; a token beyond is done exactly."""
 
 
-class PortableSamplingSteps(AllClasses):
-    """The steps of `SamplingProjection` for a `PortableProjection` that form no logits."""
+def choose_classes(call: Call, s: Step) -> None:
+    """Choose the classes of the estimates."""
+    call.values["classes"] = estimate_classes(call.inputs.targets, sampling_of(call))
 
-    def choose_classes(self, targets: Targets, sampling: Sampling) -> EstimateClasses:
-        """See `SamplingProjection`."""
-        return estimate_classes(targets, sampling)
 
-    def target_places(self, chosen: EstimateClasses, targets: Targets) -> tuple[Tensor, Tensor]:
-        """See `SamplingProjection`."""
-        return target_places(chosen, targets)
+def place_targets(call: Call, s: Step) -> None:
+    """Find the targets among them."""
+    own = call.values["classes"], frequent_count(sampling_of(call).vocab)
+    call.values["places"] = target_places(*own, call.inputs.targets)
 
-    def estimate_lse(
-        self,
-        frequent: "PartialSums | None",
-        drawn: "PartialSums",
-        log_ratio: float,
-        target_logit: Tensor,
-    ) -> Tensor:
-        """See `SamplingProjection`."""
-        terms = [target_logit[:, None], drawn.sums.log() + (drawn.references + log_ratio)]
-        if frequent is not None:
-            terms.append(frequent.sums.log() + frequent.references)
-        return torch.cat(terms, 1).logsumexp(1)
 
-    def finish_samples(
-        self,
-        samples: Samples,
-        h: Tensor,
-        w: Tensor,
-        stats: RowStats,
-        targets: Targets,
-        sampling: Sampling,
-    ) -> None:
-        """See `SamplingProjection`."""
-        factor = (samples.estimate - stats.reference).exp().div_(sampling.samples)
-        samples.exps.mul_(factor[:, None])
+def estimate(call: Call, s: Step) -> None:
+    """Estimate log-sum-exps, +inf of ignored tokens."""
+    (frequent, drawn, log_ratio), logit = class_sums(call), call.values["logits"]
+    terms = [logit[:, None], drawn.sums.log() + (drawn.references + log_ratio)]
+    if frequent is not None:
+        terms.append(frequent.sums.log() + frequent.references)
+    call.values["estimate"] = torch.cat(terms, 1).logsumexp(1)
+
+
+@dataclass(frozen=True)
+class Entries:
+    """The entries (i, v), v not the target, of N tokens, less than K of each.
+
+    They are behind the terms of other target classes, of which there are as many of each token, and
+    before a place for what is not kept.
+    """
+
+    columns: Tensor
+    """(N, K) int32: v, a row of this rank's weight, ascending."""
+    values: Tensor
+    """(N, K) e / q in the dtype of sums, relative to the reference ρ_i."""
+    counts: Tensor
+    """(N,) int32: entries of each token, the first ones of its row; what is beyond is undefined."""
+    exact: Tensor
+    """(N,) bool: the token is done exactly, of all columns, and no entries were chosen of it."""
+
+    @staticmethod
+    def of(call: Call, first: int) -> "Entries":
+        """Return those of a call, without the first places."""
+        columns, values = call.view("columns").view(torch.int32), call.view("values")
+        counts, exact = call.view("counts")[0].view(torch.int32), call.view("exact")[0]
+        return Entries(columns[:, first:], values[:, first:], counts, exact.view(torch.bool))
+
+
+def sample(call: Call, s: Step) -> None:
+    """Sum the exponentials of all columns, and choose entries of them."""
+    x, sampler = call.inputs, TileSampler(call)
+    projection = cast(PortableProjection, x.primitives.projection)
+    given = states_of(call, s), x.w, call.values["logits"], x.targets
+    call.values["partials"].append(projection.project_tiles(*given, sampler.take))
+    sampler.finish()
 
 
 class TileSampler:
-    """Chooses entries of tiles of exponentials, in the order of columns."""
+    """Chooses entries of tiles of exponentials, in the order of columns.
 
-    def __init__(self, sampling: Sampling, estimate: Tensor, targets: Targets, vocab: int) -> None:
-        tokens, self.slots = len(estimate), slots(sampling.samples, vocab)
-        self.sampling, self.estimate, self.targets = sampling, estimate, targets
-        self.states = row_states(sampling.seed, sampling.rows)
-        # the last slot of a token receives what is not kept
-        self.columns = estimate.new_zeros(tokens, self.slots + 1, dtype=torch.int32)
-        self.exps = estimate.new_zeros(tokens, self.slots + 1)
-        self.counts = estimate.new_zeros(tokens, dtype=torch.int32)
-        self.expected = torch.zeros_like(estimate)
-        self.far = torch.zeros_like(targets.active)
+    Entry (i, v) is kept with probability q = min(1, p̂ / θ), p̂ the exponential relative to the
+    estimate of lse; an exponential has the factor du/dt of a softcap.  Values are p̂ / (q θ), which
+    is 1 unless q is: they are relative to the estimate, and their unit is θ.
+    """
+
+    def __init__(self, call: Call) -> None:
+        self.sampling, self.targets = sampling_of(call), call.inputs.targets
+        self.estimate = call.values["estimate"]
+        self.entries = Entries.of(call, call.program.problem.soft)
+        self.slots = self.entries.columns.shape[1] - 1
+        self.states = row_states(self.sampling.seed, self.sampling.rows)
+        self.expected = torch.zeros_like(self.estimate)
+        self.entries.counts.zero_()
+        self.far = self.entries.exact.zero_()
 
     def take(self, rows: slice, first: int, exps: Tensor, references: Tensor) -> None:
         """Choose entries of `exps` (R, P, C) from column `first` on, which are overwritten.
@@ -98,152 +113,113 @@ class TileSampler:
         exps.mul_(factor[:, :, None])
         flat = exps.flatten(1)
         ids = torch.arange(first, first + flat.shape[1], device=flat.device)
-        for part in blocks(len(flat), sampled_rows(flat.shape[1], exps.device.type)):
+        for part in blocks(len(flat), chosen_rows(flat.shape[1], exps.device.type)):
             self._choose(slice(rows.start + part.start, rows.start + part.stop), ids, flat[part])
 
     def _choose(self, rows: slice, columns: Tensor, relative: Tensor) -> None:
         """Choose entries of p̂ / θ (R, C)."""
-        q, slots, counts = relative.clamp(max=1), self.slots, self.counts[rows]
+        q, slots, counts = relative.clamp(max=1), self.slots, self.entries.counts[rows]
         self.expected[rows] += q.sum(1)
         bits = random_bits(self.states[rows], columns + self.targets.first, self.sampling.seed)
         kept = (bits.to(torch.int64) & 0xFFFFFFFF) < q.mul_(2.0**32).to(torch.int64)
         del q, bits  # freed before the next ones are allocated
         slot = kept.cumsum(1).add_(counts[:, None] - 1)
         slot.masked_fill_(~kept | (slot >= slots), slots)
-        self.columns[rows].scatter_(1, slot, columns.to(torch.int32).expand(slot.shape))
-        self.exps[rows].scatter_(1, slot, relative.clamp_(min=1))
+        self.entries.columns[rows].scatter_(1, slot, columns.to(torch.int32).expand(slot.shape))
+        self.entries.values[rows].scatter_(1, slot, relative.clamp_(min=1))
         counts += kept.sum(1, dtype=torch.int32)
 
-    def samples(self) -> Samples:
-        """Return the entries, of which `exps` are relative to θ times the exponential of lse."""
+    def finish(self) -> None:
+        """Take away the entries of tokens that are done exactly, and say which these are."""
         within = (self.expected <= expected_limit(self.sampling.samples)) & ~self.far
-        exact = self.targets.active & ~(within & (self.counts <= self.slots))
-        counts = self.counts.masked_fill_(exact, 0)
-        columns, exps = self.columns[:, : self.slots], self.exps[:, : self.slots]
-        return Samples(columns, exps, counts, self.estimate, exact)
+        exact = self.targets.active & ~(within & (self.entries.counts <= self.slots))
+        self.entries.counts.masked_fill_(exact, 0)
+        self.entries.exact.copy_(exact)
 
 
-@dataclass(frozen=True)
-class SampledExps:
-    """A matrix (N, K) of exponentials of which few are not 0: sampled ones, and whole rows.
-
-    Products take it for a tensor.
-    """
-
-    tokens: Tensor
-    """(E,) int64: rows of the entries, ascending."""
-    columns: Tensor
-    """(E,) int64: their columns."""
-    values: Tensor
-    """(E,) in the dtype of sums."""
-    whole: Tensor
-    """(F,) int64: rows that are done exactly."""
-    exps: Tensor
-    """(F, K): these rows."""
-    is_transposed: bool = False
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of stored exponentials."""
-        return self.exps.dtype
-
-    def t(self) -> "SampledExps":
-        """Return the transposed matrix."""
-        return replace(self, is_transposed=not self.is_transposed)
-
-    def __getitem__(self, index: tuple[slice, slice]) -> "SampledExps":
-        """Return a slice of the columns; the first slice is that of all rows."""
-        _, columns = index
-        exps = self.exps[:, columns]
-        if exps.shape == self.exps.shape:
-            return self
-        inside = (self.columns >= columns.start) & (self.columns < columns.stop)
-        own = self.tokens[inside], self.columns[inside] - columns.start, self.values[inside]
-        return SampledExps(*own, self.whole, exps)
-
-    def multiply_into(self, out: Tensor, b: Tensor) -> None:
-        """`out += self @ b`; sums have the dtype of `out`, and entries are added in their order."""
-        rows, index, values = self.tokens, self.columns, self.values
-        if self.is_transposed:
-            rows, order = self.columns.sort(stable=True)
-            index, values = self.tokens[order], values[order]
-            del order
-        starts = torch.searchsorted(rows, torch.arange(len(out)))
-        for part in blocks(out.shape[1], GATHERED_COLUMNS):
-            of = b[:, part].to(out.dtype).contiguous()
-            out[:, part] += F.embedding_bag(
-                index, of, starts, mode="sum", per_sample_weights=values
-            )
-            del of  # freed before the next ones are allocated
-        if self.is_transposed and len(self.whole):
-            own = b if len(self.whole) == len(b) else b[self.whole]
-            matmul_into(out, self.exps.t(), own, accumulate=True)
-        elif len(self.whole):
-            for part in row_blocks(out.new_empty(()).expand(len(self.whole), out.shape[1])):
-                products = out.new_empty(part.stop - part.start, out.shape[1])
-                matmul_into(products, self.exps[part], b, accumulate=False)
-                out.index_add_(0, self.whole[part], products)
-
-    def weighted_sum(self, factor: Tensor) -> Tensor:
-        """Return Σ_i factor_i e_i (K,) in the dtype of sums."""
-        factor = factor.to(self.values.dtype)
-        terms = self.values * factor[self.tokens]
-        total = terms.new_zeros(self.exps.shape[1]).index_add_(0, self.columns, terms)
-        return total + factor[self.whole] @ self.exps.to(factor.dtype)
+def finish_entries(call: Call, s: Step) -> None:
+    """Make values relative to the references."""
+    factor = (call.values.pop("estimate") - call.values["stats"].reference).exp_()
+    factor.div_(sampling_of(call).samples)
+    Entries.of(call, call.program.problem.soft).values.mul_(factor[:, None])
 
 
-Recompute = Callable[[Tensor, tuple[int, int], Tensor, Targets, Tensor], None]
-"""Writes exponentials: of hidden states, a window, references and targets, and where they go."""
+def put_terms(call: Call, s: Step) -> None:
+    """Put the terms of other target classes before the entries."""
+    soft, terms = call.inputs.targets.soft, call.values.pop("entries")
+    assert soft is not None
+    entries, own = Entries.of(call, 0), slice(0, terms.shape[1])
+    entries.columns[:, own] = soft.index
+    entries.values[:, own] = terms
+    call.values["scaling"] = replace(call.values["scaling"], entries=None)
 
 
-def sparse_windows(
-    h: Tensor,
-    vocab: int,
-    window: int,
-    samples: Samples,
-    reference: Tensor,
-    targets: Targets,
-    recompute: Recompute,
-) -> Iterator[tuple[int, int, SampledExps]]:
-    """Yield windows of columns with what they hold, which the CPU looks at."""
-    whole, used = samples.exact.nonzero()[:, 0], 0
-    if 0 < len(whole) < len(h):
-        h, reference, targets = h[whole], reference[whole], targets.per_token(whole)
-    if len(samples.counts):
-        used = int(samples.counts.amax())
-    columns, exps = samples.columns[:, :used], samples.exps[:, :used]
-    is_entry = torch.arange(used) < samples.counts[:, None]
-    buffer = h.new_empty(len(whole), window)
-    for columns_of in blocks(vocab, window):
-        first, last = columns_of.start, columns_of.stop
-        if len(whole):
-            recompute(h, (first, last), reference, targets, buffer)
-        inside = (columns >= first).logical_and_(columns < last).logical_and_(is_entry)
-        tokens, slot = inside.nonzero().unbind(1)
-        del inside  # freed before the entries are gathered
-        entries = tokens, columns[tokens, slot].to(torch.int64) - first, exps[tokens, slot]
-        yield first, last, SampledExps(*entries, whole, buffer[:, : last - first])
+def list_entries(call: Call, s: Step) -> None:
+    """Find the entries of a window, in the form in which products take them."""
+    x, entries, soft = call.inputs, Entries.of(call, 0), call.program.problem.soft
+    counts = entries.counts
+    if soft:
+        counts = counts + soft * x.targets.active.to(counts.dtype)
+    make = _matrix if x.h.is_cuda else _sparse
+    call.values["exps"] = make(call, s, entries, counts)
 
 
-def dense_windows(
-    h: Tensor,
-    vocab: int,
-    window: int,
-    samples: Samples,
-    reference: Tensor,
-    targets: Targets,
-    recompute: Recompute,
-) -> Iterator[tuple[int, int, Tensor]]:
-    """Yield windows of columns as matrices (N, K): nothing looks at what they hold."""
-    own = torch.where(samples.exact, reference, torch.inf)  # the exponentials of others are 0
-    is_entry = torch.arange(samples.columns.shape[1], device=h.device) < samples.counts[:, None]
-    buffer = h.new_empty(len(h), window)
-    for columns in blocks(vocab, window):
-        first, last = columns.start, columns.stop
-        recompute(h, (first, last), own, targets, buffer)
-        place = samples.columns - first
-        inside = is_entry & (place >= 0) & (place < last - first)
-        values = samples.exps.masked_fill(~inside, 0).to(h.dtype)
-        # at most two terms of a place are not 0: their order does not matter
-        buffer.scatter_add_(1, place.masked_fill_(~inside, 0).to(torch.int64), values)
-        yield first, last, buffer[:, : last - first]
+def _sparse(call: Call, s: Step, entries: Entries, counts: Tensor) -> SampledExps:
+    """Return the entries, which the CPU looks at."""
+    (first, last), used = s.columns, int(counts.amax()) if len(counts) else 0
+    columns, values = entries.columns[:, :used], entries.values[:, :used]
+    inside = (columns >= first).logical_and_(columns < last)
+    tokens, slot = inside.logical_and_(torch.arange(used) < counts[:, None]).nonzero().unbind(1)
+    del inside  # freed before the entries are gathered
+    own = tokens, columns[tokens, slot].to(torch.int64).sub_(first), values[tokens, slot]
+    del slot
+    whole = entries.exact.nonzero()[:, 0]
+    x, reference = call.inputs, call.values["scaling"].reference
+    if not len(whole):
+        return SampledExps(*own, whole, x.h.new_empty(0, last - first))
+    given = x.h[whole], reference[whole], x.targets.per_token(whole)
+    return SampledExps(*own, whole, _recomputed(call, s, *given))
+
+
+def _matrix(call: Call, s: Step, entries: Entries, counts: Tensor) -> Tensor:
+    """Return the exponentials of a window as a matrix (N, K): nothing looks at what it holds."""
+    x, (first, last) = call.inputs, s.columns
+    # the exponentials of tokens that are not done exactly are 0
+    reference = torch.where(entries.exact, call.values["scaling"].reference, torch.inf)
+    exps = _recomputed(call, s, x.h, reference, x.targets)
+    is_entry = torch.arange(entries.columns.shape[1], device=x.h.device) < counts[:, None]
+    place = entries.columns - first
+    inside = is_entry & (place >= 0) & (place < last - first)
+    values = entries.values.masked_fill(~inside, 0).to(x.h.dtype)
+    # at most two terms of a place are not 0: their order does not matter
+    return exps.scatter_add_(1, place.masked_fill_(~inside, 0).to(torch.int64), values)
+
+
+def _recomputed(call: Call, s: Step, h: Tensor, reference: Tensor, targets: Targets) -> Tensor:
+    """Return the exponentials (M, K) of a step's columns, of hidden states h (M, D)."""
+    x, columns = call.inputs, s.columns[1] - s.columns[0]
+    exps = h.new_empty(len(h), round_up(columns, x.primitives.config.reference_block))
+    x.primitives.projection.recompute_exp(h, x.w, s.columns, reference, targets, exps)
+    return exps[:, :columns]
+
+
+def sparse_hidden(call: Call, s: Step) -> None:
+    """Add a window's part of dX's sums."""
+    x, w, own = call.inputs, row_range(call.inputs.w, *s.columns), call.view(s.writes[0])
+    x.primitives.gradients.add_grad_hidden(own, call.values["exps"], w, accumulate=s.adds)
+    if s.final:
+        del call.values["exps"]
+
+
+def sparse_weight(call: Call, s: Step) -> None:
+    """Write a window's rows of dW, and its part of the bias' gradient."""
+    x, exps = call.inputs, call.values.pop("exps")
+    if "sums of bias" in s.writes:
+        scale = scale_of(call)
+        factors = RowFactors.ones(x.h) if scale is None else RowFactors.of(scale, x.h.dtype)
+        out = call.view("sums of bias").view(-1)[s.columns[0] : s.columns[1]]
+        out.copy_(factors.sum(exps))
+    if "scaled" in s.reads:
+        call.values["weight"].finish(*s.columns, exps, states_of(call, s))
+    if s.columns[1] == len(x.w):
+        call.values.pop("weight", None)

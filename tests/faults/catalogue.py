@@ -947,9 +947,14 @@ PLANNER = (
         "d5f1a3f",
         (
             Edit(
-                "ops/planning/sampled_memory.py",
-                "backward + max(smoothed, lists)",
-                "backward + lists",
+                "ops/sampling/lower.py",
+                'out.append(self.buffer("sums", p.tokens, p.hidden, p.sums))',
+                "pass",
+            ),
+            Edit(
+                "ops/sampling/kernels.py",
+                '    sums = call.view("sums")\n',
+                "    sums = factors.scale.new_empty(x.tokens, x.h.shape[1])\n",
             ),
         ),
         ("tests/ops/test_sampled_kernels.py::test_peak_memory_is_predicted",),

@@ -15,17 +15,15 @@ import cutefce
 from cutefce.ops.interface import call
 from cutefce.ops.interface.options import LossOptions, Sharding, StepOptions, TensorOptions
 from cutefce.ops.operators import kept
-from cutefce.ops.planning import sample_sizes
-from cutefce.ops.primitives import portable_projection
+from cutefce.ops.program.run import Call
 from cutefce.ops.rows.statistics import RowStats
 from cutefce.ops.rows.targets import Targets
-from cutefce.ops.sampling import gradients as strategy
+from cutefce.ops.sampling import portable, sample_sizes
 from cutefce.ops.sampling.estimate_classes import estimate_classes, target_places
-from cutefce.ops.sampling.portable import dense_windows
 from cutefce.ops.sampling.random_bits import random_bits, row_states, strata_draws
-from cutefce.ops.sampling.samples import Samples, Sampling
+from cutefce.ops.sampling.samples import Sampling
+from cutefce.ops.sampling.steps import SampleKind
 from tests.support import sampled as model
-from tests.support.memory import peaks
 from tests.support.options import OPTIONS, OptionsCase, options_case
 from tests.support.reference import are_same, random_case
 from tests.support.tiers import rest_slow
@@ -127,24 +125,24 @@ def test_estimates_are_of_frequent_targets_and_of_drawn_classes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Every other class is drawn equally often; shifted numbers, as ranks have, change nothing."""
-    monkeypatch.setattr(sample_sizes, "ESTIMATE_COLUMNS", 13)
+    model.estimate_of(13, monkeypatch)
     seed, total, first = torch.tensor([3, 4], dtype=torch.int32), 40, 7
     y = torch.tensor([39, 20, 20, 39, 39, 2, -100, 11, 3, 3])
     options, drawn_classes = LossOptions(), []
     for i in range(400):
         sampling = Sampling(seed + i, 16, torch.arange(len(y)), total)
         chosen = estimate_classes(Targets(y, total, options), sampling)
-        assert chosen.classes[:4].tolist() == [2, 3, 20, 39]
-        drawn_classes.append(chosen.classes[4:])
+        assert chosen[:4].tolist() == [2, 3, 20, 39]
+        drawn_classes.append(chosen[4:])
         assert bool((drawn_classes[-1].diff() > 0).all())
-        frequent, drawn = target_places(chosen, Targets(y, total, options))
+        frequent, drawn = target_places(chosen, 4, Targets(y, total, options))
         assert frequent.tolist() == [3, 2, 2, 3, 3, 0, -1, -1, 1, 1]
         assert all(at < 0 or drawn_classes[-1][at] == c for at, c in zip(drawn, y, strict=True))
         ignored = LossOptions(ignore_index=-1000)
         own = Targets(torch.where(y < 0, -1000, y - first), 9, ignored, first=first)
-        assert torch.equal(estimate_classes(own, sampling).classes, chosen.classes)
+        assert torch.equal(estimate_classes(own, sampling), chosen)
     counts = torch.cat(drawn_classes).bincount(minlength=total)
-    others = torch.ones(total, dtype=torch.bool).index_fill_(0, chosen.classes[:4], False)
+    others = torch.ones(total, dtype=torch.bool).index_fill_(0, chosen[:4], False)
     assert not counts[~others].any()
     expected = 400 * 9 / 36
     assert bool(((counts[others] - expected).abs() < 5 * expected**0.5).all())
@@ -193,7 +191,7 @@ def repeated(x: OptionsCase, count: int) -> OptionsCase:
 @pytest.mark.parametrize("columns", [4096, 20], ids=["exact lse", "estimated lse"])
 def test_gradients_are_unbiased(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Means of 4096 draws, 512 of each of 8 seeds, are within 4 standard errors."""
-    monkeypatch.setattr(sample_sizes, "ESTIMATE_COLUMNS", columns)
+    model.estimate_of(columns, monkeypatch)
     seeds, each, samples = 8, 512, 16
     x = options_case(["linear_bias"], 3, 6, 70, dtype=torch.float64, logit_std=2.0, ignored=0)
     x.case.upstream.fill_(1)
@@ -230,14 +228,12 @@ def test_entries_are_kept_as_often_as_q_says(
     names: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And they have the value e / q, of exponentials relative to the reference."""
-    found: list[tuple[Tensor, Samples]] = []
-    keep = kept.keep
+    found: list[tuple[RowStats, portable.Entries]] = []
 
-    def noting(stats: Tensor, results: Any) -> None:
-        found.append((stats, results.samples))
-        keep(stats, results)
+    def note(call: Call) -> None:
+        found.append((call.values["stats"], portable.Entries.of(call, 0)))
 
-    monkeypatch.setattr(kept, "keep", noting)
+    model.after(SampleKind.FINISH_ENTRIES, note, monkeypatch)
     tokens, vocab = 2, 70
     x = options_case(names, tokens, 6, vocab, dtype=torch.float64, logit_std=2.0, ignored=0)
     drawn(repeated(x, 4096))
@@ -247,10 +243,10 @@ def test_entries_are_kept_as_often_as_q_says(
     is_entry = torch.arange(samples.columns.shape[1]) < samples.counts[:, None]
     place = torch.where(is_entry, samples.columns.long(), vocab)
     empty = torch.zeros(tokens * 4096, vocab + 1, dtype=torch.float64)
-    values = empty.scatter(1, place, samples.exps)[:, :vocab].view(tokens, 4096, vocab)
+    values = empty.scatter(1, place, samples.values)[:, :vocab].view(tokens, 4096, vocab)
     allowed = 4 * (q * (1 - q) / 4096).sqrt() + 1e-12
     assert bool((((values > 0).double().mean(1) - q).abs() <= allowed).all())
-    values = values / RowStats(stats).sum_exp.view(tokens, 4096, 1)
+    values = values / stats.sum_exp.view(tokens, 4096, 1)
     want = torch.where(values > 0, (stored / q)[:, None], 0)
     torch.testing.assert_close(values, want, rtol=1e-10, atol=0)
     ascending = samples.columns[:, 1:] > samples.columns[:, :-1]
@@ -277,7 +273,7 @@ def test_worst_cases(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """All is finite, the loss is exact, and gradients are near: of few entries, exact."""
-    monkeypatch.setattr(sample_sizes, "ESTIMATE_COLUMNS", columns)
+    model.estimate_of(columns, monkeypatch)
     torch.manual_seed(0)
     z, w = logits().to(dtype), torch.eye(200, dtype=dtype)
     case = type(random_case(1, 1, 1))(z, w, torch.randint(200, (40,)), torch.ones(40))
@@ -300,9 +296,7 @@ def test_every_token_overflows(
     dtype: torch.dtype, small_tiles: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With estimates of lse that are off by a factor of 2^20, gradients are exact."""
-    estimate = strategy.estimate_lse
-
-    monkeypatch.setattr(strategy, "estimate_lse", lambda *args: estimate(*args) - np.log(GREAT))
+    model.change_estimates(lambda lse: lse - np.log(GREAT), monkeypatch)
     x = options_case(["linear_bias"], *SHAPE, dtype=dtype)
     got, want = drawn(x), x.ours()
     assert torch.equal(got[0], want[0])
@@ -314,8 +308,7 @@ def test_every_token_overflows(
 
 
 def test_estimates_far_too_high(small_tiles: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    estimate = strategy.estimate_lse
-    monkeypatch.setattr(strategy, "estimate_lse", lambda *args: estimate(*args) + np.log(GREAT))
+    model.change_estimates(lambda lse: lse + np.log(GREAT), monkeypatch)
     x = options_case([], *SHAPE)
     got = drawn(x)
     assert torch.equal(got[0], x.ours()[0])
@@ -356,18 +349,16 @@ def test_whole_matrices_give_the_same(
     wrong: bool, small_tiles: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a GPU computes, which does not look at entries; of some tokens done exactly."""
-    estimate = strategy.estimate_lse
 
-    def some_wrong(*arguments: Any) -> Tensor:
-        lse = estimate(*arguments)
+    def some_wrong(lse: Tensor) -> Tensor:
         lse[::3] -= np.log(GREAT) * wrong
         return lse
 
-    monkeypatch.setattr(strategy, "estimate_lse", some_wrong)
+    model.change_estimates(some_wrong, monkeypatch)
     x = options_case(["linear_bias", "softcap", "z_loss"], *SHAPE, dtype=torch.float64)
     buffer = torch.zeros_like(x.case.w)
     want = drawn(x)
-    monkeypatch.setattr(portable_projection, "sparse_windows", dense_windows)
+    monkeypatch.setattr(portable, "_sparse", portable._matrix)
     assert_close(drawn(x), want)
     x.options["accumulate_into"] = buffer
     torch.manual_seed(0)
@@ -514,37 +505,18 @@ def test_slots_hold_what_is_expected(samples: int) -> None:
     assert sample_sizes.slots(samples, 7) == 7
 
 
-MEMORY: dict[str, tuple[tuple[int, int, int], torch.dtype, dict[str, Any]]] = {
-    "both": ((300, 300, 6000), torch.float32, {"reduction": "none"}),
-    "16 bits": ((1024, 64, 2000), torch.bfloat16, {"samples": 64}),
-    "smoothing": ((1024, 256, 2000), torch.bfloat16, {"samples": 64, "label_smoothing": 0.1}),
-    "hidden alone": ((512, 64, 4000), torch.bfloat16, {"trained": (True, False)}),
-}
-
-
-def test_peak_memory_is_predicted() -> None:
-    predicted, taken, steps = [], [], []
-    for shape, dtype, more in MEMORY.values():
-        case, given = random_case(*shape, dtype=dtype, ignored=0), dict(more)
-        trained = given.pop("trained", (True, True))
-        h, w = (x.requires_grad_(t) for x, t in zip((case.h, case.w), trained, strict=True))
-        wanted = [x for x in (h, w) if x.requires_grad]
-        options: dict[str, Any] = {"gradient": "sampled", "samples": 256} | given
-
-        def step(
-            operands: tuple[Tensor, ...] = (h, w, case.y),
-            wanted: list[Tensor] = wanted,
-            options: dict[str, Any] = options,
-        ) -> None:
-            torch.autograd.grad(eager(*operands, **options).sum(), wanted)
-
-        steps.append(step)
-        plan = cutefce.plan(h, w, **options)
-        assert plan.strategy == "sampled" and "sampled" in str(plan)
-        predicted.append(plan.workspace_bytes)
-        taken.append(-sum(x.nbytes for x in wanted))
-    for name, want, gradients, peak in zip(MEMORY, predicted, taken, peaks(steps), strict=True):
-        assert abs(want - (peak + gradients)) <= 0.05 * (peak + gradients), name
+def test_one_class_of_soft_targets_is_a_target() -> None:
+    case, results = random_case(*SHAPE, dtype=torch.float64), []
+    index = torch.stack([case.y.clamp(min=0), torch.zeros_like(case.y)], 1)
+    probs = torch.stack([(case.y >= 0).double(), torch.zeros(len(case.y))], 1)
+    kinds: list[dict[str, Any]] = [{"target": case.y}, {"target_indices": index}]
+    kinds[1]["target_probs"] = probs
+    for kind in kinds:
+        torch.manual_seed(0)
+        h, w = case.h.clone().requires_grad_(), case.w.clone().requires_grad_()
+        loss = cutefce.linear_cross_entropy(h, w, **kind, **SAMPLED)
+        results.append((loss.detach(), *torch.autograd.grad(loss, (h, w))))
+    assert_close(results[0], results[1])
 
 
 def test_flops_are_those_of_the_kept_entries() -> None:

@@ -659,9 +659,11 @@ def serve_calls(
     def problem_of(h: Tensor, *others: Any) -> Problem:
         own = dispatch.problem_of(h, *others)
         dtype = dtype_name(h.dtype)
-        return dataclasses.replace(own, arch=arch.name if selects else None, dtype=dtype)
+        return dataclasses.replace(own, arch=arch.name, dtype=dtype)
 
     def primitives_for(h: Tensor, w: Tensor, problem: Problem, targets: Targets, _: Any) -> Any:
+        if problem.arch is None:
+            return dispatch.portable_primitives(tiles)
         variant = variant_of(targets)
         kernels = kernel_set.kernel_set(arch, problem.dtype, configs, variant)
         return dispatch.kernel_primitives(tiles, kernels, num_sms, problem.grad_bias)
@@ -672,8 +674,7 @@ def serve_calls(
         plan: Plan = vars(operands)["plan_for"](h, w, *call)
         return plan
 
-    if selects:
-        monkeypatch.setattr(problem_module, "MIN_SELECTED", 1)
+    monkeypatch.setattr(problem_module, "MIN_SELECTED", 1 if selects else 1 << 30)
     monkeypatch.setattr(cute_gradients, "MAX_UNSCALED_ROWS", 0)
     monkeypatch.setattr(operators, "plan_of", plan_of)
     monkeypatch.setattr(plans, "problem_of", problem_of)

@@ -1,16 +1,51 @@
 """Sampled gradients from all logits in float64: which entries are kept, and what they give."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from cutefce.cute_kernels import process_cache
+from cutefce.ops.program.run import Call
+from cutefce.ops.program.steps import Step
+from cutefce.ops.sampling import sample_sizes
+from cutefce.ops.sampling.steps import SampleKind
+from cutefce.ops.sampling.table import KERNELS, PORTABLE
 from tests.support.options import OptionsCase, losses_of_logits, model_logits
 
 Words = NDArray[np.uint32]
+
+
+def estimate_of(columns: int, patch: pytest.MonkeyPatch) -> None:
+    """Estimate log-sum-exps of so many classes."""
+    patch.setattr(sample_sizes, "ESTIMATE_COLUMNS", columns)
+    process_cache.reset()  # programs depend on it
+
+
+def change_estimates(change: Callable[[Tensor], Tensor], patch: pytest.MonkeyPatch) -> None:
+    """Put other numbers in the place of estimates of log-sum-exps (N,)."""
+
+    def changed(call: Call) -> None:
+        call.values["estimate"] = change(call.values["estimate"])
+
+    after(SampleKind.ESTIMATE, changed, patch)
+
+
+def after(kind: SampleKind, do: Callable[[Call], None], patch: pytest.MonkeyPatch) -> None:
+    """Do something after each step of a kind."""
+    for table in (PORTABLE, KERNELS):
+        own = table[kind]
+
+        def both(call: Call, s: Step, own: Callable[[Call, Step], None] = own) -> None:
+            own(call, s)
+            do(call)
+
+        patch.setitem(table, kind, both)
 
 
 def mix(x: Words) -> Words:

@@ -11,11 +11,7 @@ from cutefce.cute_kernels import spec
 from cutefce.cute_kernels.spec.sampling import COLUMN_FACTOR
 from cutefce.ops.interface.options import LossOptions
 from cutefce.ops.rows.targets import Targets
-from cutefce.ops.sampling.estimate_classes import (
-    EstimateClasses,
-    estimate_classes,
-    target_places,
-)
+from cutefce.ops.sampling.estimate_classes import estimate_classes, target_places
 from cutefce.ops.sampling.random_bits import _mix_, _signed, row_states
 from cutefce.ops.sampling.samples import Sampling
 
@@ -39,14 +35,11 @@ def choose_classes(kernel: spec.ChooseClassesSpec, index: Tensor, *arguments: An
         seed, classes, counts, frequent, first, ignored = arguments
         options = LossOptions(ignore_index=ignored)
         targets = Targets(index, len(counts), options, first=first)
-        chosen = estimate_classes(targets, Sampling(seed, 16, index, len(counts)))
-        assert chosen.frequent == frequent
-        classes[:] = chosen.classes
+        classes[:] = estimate_classes(targets, Sampling(seed, 16, index, len(counts)))
         return
     classes, of_frequent, of_drawn, frequent, first = arguments
     targets = Targets(index, 1, LossOptions(), first=first)
-    places = target_places(EstimateClasses(classes, frequent), targets)
-    of_frequent[:], of_drawn[:] = places
+    of_frequent[:], of_drawn[:] = target_places(classes, frequent, targets)
 
 
 def prepare_samples(kernel: spec.PrepareSamplesSpec, *arguments: Any) -> None:

@@ -242,7 +242,7 @@ def _sampled_outputs(case: TuningCase, inputs: Inputs) -> dict[str, CheckedOutpu
     results = {"sampled loss": CheckedOutput(loss, 1)} | _gradients(" of samples", dx, dw)
     entries = sampled_outputs.entries_of_few(inputs, plan)
     results["sampled entries"] = CheckedOutput(entries, sampled_outputs.FLIPS)
-    for name, values in sampled_outputs.estimates(inputs).items():
+    for name, values in sampled_outputs.estimates(inputs, plan).items():
         results[name] = CheckedOutput(values, 1, floor=1.0)
     return results
 

@@ -1,0 +1,104 @@
+"""Steps of the logits that log-sum-exps are estimated of."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cutefce.ops.program.inputs import LossInputs
+from cutefce.ops.program.run import Call
+from cutefce.ops.program.steps import Step
+from cutefce.ops.program.views import states_of
+from cutefce.ops.rows.logit_map import LogitMap
+from cutefce.ops.rows.targets import Targets
+from cutefce.ops.sampling.sample_sizes import estimate_count, frequent_count
+from cutefce.ops.sampling.samples import Sampling
+
+
+def sampling_of(call: Call) -> Sampling:
+    """Return how a call chooses entries."""
+    assert call.inputs.sampling is not None
+    return call.inputs.sampling
+
+
+def gather_classes(call: Call, s: Step) -> None:
+    """Copy the rows of the weight, and of the bias, of the classes."""
+    x, classes = call.inputs, call.values["classes"]
+    bias = None if x.targets.logits is None else x.targets.logits.bias
+    _gather(x, x.w, classes, call.view(s.writes[0]))
+    if bias is not None:
+        bias = _gather(x, bias, classes, bias.new_empty(len(classes)))
+    call.values["bias of classes"] = bias
+
+
+def _gather(x: LossInputs[Any, Any], rows: Tensor, classes: Tensor, out: Tensor) -> Tensor:
+    """Write the rows (C, ...) of global `classes` (C,) to `out`, and return it.
+
+    Of each, one rank has another one than 0 to add.
+    """
+    if x.ranks is None:
+        return torch.index_select(rows, 0, classes, out=out)
+    place = classes - x.targets.first
+    here = (place >= 0) & (place < len(rows))
+    torch.index_select(rows, 0, place.clamp_(0, len(rows) - 1), out=out)
+    out.masked_fill_(~here.view(-1, *[1] * (out.ndim - 1)), 0)
+    return x.ranks.all_reduce_(out)
+
+
+def project_classes(call: Call, s: Step) -> None:
+    """Sum exponentials of the classes: of this rank's share of the frequent and of the drawn ones.
+
+    If these are all classes, this rank's own ones are drawn.
+    """
+    x, values = call.inputs, call.values
+    operands = states_of(call, s), values["logits"], x.targets.logits
+    if "classes" not in values:
+        values["sums of classes"] = [_project(x, x.w, x.targets.index, *operands)]
+        return
+    h, reference, logits = operands
+    count, frequent = len(values.pop("classes")), frequent_count(sampling_of(call).vocab)
+    rows, bias = call.view("rows of classes"), values.pop("bias of classes")
+    parts, sums = ((0, frequent), (frequent, count)), []
+    for places, (first, last) in zip(values.pop("places"), parts, strict=True):
+        start, stop = 0, last - first
+        if x.ranks is not None:
+            start, stop = (stop * n // x.ranks.count for n in (x.ranks.rank, x.ranks.rank + 1))
+        own = slice(first + start, first + stop)
+        if logits is not None:
+            logits = replace(logits, bias=None if bias is None else bias[own])
+        index = places - start if start else places
+        sums.append(_project(x, rows[own], index, h, reference, logits))
+    values["sums of classes"] = sums
+
+
+def _project(
+    x: LossInputs[Any, Any],
+    w: Tensor,
+    index: Tensor,
+    h: Tensor,
+    reference: Tensor,
+    logits: LogitMap | None,
+) -> Any:
+    """Return the row sums of w (C, D), of which row `index` (N,) is the target's."""
+    options = replace(x.targets.options, reduction="none", outputs="")
+    targets = Targets(index, len(w), options, logits=logits)
+    targets.selection = x.targets.selection
+    return x.primitives.projection.project_exp(h, w, (0, len(w)), reference, targets)
+
+
+def class_sums(call: Call) -> tuple[Any, Any, float]:
+    """Return the row sums over frequent and over drawn classes of all ranks, and a logarithm.
+
+    It is that of the classes that a drawn one stands for.  Targets are not in these sums.  The
+    first is None if all classes are drawn.
+    """
+    x, total, sums = call.inputs, sampling_of(call).vocab, call.values.pop("sums of classes")
+    if x.ranks is not None:
+        gather = x.ranks.all_gather
+        sums = [x.primitives.projection.gather_partials(partial, gather) for partial in sums]
+    if len(sums) == 1:
+        return None, sums[0], 0.0
+    count, frequent = estimate_count(total), frequent_count(total)
+    return *sums, math.log((total - frequent) / (count - frequent))

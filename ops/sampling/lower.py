@@ -1,0 +1,196 @@
+"""From a problem with sampled gradients to its program."""
+
+from collections.abc import Sequence
+from math import sqrt
+
+from cutefce.cute_kernels.problem import Problem as Operands
+from cutefce.ops.planning.step_memory import added_rows
+from cutefce.ops.program.backend import Backend
+from cutefce.ops.program.layout import Layout, Window
+from cutefce.ops.program.lower import Lowering
+from cutefce.ops.program.problem import Problem
+from cutefce.ops.program.steps import Home, Program, Range
+from cutefce.ops.sampling.sample_sizes import estimate_count, slots
+from cutefce.ops.sampling.steps import SampleKind
+
+WORD, INDEX = 4, 8
+"""Bytes of a number of 32 bits, and of one of 64, in which kernels have an entry."""
+
+
+def lower(p: Problem, x: Layout, backend: Backend, of: Operands) -> Program:
+    """Return the program of a call with sampled gradients, with a place for every buffer.
+
+    `of` says which kernels serve it, on which device.
+    """
+    lowering = _PortableLowering if of.arch is None else _KernelLowering
+    return lowering(p, x, backend, of).lowered()
+
+
+def entries_of(p: Problem, columns: int) -> int:
+    """Return how many entries of some columns are expected in plain torch, of a flat softmax."""
+    each = min(p.samples, p.vocab) + p.soft
+    return min(p.tokens * each * columns // max(p.vocab, 1), p.tokens * most_entries(p))
+
+
+def most_entries(p: Problem) -> int:
+    """Return the entries that the token with most of them is expected to have."""
+    return p.soft + min(slots(p.samples, p.vocab), int(p.samples + 3 * sqrt(p.samples)))
+
+
+def are_matrices(of: Operands) -> bool:
+    """Whether entries are put into whole matrices: without kernels, nobody waits for a GPU."""
+    return of.arch is None and of.device != "cpu"
+
+
+class _SampledLowering(Lowering):
+    """A forward that chooses entries while it sums all columns; it stores no exponentials."""
+
+    def __init__(self, p: Problem, x: Layout, backend: Backend, of: Operands) -> None:
+        super().__init__(p, x, backend, brief=False)
+        self.of = of
+        self.chosen: tuple[str, ...] = ()
+        """Names of what a backward is left."""
+
+    def step(
+        self,
+        kind: SampleKind,
+        reads: Sequence[str],
+        writes: Sequence[str],
+        columns: Range = (0, 0),
+        **flags: bool,
+    ) -> None:
+        """Append a step of all tokens."""
+        self.emit(kind, (*self.order, *reads), writes, self.every, columns, **flags)
+
+    def outside(self, name: str, rows: int, columns: int, item: int) -> str:
+        """Name a tensor that a step allocates."""
+        return self.buffer(name, rows, columns, item, Home.OUTSIDE)
+
+    def sample(self, rows: Range, states: Sequence[str]) -> None:
+        """Emit the row sums of all columns, the entries, and the statistics."""
+        self.estimate(states)
+        partial, columns = self.sums_of(Window((0, self.p.vocab), False), rows), (0, self.p.vocab)
+        reads = (*states, "logits", "estimate")
+        self.step(SampleKind.SAMPLE, reads, (partial, *self.chosen), columns)
+        self.reduce(rows, [partial])
+
+    def estimate(self, states: Sequence[str]) -> None:
+        """Emit the estimates of log-sum-exps."""
+        p, kind = self.p, SampleKind
+        total = p.vocab * max(p.ranks, 1)
+        count, classes = estimate_count(total), list[str]()
+        if count < total:
+            classes.append(self.outside("classes", count, 1, INDEX))
+            self.step(kind.CHOOSE_CLASSES, (), classes)
+            classes.append(self.buffer("rows of classes", count, p.hidden, p.item))
+            # two steps before products: kernels of these may read the weight early
+            self.step(kind.GATHER_CLASSES, classes[:1], classes[1:])
+            classes.append(self.outside("places", p.tokens, 2, INDEX))
+            self.step(kind.PLACE_TARGETS, classes[:1], classes[2:])
+        share = count // max(p.ranks, 1)
+        sums = self.backend.partial_sums(p, p.tokens, share)
+        partial = self.outside("partial of classes", p.tokens, sums, p.sums)
+        self.step(kind.PROJECT_CLASSES, (*states, "logits", *classes), (partial,), (0, share))
+        self.outside("estimate", p.tokens, 1, p.sums)
+        self.step(kind.ESTIMATE, ("logits", partial), ("estimate",))
+
+
+class _PortableLowering(_SampledLowering):
+    """Plain torch: a window of columns after the other.
+
+    Rows begin with room for the terms of other target classes, and end with room for what is not
+    kept.
+    """
+
+    def statistics(self, rows: Range, states: Sequence[str], stored: Sequence[Window]) -> None:
+        p = self.p
+        width = p.soft + slots(p.samples, p.vocab) + 1
+        self.chosen = (
+            self.buffer("columns", p.tokens, width * WORD, 1),
+            self.buffer("values", p.tokens, width, p.sums),
+            self.buffer("counts", 1, p.tokens * WORD, 1),
+            self.buffer("exact", 1, p.tokens, 1),
+        )
+        self.sample(rows, states)
+        reads = ("values", "estimate", self.stats())
+        self.step(SampleKind.FINISH_ENTRIES, reads, ("values",))
+
+    def gradients(self) -> None:
+        p, kind = self.p, SampleKind
+        (factors,) = self.factors(self.every, "factors")
+        if p.soft:
+            self.step(kind.PUT_TERMS, (factors,), ("columns", "values"))
+        scaled = tuple[str, ...]()
+        if p.grad_weight:
+            self.list_targets((), factors)
+            # nothing else is in the memory of dX until its sums are finished
+            home = Home.DX if p.grad_hidden and not self.sums_in_dx else None
+            scaled = self.gather("scaled", self.every, (factors,), home)
+        for first in range(0, p.vocab, self.x.window):
+            last = min(first + self.x.window, p.vocab)
+            size = entries_of(p, last - first) * (3 * INDEX + p.sums)
+            if are_matrices(self.of):
+                size = p.tokens * (last - first) * p.item
+            found, columns = self.outside(f"entries of {first}", 1, size, 1), (first, last)
+            self.step(kind.LIST, (*self.chosen, factors), (found,), columns)
+            rows = [*self.rows_of_dw(first, last)]
+            if p.grad_bias:
+                rows.append(self.buffer("sums of bias", 1, p.vocab, p.sums))
+            if p.grad_hidden:
+                flags = {"adds": first > 0, "final": not rows}
+                self.step(kind.SPARSE_HIDDEN, (found,), self.hidden_sums(), columns, **flags)
+            if rows:
+                listed = ("listed",) if p.grad_weight else ()
+                reads = (found, factors, *scaled, *listed)
+                self.step(kind.SPARSE_WEIGHT, reads, rows, columns)
+        if p.grad_hidden:
+            self.finish_hidden(factors, self.hidden_sums())
+        if p.grad_bias:
+            self.finish_bias()
+
+
+class _KernelLowering(_SampledLowering):
+    """Kernels: all tokens and classes at a time."""
+
+    def statistics(self, rows: Range, states: Sequence[str], stored: Sequence[Window]) -> None:
+        p, kind = self.p, SampleKind
+        entries = self.buffer("entries", p.tokens, slots(p.samples, p.vocab) * INDEX, 1)
+        self.chosen = entries, self.buffer("drawn", 3, p.tokens, WORD)
+        self.sample(rows, states)
+        again = self.buffer("again", p.tokens, p.hidden, p.item)
+        reads = (*states, self.stats(), *self.chosen)
+        self.step(kind.SAMPLE_AGAIN, reads, (again, *self.chosen))
+        self.step(kind.FINISH_ENTRIES, (self.stats(), *self.chosen), self.chosen)
+
+    def gradients(self) -> None:
+        p, kind, every = self.p, SampleKind, (0, self.p.vocab)
+        (factors,) = self.factors(self.every, "factors")
+        if p.grad_hidden:
+            out = [self.dx()]
+            if p.every_class:
+                out.append(self.buffer("sums", p.tokens, p.hidden, p.sums))
+            reads = (*self.chosen, factors, *self.class_row)
+            self.step(kind.SPARSE_HIDDEN, reads, out, every)
+        rows = [*self.rows_of_dw(0, p.vocab)]
+        if p.grad_bias:
+            rows.append(self.outside("dbias", 1, p.vocab, p.sums))
+        if not rows:
+            return
+        if p.every_class or not p.grad_weight or (p.into and not p.adds_in_place):
+            # sums are formed beside dW, some rows at a time
+            room = min(added_rows(p.hidden, p.sums, self.of.device), p.vocab)
+            rows.append(self.buffer("room", room, p.hidden, p.sums))
+        listed = [*self.chosen, self.stats(), factors]
+        if p.every_class and p.grad_weight:
+            listed += self.gather("states of all", self.every)
+        entries = p.tokens * (slots(p.samples, p.vocab) + 1)
+        lists = (
+            self.buffer("lists", 1, entries * INDEX, 1),
+            self.buffer("ends", 1, (p.vocab + 1) * WORD, 1),
+        )
+        between = (
+            self.buffer("places of entries", 1, entries * WORD, 1),
+            self.buffer("counts of classes", 1, p.vocab * WORD, 1),
+        )
+        self.step(kind.LIST, listed, (*lists, *between), every)
+        self.step(kind.SPARSE_WEIGHT, (*lists, factors), rows, every)

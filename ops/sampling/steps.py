@@ -1,0 +1,25 @@
+"""The steps that sampled gradients add to those of programs."""
+
+from enum import Enum
+
+
+class SampleKind(Enum):
+    """What a step does; its rows are tokens, its columns are classes.
+
+    With the symbols of `samples`: l̂ is an estimate of lse, q the probability of an entry.
+    """
+
+    __hash__ = object.__hash__
+
+    CHOOSE_CLASSES = "choose the classes that l̂ is estimated of"
+    GATHER_CLASSES = "copy their rows of the weight, from all ranks"
+    PLACE_TARGETS = "find the targets among them"
+    PROJECT_CLASSES = "row sums of e over this rank's share of them"
+    ESTIMATE = "l̂ of each row"
+    SAMPLE = "row sums of e over all columns, and the entries that l̂ keeps"
+    SAMPLE_AGAIN = "the entries that lse keeps, of rows without room for those of l̂"
+    FINISH_ENTRIES = "e / q of each entry; on kernels, of those that lse keeps"
+    PUT_TERMS = "the terms of other target classes before a row's entries"
+    LIST = "the entries of some columns; on kernels, those of each class"
+    SPARSE_HIDDEN = "Σ e / q w of each row, written or added to the sums of dX"
+    SPARSE_WEIGHT = "Σ e / q h of each column: rows of dW, and the sums of the bias' gradient"
