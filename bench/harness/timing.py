@@ -107,6 +107,9 @@ def peak_bytes(call: Call, device: str) -> int:
     gc.collect()  # garbage freed during the call would hide what it allocates
     if device == "cpu":
         return _cpu_peak_bytes(call)
+    # autograd's thread lets go of what a backward before returned once it takes up the next one
+    with torch.enable_grad():
+        torch.zeros((), device=device, requires_grad=True).mul(1).backward()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_stats()["requested_bytes.all.current"]
