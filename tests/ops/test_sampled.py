@@ -577,6 +577,8 @@ def test_replays_of_a_graph_draw_new_seeds(dtype: torch.dtype) -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = step()
+    # torch writes the generator's state on the stream of the capture, and again before a replay
+    torch.cuda.synchronize()
     found = []
     for seed in (1, None, 1):
         if seed is not None:
