@@ -1,5 +1,13 @@
-"""One tuning run: shapes, candidates, cost model, tuner, subprocess worker, worker, outputs.
+"""Verification of kernels before their first launch, and the tuner.
 
-`targets` holds what can be tuned, `verify` the check before a first launch, and `first_use` the
-only functions that `cutefce.ops` calls.
+cases.py      inputs on which kernels are compared, and the comparison
+outputs/      what is computed of them
+runner.py     one GPU and how configurations run on it
+verify.py     which configurations are checked, and what follows
+shapes.py     problems that are tuned by name
+targets.py    what is tuned, and the calls that are timed
+timing.py     interleaved timing
+tuner.py      one tuning run
+worker.py     what runs in the subprocess of both
+first_use.py  the only functions that `cutefce.ops` calls
 """

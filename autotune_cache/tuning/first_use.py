@@ -5,9 +5,8 @@ import warnings
 from cutefce.autotune_cache import lookup
 from cutefce.autotune_cache.table import Key, key_of
 from cutefce.autotune_cache.table_io import file_name
-from cutefce.autotune_cache.tuning import targets, verify
-from cutefce.autotune_cache.tuning.candidates import make_job
-from cutefce.autotune_cache.tuning.tuner import Tuner, header_for
+from cutefce.autotune_cache.tuning import runner, targets, verify
+from cutefce.autotune_cache.tuning.tuner import Tuner, header_for, make_job
 from cutefce.autotune_cache.verdicts import Verdict
 from cutefce.cute_kernels import process_cache
 from cutefce.cute_kernels.config import KernelConfigs
@@ -36,7 +35,7 @@ def verify_on_first_use(
     Returns:
         None if tuned configurations were rejected: lookups return others now.
     """
-    return verify.verify_call(targets.all_targets(gpu, device), dtype, configs, default, part)
+    return verify.verify_call(runner.Runner(gpu, device), dtype, configs, default, part)
 
 
 def tune_on_first_use(gpu: Gpu, device: str, problem: Problem) -> None:
@@ -56,10 +55,11 @@ def tune_on_first_use(gpu: Gpu, device: str, problem: Problem) -> None:
             continue
         _attempted.add((gpu, key))
         sizes = problem.tokens, problem.hidden, problem.vocab
-        job = make_job(target, target.problem(sizes, problem.dtype))
+        job = make_job(target, target.runner.problem(sizes, problem.dtype))
         try:
             path = lookup.user_folder() / file_name(gpu)
-            unusable = build.build(build.missing(job.kernels()), lambda: None, build.compile_clean)
+            kernels = build.missing(job.all_kernels())
+            unusable = build.build(kernels, lambda: None, build.compile_clean)
             with SubprocessWorker() as process:
                 outcome = Tuner(path, header_for(gpu), process, unusable).tune(job, lambda: None)
         except (OSError, RuntimeError) as error:

@@ -1,4 +1,4 @@
-"""Named sets of problem sizes for `cutefce tune`, as tokens × hidden × vocab, and small ones."""
+"""Named sets of problem sizes for `cutefce tune`, as tokens × hidden × vocab."""
 
 import re
 from itertools import product
@@ -9,15 +9,6 @@ Sizes = tuple[int, int, int]
 DECODE_TOKENS = (1, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512)
 HEAD_TOKENS = (2048, 8192)
 """Token counts at which the LM heads of models are tuned; others use the nearest entry."""
-
-SMALL_PROBLEMS: dict[str, Sizes] = {
-    "one row": (1, 64, 1000),
-    "fewer columns than a tile": (70, 8, 17),
-    "rows far above their targets": (1100, 72, 3001),
-    "a row of NaN": (257, 64, 1500),
-    "one target for all": (300, 136, 3001),
-}
-"""(tokens, hidden, vocab) by the regime that each covers."""
 
 
 def _heads(hidden: tuple[int, ...], vocab: int) -> tuple[Sizes, ...]:

@@ -1,23 +1,17 @@
-"""The tuner: times candidates in subprocesses and writes the winners to a table.
+"""The tuner: times candidates in a subprocess and writes the winners to a table.
 
-Each problem goes through these steps, under time limits:
-
-1. compile the kernels of the candidates that the cost model left,
-2. verify each candidate against the portable path,
-3. time all against the architecture's default, briefly,
-4. time the fastest ones, the default and cuBLAS for longer.
-
-Candidates that hang, crash, give wrong results or run out of memory are rejected with the reason.
-Every result is written immediately.
+Each candidate goes through one trial, under a time limit: it is compared with the portable path,
+then timed against the architecture's default.  The fastest one is timed again, with the default and
+cuBLAS, since the fastest of several timings is lucky.  Candidates that hang, crash, give wrong
+results or run out of memory are rejected with the reason.  Every result is written immediately.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import TypeVar
 
 from cutefce.autotune_cache import table_io
 from cutefce.autotune_cache.lookup import current_build
@@ -29,25 +23,50 @@ from cutefce.autotune_cache.table import (
     Key,
     Rejection,
     Table,
+    key_of,
 )
 from cutefce.autotune_cache.tuning import worker
-from cutefce.autotune_cache.tuning.candidates import Job
+from cutefce.autotune_cache.tuning.targets import TuningTarget
 from cutefce.autotune_cache.tuning.worker import CUBLAS, Entrant, Timing
 from cutefce.cute_kernels.gpu import Gpu
 from cutefce.cute_kernels.jit.subprocess_worker import SubprocessWorker, WorkerError
+from cutefce.cute_kernels.parts import PARTS
+from cutefce.cute_kernels.problem import Problem
 from cutefce.cute_kernels.spec import KernelSpec
 from cutefce.version import __version__
 
-T = TypeVar("T")
-MAX_FINALISTS = 3
-"""Candidates faster than the default that are timed for longer."""
-SCREENING_SECONDS, FINAL_SECONDS = 0.3, 0.6
-"""Durations of the two timings; both have at least `worker.MIN_ROUNDS` rounds."""
-CALLS_PER_STEP = 3
-"""Calls in a row of an entrant in the final timing: the GEMMs of a training step.  A candidate with
-fewer cycles but higher power wins short timings and loses once the GPU lowers its clock."""
-PREPARE_SECONDS, TRIAL_SECONDS = 120, 30
+PREPARE_SECONDS, TRIAL_SECONDS = 120, 60
 """Time limits of making inputs and expected outputs, of a trial."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One problem with its candidates."""
+
+    target: TuningTarget
+    problem: Problem
+    candidates: tuple[Candidate, ...]
+    """The default first."""
+
+    @property
+    def key(self) -> Key:
+        """The key of the problem in a table."""
+        return key_of(self.target.name, self.problem)
+
+    def kernels(self, candidate: Candidate) -> list[KernelSpec]:
+        """Return the kernels that a trial of a candidate launches."""
+        configs = self.target.configs(candidate)
+        return self.target.runner.kernels(self.problem.dtype, configs, PARTS)
+
+    def all_kernels(self) -> list[KernelSpec]:
+        """Return the kernels to compile."""
+        return [kernel for candidate in self.candidates for kernel in self.kernels(candidate)]
+
+
+def make_job(target: TuningTarget, problem: Problem, exhaustive: bool = False) -> Job:
+    """Return the job with the architecture's configurations or, if `exhaustive`, all legal ones."""
+    others = (*target.prebuilt(), *(target.legal() if exhaustive else ()))
+    return Job(target, problem, tuple(dict.fromkeys((target.default(problem), *others))))
 
 
 @dataclass(frozen=True)
@@ -88,80 +107,43 @@ class Tuner:
         return Outcome(job, entry, self.failures)
 
     def _tune(self, job: Job, advance: Callable[[], None]) -> Entry | None:
-        default, *others = job.candidates
-        if not self._verify(job, default, advance):
-            return None
-        right = [candidate for candidate in others if self._verify(job, candidate, advance)]
-        first = self._benchmark(job, right, default, SCREENING_SECONDS, 1) if right else {}
-        faster = [candidate for candidate in right if candidate in first]
-        faster = [candidate for candidate in faster if first[candidate].ratio < 1]
-        finalists = sorted(faster, key=lambda candidate: first[candidate].ratio)[:MAX_FINALISTS]
-        last = self._benchmark(job, [CUBLAS, *finalists], default, FINAL_SECONDS, CALLS_PER_STEP)
-        if CUBLAS not in last:
-            return None
-        best = min((x for x in (default, *finalists) if x in last), key=lambda x: last[x].ratio)
-        if last[best].ms >= last[default].ms or last[best].ratio >= 1 - MIN_GAIN:
-            best = default  # the screening was noise
-        ms, default_ms, cublas_ms = (_rounded(last[x].ms) for x in (best, default, CUBLAS))
-        versions = self.header.versions
-        build = versions["kernels"], versions[DSL_PACKAGE]
-        return Entry(best, ms, default_ms, cublas_ms, True, *build)
+        default, ratios = job.candidates[0], dict[Candidate, float]()
+        for candidate in job.candidates:
+            timings = self._trial(job, candidate, tuple(dict.fromkeys((candidate, default))))
+            advance()
+            if timings is not None:
+                ratios[candidate] = timings[candidate].ratio
+            elif candidate == default:
+                return None
+        for best in sorted(ratios, key=lambda candidate: ratios[candidate]):
+            last = self._trial(job, best, tuple(dict.fromkeys((best, CUBLAS, default))))
+            if last is not None:
+                is_faster = last[best].ms < last[default].ms and last[best].ratio < 1 - MIN_GAIN
+                winner = best if is_faster else default
+                ms, default_ms, cublas_ms = (
+                    _rounded(last[each].ms) for each in (winner, default, CUBLAS)
+                )
+                build = self.header.versions["kernels"], self.header.versions[DSL_PACKAGE]
+                return Entry(winner, ms, default_ms, cublas_ms, True, *build)
+        return None
 
-    def _verify(self, job: Job, candidate: Candidate, advance: Callable[[], None]) -> bool:
-        """Whether a candidate gives right results; it is rejected if not."""
-        call = functools.partial(worker.verify, job.target, job.problem, candidate)
-        passed = self._ask(job, candidate, call)
-        advance()
-        return bool(passed)
-
-    def _benchmark(
-        self,
-        job: Job,
-        entrants: Sequence[Entrant],
-        default: Candidate,
-        seconds: float,
-        calls: int,
-    ) -> dict[Entrant, Timing]:
-        """Time all entrants with the default, or pair by pair with it if one of them fails."""
-
-        def benchmark(some: Sequence[Entrant]) -> Callable[[], Sequence[Timing]]:
-            return functools.partial(
-                worker.benchmark_interleaved, job.target, job.problem, some, seconds, calls
-            )
-
-        all_entrants = (*entrants, default)
-        self._prepare(job)
-        try:
-            timings = self.process.ask(benchmark(all_entrants), TRIAL_SECONDS)
-            return dict(zip(all_entrants, timings, strict=True))
-        except WorkerError:
-            found: dict[Entrant, Timing] = {}
-            for entrant in entrants:
-                pair, candidate = (entrant, default), entrant
-                if candidate == CUBLAS:
-                    candidate = default
-                timed = self._ask(job, candidate, benchmark(pair))
-                found |= zip(pair, timed, strict=True) if timed else ()
-            return found
-
-    def _ask(self, job: Job, candidate: Candidate, trial: Callable[[], T]) -> T | None:
-        """Return what a trial of `candidate` returns in the subprocess, None if it is rejected."""
+    def _trial(
+        self, job: Job, candidate: Candidate, entrants: tuple[Entrant, ...]
+    ) -> dict[Entrant, Timing] | None:
+        """Return the times of entrants; None if `candidate` is rejected, for which they failed."""
         if self._is_rejected(job, candidate):
             return None
-        self._prepare(job)
+        prepare = functools.partial(worker.prepare_problem, job.target, job.problem)
+        trial = functools.partial(worker.trial, job.target, job.problem, entrants)
+        try:
+            self.process.ask(prepare, PREPARE_SECONDS)
+        except WorkerError as error:
+            raise _NotPreparedError(f"no inputs or expected outputs: {error}") from error
         try:
             return self.process.ask(trial, TRIAL_SECONDS)
         except WorkerError as error:
             self._reject(job, candidate, Rejection(str(error), not error.is_out_of_memory))
             return None
-
-    def _prepare(self, job: Job) -> None:
-        """Make inputs and expected outputs, unless the subprocess holds them already."""
-        call = functools.partial(worker.prepare_problem, job.target, job.problem)
-        try:
-            self.process.ask(call, PREPARE_SECONDS)
-        except WorkerError as error:
-            raise _NotPreparedError(f"no inputs or expected outputs: {error}") from error
 
     def _is_rejected(self, job: Job, candidate: Candidate) -> bool:
         for (key, config), rejection in self.rejected.items():
@@ -169,7 +151,7 @@ class Tuner:
             if same and (rejection.for_all_shapes or key == job.key):
                 self.failures[candidate] = rejection.reason
                 return True
-        for kernel in job.target.kernels(job.problem, candidate):
+        for kernel in job.kernels(candidate):
             if kernel in self.unusable:
                 reason = self.unusable[kernel]
                 self._reject(job, candidate, Rejection(reason, for_all_shapes=True))

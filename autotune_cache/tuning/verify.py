@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from cutefce.autotune_cache import lookup, table_io, verdicts
-from cutefce.autotune_cache.table import DSL_PACKAGE, Candidate, Rejection, Table
+from cutefce.autotune_cache.table import DSL_PACKAGE, TUNED, Candidate, Rejection, Table
 from cutefce.autotune_cache.tuning import tuner, worker
-from cutefce.autotune_cache.tuning.targets.base import TuningTarget
+from cutefce.autotune_cache.tuning.runner import Runner, with_tuned
 from cutefce.autotune_cache.verdicts import Verdict
 from cutefce.cute_kernels import cache_files, process_cache
 from cutefce.cute_kernels.config import KernelConfigs
@@ -25,7 +25,6 @@ from cutefce.cute_kernels.jit import build
 from cutefce.cute_kernels.jit.subprocess_worker import SubprocessWorker, WorkerError
 from cutefce.cute_kernels.notices import announce
 from cutefce.cute_kernels.parts import PARTS, has_gradients, part_configs, parts_of
-from cutefce.cute_kernels.problem import Problem
 from cutefce.cute_kernels.spec import KernelSpec
 
 LOCK_SECONDS = 1200
@@ -33,52 +32,67 @@ LOCK_SECONDS = 1200
 CHECK_SECONDS = 60
 """Time limit of checking one configuration."""
 
-Targets = Sequence[TuningTarget]
+Tuned = tuple[str, Candidate]
+"""A kernel, as tables name it, and its configuration."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """One configuration to verify on the small problems of a dtype, in the target's parts."""
+    """Configurations to verify together on the small problems of a dtype."""
 
-    target: TuningTarget
+    runner: Runner
     dtype: str
-    candidate: Candidate
+    configs: KernelConfigs
+    kernel: str = ""
+    """The kernel whose tuned configuration is tested beside defaults; empty if none is."""
+    parts: tuple[str, ...] = PARTS
+    """The parts of calls that are checked, of `cute_kernels.parts`."""
 
     def __str__(self) -> str:
-        parts = "" if self.target.parts == PARTS else f" in {', '.join(self.target.parts)}"
-        return f"{self.target.name}{parts}, {self.dtype}, {self.candidate}"
+        parts = "" if self.parts == PARTS else f" in {', '.join(self.parts)}"
+        kernel = self.kernel or "defaults with project_exp"
+        return f"{kernel}{parts}, {self.dtype}, {self.candidate}"
 
-    def is_default(self) -> bool:
-        """Whether the architecture may choose the configuration without a table."""
-        return self.candidate is None or self.candidate in self.target.defaults()
-
-    def identity(self) -> tuple[str, str, Candidate]:
-        """Return kernel, dtype and configuration, as tables name them."""
-        return self.target.name, self.dtype, self.candidate
+    @property
+    def candidate(self) -> Candidate:
+        """The configuration of the kernel under test."""
+        candidate: Candidate = getattr(self.configs, self.kernel or "project_exp")
+        return candidate
 
     def kernels(self) -> Sequence[KernelSpec]:
         """Return the kernels to compile."""
-        return self.target.kernels(self._problem, self.candidate)
+        return self.runner.kernels(self.dtype, self.configs, self.parts)
 
     def uses(self) -> set[str]:
         """Return what it proves, as verdicts name it."""
-        configs = self.target.configs(self._problem, self.candidate)
-        return verdicts.uses(configs, self.target.parts)
-
-    @property
-    def _problem(self) -> Problem:
-        return self.target.reference_problem(self.dtype)
+        return verdicts.uses(self.configs, self.parts)
 
 
-def verify_once(targets: Targets, dtype: str) -> Verdict:
+def configurations(runner: Runner, dtype: str, tables: Sequence[Table]) -> list[Check]:
+    """Return checks of all defaults, then of every other entry of `tables` for `dtype`."""
+    every, base = runner.default_configs(), runner.base()
+    prebuilt = {(kernel, getattr(configs, kernel)) for configs in every for kernel in TUNED}
+    tuned = [
+        (key.kernel, entry.config)
+        for table in tables
+        for key, entry in table.entries.items()
+        if key.kernel in TUNED and key.dtype == dtype and entry.config is not None
+    ]
+    return [Check(runner, dtype, configs) for configs in every] + [
+        Check(runner, dtype, with_tuned(base, *each), each[0])
+        for each in dict.fromkeys(tuned)
+        if each not in prebuilt
+    ]
+
+
+def verify_once(runner: Runner, dtype: str) -> Verdict:
     """Return the known verdict on all that `verify` checks; verify without one."""
-    gpu = targets[0].gpu
-    with _alone(gpu, dtype):
-        checks = configurations(targets, dtype, lookup.tables(gpu))
-        return verdicts.known(gpu, dtype, _uses(checks)) or verify(targets, dtype)
+    with _alone(runner.gpu, dtype):
+        checks = configurations(runner, dtype, lookup.tables(runner.gpu))
+        return verdicts.known(runner.gpu, dtype, _uses(checks)) or verify(runner, dtype)
 
 
-def verify(targets: Targets, dtype: str) -> Verdict:
+def verify(runner: Runner, dtype: str) -> Verdict:
     """Verify every configuration for `dtype` that lookups return on this GPU; record the verdict.
 
     The kernels fail with the first default configuration that does.  If only tuned ones fail, or do
@@ -86,29 +100,28 @@ def verify(targets: Targets, dtype: str) -> Verdict:
     of the check itself, such as a GPU without free memory or a compiler that fails for the
     defaults, is returned and not recorded.
     """
-    gpu = targets[0].gpu
-    checks = configurations(targets, dtype, lookup.tables(gpu))
-    checks.sort(key=lambda check: not check.is_default())
+    checks = configurations(runner, dtype, lookup.tables(runner.gpu))
     try:
         faults = _faults(checks)
         verdict = _verdict(faults)
         if verdict.passed:
-            _reject(gpu, faults)
+            _reject(runner.gpu, faults)
     except (OSError, RuntimeError) as error:
         return Verdict(False, f"not checked: {error}")
-    verdicts.record(gpu, dtype, verdict, _uses(check for check in checks if check not in faults))
+    right = _uses(check for check in checks if check not in faults)
+    verdicts.record(runner.gpu, dtype, verdict, right)
     return verdict
 
 
 def verify_call(
-    targets: Targets, dtype: str, configs: KernelConfigs, default: KernelConfigs, part: str
+    runner: Runner, dtype: str, configs: KernelConfigs, default: KernelConfigs, part: str
 ) -> Verdict | None:
     """Return the verdict on a part of calls with `configs`; verify that part without one.
 
     It is that of `verify`, and recorded likewise.
 
     Args:
-        targets: All tuning targets.
+        runner: The GPU.
         dtype: Dtype of hidden states and weight.
         configs: The configurations of the call.
         default: Those that it has if nothing was tuned.
@@ -117,9 +130,12 @@ def verify_call(
     Returns:
         None if tuned configurations failed and were rejected: lookups return others now.
     """
-    gpu, parts = targets[0].gpu, parts_of(part)
-    targets = [dataclasses.replace(target, base=configs, parts=parts) for target in targets]
-    checks = _of_call(targets, dtype, configs)
+    gpu, parts = runner.gpu, parts_of(part)
+    checks = [Check(runner, dtype, configs, parts=parts)]
+    if has_gradients(parts) and configs.grad_hidden not in (None, configs.grad_hidden_short):
+        # small problems have few columns
+        wide = with_tuned(configs, "grad_hidden", configs.grad_hidden)
+        checks.append(Check(runner, dtype, wide, parts=parts))
     with _alone(gpu, dtype):
         needed = verdicts.uses(configs, parts)
         known = verdicts.known(gpu, dtype, needed)
@@ -131,7 +147,7 @@ def verify_call(
             "that may take a minute"
         )
         try:
-            verdict = _verdict_of_call(checks, _one_by_one(targets, dtype, configs, default))
+            verdict = _verdict_of_call(checks, default)
         except (OSError, RuntimeError) as error:
             return Verdict(False, f"not checked: {error}")
         if verdict is not None:
@@ -139,55 +155,33 @@ def verify_call(
         return verdict
 
 
-def _of_call(targets: Targets, dtype: str, configs: KernelConfigs) -> list[Check]:
-    """Return the checks of all of `configs` together.
+def _verdict_of_call(checks: Sequence[Check], default: KernelConfigs) -> Verdict | None:
+    """Run the checks of a call; if one fails, tell a wrong default from tuned configurations.
 
-    Small problems have windows of few columns, for which dX may have another configuration than for
-    many: a second check has that of many for them.
-    """
-    checks = [Check(targets[0], dtype, configs.project_exp)]
-    wide = configs.grad_hidden
-    if wide not in (None, configs.grad_hidden_short) and has_gradients(targets[0].parts):
-        checks += [Check(target, dtype, wide) for target in targets if target.name == "grad_hidden"]
-    return checks
-
-
-def _one_by_one(
-    targets: Targets, dtype: str, configs: KernelConfigs, default: KernelConfigs
-) -> list[Check]:
-    """Return a check of the default, then each of `configs` that differs, beside default ones.
-
-    There is none if nothing differs.
-    """
-    targets = [dataclasses.replace(target, base=default) for target in targets]
-    kernels = {kernel for part in targets[0].parts for kernel, _ in part_configs(part, configs)}
-    tuned = [
-        Check(target, dtype, getattr(configs, target.name))
-        for target in targets
-        if target.name in kernels and getattr(configs, target.name) != getattr(default, target.name)
-    ]
-    return [Check(targets[0], dtype, default.project_exp), *tuned] if tuned else []
-
-
-def _verdict_of_call(together: Sequence[Check], one_by_one: Sequence[Check]) -> Verdict | None:
-    """Check all configurations of a call together; if that fails, the tuned ones one by one.
-
-    Return None if some of these have been rejected.
+    Each of these is then tested beside defaults.  Return None if some have been rejected.
 
     Raises:
         OSError, RuntimeError: if the check itself fails.
     """
-    unusable = _compile(together, _ignore)
-    faults = unusable or _failing(together)
+    together, *_ = checks
+    unusable = _compile(checks, _ignore)
+    faults = unusable or _failing(checks)
     if not faults:
         return Verdict(True)
-    of_tuned = _faults(one_by_one)
-    verdict = _verdict(of_tuned)
-    if not verdict.passed:
-        return verdict
-    if of_tuned:
-        _reject(together[0].target.gpu, of_tuned)
-        return None
+    used = {kernel for part in together.parts for kernel, _ in part_configs(part, together.configs)}
+    one_by_one = [
+        dataclasses.replace(together, configs=with_tuned(default, *each), kernel=each[0])
+        for each in ((kernel, getattr(together.configs, kernel)) for kernel in TUNED)
+        if each[0] in used and each[1] != getattr(default, each[0])
+    ]
+    if one_by_one:
+        of_tuned = _faults([dataclasses.replace(together, configs=default), *one_by_one])
+        verdict = _verdict(of_tuned)
+        if not verdict.passed:
+            return verdict
+        if of_tuned:
+            _reject(together.runner.gpu, of_tuned)
+            return None
     check, fault = next(iter(faults.items()))
     if unusable:
         raise RuntimeError(fault)
@@ -217,9 +211,9 @@ def _ignore(_: str) -> None:
 
 
 def _verdict(faults: Mapping[Check, str]) -> Verdict:
-    """Return the verdict on checks of which some failed."""
+    """Return the verdict on checks of which some failed: that on the defaults."""
     for check, fault in faults.items():
-        if check.is_default():
+        if not check.kernel:
             return Verdict(False, f"{check}: {fault}")
     return Verdict(True)
 
@@ -232,18 +226,18 @@ def _faults(checks: Sequence[Check]) -> dict[Check, str]:
     """
     faults = _compile(checks, _ignore)
     for check in faults:
-        if check.is_default():
+        if not check.kernel:
             raise RuntimeError(faults[check])
     return faults | _failing([check for check in checks if check not in faults])
 
 
-def _failing(checks: Sequence[Check]) -> dict[Check, str]:
+def _failing(checks: Sequence[Check], advance: Callable[[str], None] = _ignore) -> dict[Check, str]:
     """Run checks until a default one fails; return those that failed, with the reasons."""
     faults = {}
-    for check, fault in run_checks(checks, _ignore):
+    for check, fault in run_checks(checks, advance):
         if fault is not None:
             faults[check] = fault
-            if check.is_default():
+            if not check.kernel:
                 break
     return faults
 
@@ -279,7 +273,7 @@ def _reject(gpu: Gpu, faults: Mapping[Check, str]) -> None:
         for check, fault in faults.items()
         for table in lookup.tables(gpu)
         for key, entry in table.entries.items()
-        if (key.kernel, key.dtype, entry.config) == check.identity()
+        if (key.kernel, key.dtype, entry.config) == (check.kernel, check.dtype, check.candidate)
     }
     if rejected:
         header = dataclasses.replace(tuner.header_for(gpu), rejected=rejected)
@@ -289,39 +283,36 @@ def _reject(gpu: Gpu, faults: Mapping[Check, str]) -> None:
         process_cache.warn_once(f"{check} is rejected: {fault}")
 
 
-def verify_table(table: Table, targets: Targets, advance: Callable[[str], None]) -> Table:
+def verify_table(table: Table, runner: Runner, advance: Callable[[str], None]) -> Table:
     """Return `table`, made with any kernels, as verified with the installed kernels.
 
     Entries whose configuration passes get the current source fingerprint and compiler version and
     keep their times; the others become rejections.  Rejections of other kernels are dropped.
 
     Args:
-        table: A table of the architecture of `targets`, of any GPU: times are not measured.
-        targets: All tuning targets.
+        table: A table of the architecture of `runner`, of any GPU: times are not measured.
+        runner: The GPU.
         advance: Called with what has been compiled, then with each configuration before its check.
 
     Raises:
         ValueError: if the table was made on another architecture, or a default configuration fails.
         OSError, RuntimeError: if the check itself fails.
     """
-    table.check_arch(targets[0].gpu)
+    table.check_arch(runner.gpu)
     dtypes = sorted({key.dtype for key in table.entries})
-    checks = [check for dtype in dtypes for check in configurations(targets, dtype, (table,))]
+    checks = [check for dtype in dtypes for check in configurations(runner, dtype, (table,))]
     faults = _compile(checks, advance)
-    runnable = [check for check in checks if check not in faults]
-    ran = run_checks(runnable, advance)
-    faults |= {check: fault for check, fault in ran if fault is not None}
-    for check in faults:
-        if check.is_default():
-            raise ValueError(f"default configuration {check}: {faults[check]}")
-    return _renewed(table, {check.identity(): fault for check, fault in faults.items()})
+    faults |= _failing([check for check in checks if check not in faults], advance)
+    verdict = _verdict(faults)
+    if not verdict.passed:
+        raise ValueError(verdict.reason)
+    wrong = {(each.kernel, each.dtype, each.candidate): fault for each, fault in faults.items()}
+    return _renewed(table, wrong)
 
 
-def _renewed(table: Table, faults: dict[tuple[str, str, Candidate], str]) -> Table:
+def _renewed(table: Table, faults: Mapping[tuple[str, str, Candidate], str]) -> Table:
+    """Return a table whose entries passed, but for those with `faults`."""
     build = lookup.current_build()
-    header = dataclasses.replace(
-        table, versions={**table.versions, **build}, entries={}, rejected={}
-    )
     entries, rejected = {}, {}
     for key, entry in table.entries.items():
         fault = faults.get((key.kernel, key.dtype, entry.config))
@@ -331,21 +322,8 @@ def _renewed(table: Table, faults: dict[tuple[str, str, Candidate], str]) -> Tab
             )
         else:
             rejected[key, entry.config] = Rejection(fault, for_all_shapes=True)
+    header = dataclasses.replace(table, versions={**table.versions, **build}, rejected={})
     return table.updated_with(dataclasses.replace(header, entries=entries, rejected=rejected))
-
-
-def configurations(targets: Targets, dtype: str, tables: Sequence[Table]) -> list[Check]:
-    """Return a check for every default and every entry of `tables` for `dtype`, each once."""
-    found = []
-    for target in targets:
-        tuned = (
-            entry.config
-            for table in tables
-            for key, entry in table.entries.items()
-            if (key.kernel, key.dtype) == (target.name, dtype)
-        )
-        found += [Check(target, dtype, c) for c in dict.fromkeys((*target.defaults(), *tuned))]
-    return found
 
 
 def run_checks(
@@ -359,16 +337,16 @@ def run_checks(
     with SubprocessWorker() as process:
         for check in checks:
             advance(str(check))
+            prepare = functools.partial(worker.prepare, check.runner, check.dtype, check.parts)
+            operands = check.runner, check.dtype, check.configs, check.parts
             try:
                 for kernel in check.kernels():
                     process.ask(functools.partial(worker.load, kernel), build.BUILD_SECONDS)
-                prepare = functools.partial(worker.prepare, check.target, check.dtype)
                 process.ask(prepare, tuner.PREPARE_SECONDS)
             except WorkerError as error:
                 raise RuntimeError(str(error)) from error
-            call = functools.partial(worker.check_small, check.target, check.dtype, check.candidate)
             try:
-                process.ask(call, CHECK_SECONDS)
+                process.ask(functools.partial(worker.check_small, *operands), CHECK_SECONDS)
             except WorkerError as error:
                 if error.is_out_of_memory:
                     raise RuntimeError(str(error)) from error

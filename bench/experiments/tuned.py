@@ -7,6 +7,7 @@ without numbers.
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import click
@@ -17,14 +18,20 @@ from bench.harness.cli import Output, gpu_only, per_shape, repeats_option
 from bench.harness.problems import MODELS, Shape, plain_gemms, random_inputs
 from bench.harness.timing import Call, interleaved, preceding_gemms
 from cutefce.autotune_cache import defaults, lookup
-from cutefce.autotune_cache.tuning.outputs import step as outputs
-from cutefce.autotune_cache.tuning.targets.base import TuningCase
-from cutefce.cute_kernels.config import KernelConfigs
-from cutefce.cute_kernels.integers import round_up
+from cutefce.autotune_cache.tuning.cases import Case
+from cutefce.autotune_cache.tuning.outputs import steps
+from cutefce.cute_kernels.config import KernelConfigs, WindowConfig
 from cutefce.cute_kernels.kernel_set import kernel_set
+from cutefce.cute_kernels.problem import Problem, can_keep
+from cutefce.ops.planning.budget import MINIMUM
+from cutefce.ops.planning.device import device_of
 from cutefce.ops.primitives.dispatch import gpu_of, kernel_primitives, problem_of
 from cutefce.ops.primitives.interface import AnyPrimitives
-from cutefce.ops.program import calls as programs
+from cutefce.ops.program.layout import Layout
+from cutefce.ops.program.plan import Plan
+from cutefce.ops.program.plan import plan as make_plan
+from cutefce.ops.program.primitives_backend import PrimitivesBackend
+from cutefce.ops.program.problem import Problem as LossProblem
 
 SHAPES = tuple(dict.fromkeys((*forward.SHAPES, *MODELS, *paper_grid.SHAPES["cuda"])))
 
@@ -68,7 +75,7 @@ def run(shape: Shape, repeats: int) -> list[Row]:
     names = [field.name for field in dataclasses.fields(KernelConfigs)]
     differ = [name for name in names if getattr(default, name) != getattr(tuned, name)]
     width, won = (
-        outputs.smallest_plan(problem, configs).layout.window
+        _smallest_plan(problem, configs).layout.window
         for configs in (
             defaults.window_configs(problem),
             lookup.window_configs(problem, gpu),
@@ -82,14 +89,14 @@ def run(shape: Shape, repeats: int) -> list[Row]:
         "GEMM": lambda: torch.mm(h, w.t()),
         "GEMMs": plain_gemms(h, w, y),
     }
-    case = TuningCase(problem, h, w, y, None)
+    case = Case(problem, h, w, y, torch.ones_like(y, dtype=torch.float32))
     for name, configs, window in (("default", default, width), ("tuned", tuned, won)):
         tiles = defaults.with_window(defaults.widest_window(problem), window)
         kernels = kernel_set(gpu.arch, shape.dtype, configs)
         primitives = kernel_primitives(tiles, kernels, gpu.num_sms)
         calls[f"{name} forward"] = functools.partial(_forward, case, primitives)
         calls[f"{name} step"] = functools.partial(_step, case, primitives)
-        calls[f"{name} min step"] = functools.partial(outputs.smallest_step, case, primitives)
+        calls[f"{name} min step"] = functools.partial(_smallest_step, case, primitives)
     timings = interleaved(calls, "cuda", repeats, before=preceding_gemms("cuda"))
     ms = {name: timing.median_ms for name, timing in timings.items()}
     measured = dataclasses.replace(
@@ -103,14 +110,29 @@ def run(shape: Shape, repeats: int) -> list[Row]:
     return [measured]
 
 
-def _forward(case: TuningCase, primitives: AnyPrimitives) -> None:
-    inputs = outputs.loss_inputs(case, primitives, "mean")
-    programs.forward(inputs, outputs.layout(inputs, grad_hidden=False, grad_weight=False))
+def _forward(case: Case, primitives: AnyPrimitives) -> None:
+    way = steps.Way(reduction="mean", gradients=steps.NONE)
+    steps.run(*steps.prepared(case, primitives, way), case.upstream)
 
 
-def _step(case: TuningCase, primitives: AnyPrimitives) -> None:
-    inputs = outputs.loss_inputs(case, primitives, "mean")
-    config = primitives.config
-    kept = round_up(len(inputs.w), config.reference_block)
-    one = inputs.h.new_ones((), dtype=torch.float32)
-    outputs.step_of(inputs, outputs.layout(inputs, config.window, kept), one)
+def _step(case: Case, primitives: AnyPrimitives) -> None:
+    inputs, plan, _ = steps.prepared(case, primitives, steps.Way(reduction="mean"))
+    layout = dataclasses.replace(plan.layout, kept=plan.layout.window)
+    steps.run(inputs, dataclasses.replace(plan, layout=layout), None, case.upstream)
+
+
+def _smallest_step(case: Case, primitives: AnyPrimitives) -> None:
+    inputs, _, _ = steps.prepared(case, primitives, steps.Way(reduction="mean"))
+    plan = _smallest_plan(case.problem, (primitives.config,))
+    steps.run(inputs, plan, None, case.upstream)
+
+
+def _smallest_plan(operands: Problem, configs: Sequence[WindowConfig]) -> Plan:
+    """Return the plan of a step in windows with the smallest workspace."""
+    tokens, hidden, vocab = operands.tokens, operands.hidden, operands.vocab
+    sizes = operands.item_bytes, operands.accumulator_bytes
+    problem = LossProblem(tokens, hidden, vocab, *sizes, stores=can_keep(operands.dtype))
+    widths = tuple(config.window for config in configs)
+    backend = PrimitivesBackend(operands, configs[0], widths)
+    in_windows = Layout(tokens, widths[0])
+    return make_plan(problem, backend, device_of(operands.device), MINIMUM, in_windows)

@@ -11,11 +11,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from cutefce.autotune_cache import lookup, table, table_io
-from cutefce.autotune_cache.tuning import candidates, targets, tuner
+from cutefce.autotune_cache.tuning import runner, targets, tuner
 from cutefce.autotune_cache.tuning import verify as verification
-from cutefce.autotune_cache.tuning.candidates import Job
 from cutefce.autotune_cache.tuning.shapes import NAMED, Sizes, parse
-from cutefce.autotune_cache.tuning.tuner import Outcome
+from cutefce.autotune_cache.tuning.tuner import Job, Outcome
 from cutefce.commands.common import (
     describe,
     has_gpu,
@@ -75,7 +74,7 @@ def _check_minutes(context: click.Context, option: click.Parameter, given: float
 )
 @click.option("--resume", is_flag=True, help="Skip problems that the table has for these kernels.")
 @click.option("--dry-run", is_flag=True, help="Show the candidates and exit; needs no GPU.")
-@click.option("--exhaustive", is_flag=True, help="Try candidates that the cost model excludes too.")
+@click.option("--exhaustive", is_flag=True, help="Try every legal configuration, not a few.")
 @click.option(
     "--output-dir",
     type=click.Path(file_okay=False, path_type=Path),
@@ -101,14 +100,13 @@ def tune(
     every = targets.all_targets(gpu, device)
     header, path = tuner.header_for(gpu), output_dir / table_io.file_name(gpu)
     jobs = [
-        candidates.make_job(target, target.problem(sizes, dtype), exhaustive)
+        tuner.make_job(target, target.runner.problem(sizes, dtype), exhaustive)
         for sizes, target in itertools.product(shapes, every)
     ]
     todo = [job for job in jobs if not (resume and tuner.is_done(job, path, header))]
     console = make_console()
-    trials, pruned = sum(len(job.candidates) for job in todo), sum(job.pruned for job in todo)
+    trials = sum(len(job.candidates) for job in todo)
     console.print(f"{gpu.name}: {len(todo)} of {len(jobs)} problems to tune, in {trials} trials")
-    console.print(f"the cost model excludes {pruned} other candidates")
     if dry_run:
         for job in todo:
             described = "; ".join(map(describe, job.candidates))
@@ -116,7 +114,7 @@ def tune(
         return
     try:
         with console.status("verifying the kernels"):
-            require_passed(verification.verify_once(every, dtype), gpu, dtype)
+            require_passed(verification.verify_once(runner.Runner(gpu, device), dtype), gpu, dtype)
         outcomes = _run(console, todo, path, header, end)
     except (OSError, RuntimeError) as error:  # no subprocess, or the file cannot be written
         raise click.ClickException(str(error)) from error
@@ -139,7 +137,7 @@ def _run(
     """Compile, then tune one problem after another until the time is over."""
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
-        kernels = build.missing(kernel for job in jobs for kernel in job.kernels())
+        kernels = build.missing(kernel for job in jobs for kernel in job.all_kernels())
         compiling = progress.add_task("compiling", total=len(kernels))
         unusable = build.build(kernels, lambda: progress.advance(compiling), build.compile_clean)
         tuning = progress.add_task("tuning", total=sum(len(job.candidates) for job in jobs))

@@ -7,8 +7,8 @@ from rich.text import Text
 
 from cutefce.autotune_cache import table_io
 from cutefce.autotune_cache.table import Table
+from cutefce.autotune_cache.tuning import runner
 from cutefce.autotune_cache.tuning import verify as verification
-from cutefce.autotune_cache.tuning.targets import all_targets
 from cutefce.commands.common import (
     TABLE_FILE,
     make_console,
@@ -34,16 +34,16 @@ def verify(path: Path | None) -> None:
     become rejections.  Times stay those of the tuning run; `make autotune` measures them again.
     """
     gpu, device = this_gpu()
-    targets = all_targets(gpu, device)
+    on = runner.Runner(gpu, device)
     if path is not None:
-        _verify_table(path, targets)
+        _verify_table(path, on)
         return
     for dtype in gpu.arch.dtypes:
-        require_passed(verification.verify(targets, dtype), gpu, dtype)
+        require_passed(verification.verify(on, dtype), gpu, dtype)
         click.echo(f"the {dtype} kernels passed on {gpu.name}")
 
 
-def _verify_table(path: Path, targets: verification.Targets) -> None:
+def _verify_table(path: Path, on: runner.Runner) -> None:
     table, console = read_table(path), make_console()
     try:
         with console.status("compiling") as status:
@@ -54,7 +54,7 @@ def _verify_table(path: Path, targets: verification.Targets) -> None:
                 else:
                     click.echo(step)
 
-            renewed = verification.verify_table(table, targets, advance)
+            renewed = verification.verify_table(table, on, advance)
         table_io.rewrite(path, lambda: _unless_changed(path, table, renewed))
     except (OSError, RuntimeError, ValueError) as error:
         raise click.ClickException(f"{path} was not changed: {error}") from error

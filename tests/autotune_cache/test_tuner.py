@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import os
 import random
 import signal
@@ -15,23 +16,14 @@ import torch
 
 from cutefce.autotune_cache import table_io
 from cutefce.autotune_cache.table import Rejection
-from cutefce.autotune_cache.tuning import (
-    candidates,
-    shapes,
-    targets,
-    tuner,
-    worker,
-)
-from cutefce.autotune_cache.tuning.candidates import Job
-from cutefce.autotune_cache.tuning.targets.project_exp import ProjectExpTarget
-from cutefce.autotune_cache.tuning.tuner import Tuner
+from cutefce.autotune_cache.tuning import shapes, targets, tuner, worker
+from cutefce.autotune_cache.tuning.tuner import Job, Tuner
 from cutefce.commands.common import this_gpu
 from cutefce.cute_kernels import spec
 from cutefce.cute_kernels.arch import arch_for
 from cutefce.cute_kernels.arch.sm90 import Sm90
 from cutefce.cute_kernels.jit import build
 from cutefce.cute_kernels.jit.subprocess_worker import SubprocessWorker, WorkerError
-from cutefce.cute_kernels.problem import Problem
 from tests.support.fake_tuner import (
     HEADER,
     SIZES,
@@ -41,13 +33,13 @@ from tests.support.fake_tuner import (
     nothing,
     tune_inline,
 )
-from tests.support.faulty_candidates import FaultyTarget, Kind, config
+from tests.support.faulty_candidates import FaultyRunner, FaultyTarget, Kind, config
 from tests.support.tables import GPU
 from tests.support.tiers import rest_slow
 
 WRONG = {Kind.WRONG_GRADIENTS: "MismatchError: one row: dW is off by 0.0"}
 FAULTS = {
-    Kind.HANGS: "no answer within 30 s",
+    Kind.HANGS: f"no answer within {tuner.TRIAL_SECONDS} s",
     Kind.CRASHES: "its process ended by SIGSEGV",
     **WRONG,
     Kind.LEAKS: "can't allocate memory",
@@ -78,15 +70,15 @@ def test_faults_are_rejected_with_their_reason_and_tuning_goes_on(
     assert entry.cublas_ms > 0
 
 
-def test_a_winner_of_the_screening_alone_does_not_win(folder: Path) -> None:
-    class PowerHungry(InlineWorker):
+def test_a_lucky_winner_of_the_trials_does_not_win(folder: Path) -> None:
+    class Lucky(InlineWorker):
         def ask(self, call: Any, seconds: float) -> Any:
             answer = super().ask(call, seconds)
-            if call.func is worker.benchmark_interleaved and call.args[-1] > 1:
-                return tuple(worker.Timing(2.0, 1.0) for _ in answer)
+            if call.func is worker.trial and worker.CUBLAS in answer:
+                return {entrant: worker.Timing(2.0, 1.0) for entrant in answer}
             return answer
 
-    outcome = Tuner(folder / "table.json", HEADER, PowerHungry(), {}).tune(
+    outcome = Tuner(folder / "table.json", HEADER, Lucky(), {}).tune(
         job((Kind.SLOW, Kind.FAST)), nothing
     )
     assert outcome.entry is not None
@@ -158,7 +150,8 @@ def test_a_candidate_that_hung_is_not_tried_again(folder: Path) -> None:
     work.tune(job(kinds), nothing)
 
     def tried(kind: Kind) -> int:
-        return [call.args[2] for call in asked if call.func is worker.verify].count(config(kind))
+        trials = [call.args[2] for call in asked if call.func is worker.trial]
+        return sum(config(kind) in entrants for entrants in trials)
 
     work.tune(job(kinds, (24, 16, 700)), nothing)
     assert tried(Kind.HANGS) == 1, "for any problem"
@@ -170,32 +163,32 @@ def test_a_candidate_that_hung_is_not_tried_again(folder: Path) -> None:
     assert again.entry.config == config(Kind.SLOW), "what is left"
 
 
-def test_a_candidate_that_fails_the_joint_timing_is_found_pair_by_pair(folder: Path) -> None:
+def test_a_winner_that_fails_its_last_trial_is_rejected(folder: Path) -> None:
+    """The next one, or else the default, wins."""
+
     class Brittle(InlineWorker):
         def ask(self, call: Any, seconds: float) -> Any:
-            timed = call.args[2] if call.func is worker.benchmark_interleaved else ()
-            if config(Kind.LEAKS) in timed:
-                raise WorkerError("out of memory")
-            is_right = call.func is worker.verify and call.args[2] == config(Kind.LEAKS)
-            return True if is_right else super().ask(call, seconds)
+            if call.func is worker.trial and {worker.CUBLAS, config(Kind.FAST)} <= {*call.args[2]}:
+                raise WorkerError("it hung")
+            return super().ask(call, seconds)
 
-    path, kinds = folder / "table.json", (Kind.SLOW, Kind.LEAKS, Kind.FAST)
+    path, kinds = folder / "table.json", (Kind.SLOW, Kind.FAST)
     outcome = Tuner(path, HEADER, Brittle(), {}).tune(job(kinds), nothing)
-    assert outcome.failures == {config(Kind.LEAKS): "out of memory"}
+    assert outcome.failures == {config(Kind.FAST): "it hung"}
     assert outcome.entry is not None
-    assert outcome.entry.config == config(Kind.FAST)
+    assert outcome.entry.config == config(Kind.SLOW)
 
 
 def test_a_kernel_that_does_not_compile_is_rejected(folder: Path) -> None:
     broken = spec.ProjectExpSpec("sm_90a", "bfloat16", config(Kind.FAST), sums=True, store=True)
 
-    class CompiledTarget(FaultyTarget):
-        def kernels(self, problem: Problem, candidate: Any) -> tuple[spec.KernelSpec, ...]:
-            return (dataclasses.replace(broken, config=candidate),)
+    class CompiledRunner(FaultyRunner):
+        def kernels(self, dtype: str, configs: Any, parts: Any) -> list[spec.KernelSpec]:
+            return [dataclasses.replace(broken, config=configs.project_exp)]
 
-    target = CompiledTarget(GPU, "cpu")
+    target = FaultyTarget(CompiledRunner(GPU, "cpu"))
     found = config(Kind.SLOW), config(Kind.FAST)
-    todo = Job(target, target.problem(SIZES, "bfloat16"), found, 0)
+    todo = Job(target, target.runner.problem(SIZES, "bfloat16"), found)
     work = Tuner(folder / "table.json", HEADER, InlineWorker(), {broken: "16 bytes spilled"})
     outcome = work.tune(todo, nothing)
     assert outcome.failures == {config(Kind.FAST): "16 bytes spilled"}
@@ -228,9 +221,9 @@ def test_on_a_gpu(tmp_path: Path) -> None:
     gpu, device = this_gpu()
     path = tmp_path / "table.json"
     for target in targets.all_targets(gpu, device):
-        todo = candidates.make_job(target, target.problem((1000, 512, 8000), "bfloat16"))
+        todo = tuner.make_job(target, target.runner.problem((1000, 512, 8000), "bfloat16"))
         todo = dataclasses.replace(todo, candidates=todo.candidates[:2])
-        assert not build.build(build.missing(todo.kernels()), nothing)
+        assert not build.build(build.missing(todo.all_kernels()), nothing)
         with SubprocessWorker() as process:
             outcome = Tuner(path, tuner.header_for(gpu), process, {}).tune(todo, nothing)
         assert not outcome.failures
@@ -239,18 +232,19 @@ def test_on_a_gpu(tmp_path: Path) -> None:
         assert table_io.read(path).entries[todo.key] == outcome.entry
 
 
-@pytest.mark.parametrize("name", rest_slow(sorted(shapes.NAMED)))
-def test_pruned_candidates(name: str) -> None:
-    target, arch = ProjectExpTarget(GPU), Sm90()
-    for sizes in shapes.NAMED[name]:
-        todo = candidates.make_job(target, target.problem(sizes, "bfloat16"))
-        kept = todo.candidates
-        assert kept[0] == arch.default(sizes[0])
-        assert len(set(kept)) == len(kept) == 1 + candidates.MAX_CANDIDATES
-        exhaustive = candidates.make_job(target, todo.problem, exhaustive=True)
-        assert exhaustive.pruned == 0
-        assert set(kept) < set(exhaustive.candidates)
-        assert len(exhaustive.candidates) == len(kept) + todo.pruned
+def test_candidates_are_the_default_and_those_of_the_architecture() -> None:
+    arch = GPU.arch
+    every = {"project_exp": 7, "grad_hidden": 4, "grad_weight": 2}
+    for target, sizes in itertools.product(
+        targets.all_targets(GPU, "cuda"), itertools.chain(*shapes.NAMED.values())
+    ):
+        problem = target.runner.problem(sizes, "bfloat16")
+        found = tuner.make_job(target, problem).candidates
+        assert found[0] == getattr(GPU.default_configs(*sizes[:2]), target.name)
+        assert len(set(found)) == len(found) == every[target.name]
+        exhaustive = tuner.make_job(target, problem, exhaustive=True).candidates
+        assert set(exhaustive) >= {*found, *arch.search_space()}
+        assert len(set(exhaustive)) == len(exhaustive)
 
 
 def test_candidates_are_legal_and_contain_the_defaults() -> None:

@@ -15,37 +15,34 @@ import torch
 
 from cutefce.autotune_cache import ahead, lookup, table, table_io, verdicts
 from cutefce.autotune_cache.table_io import file_name
-from cutefce.autotune_cache.tuning import first_use, targets, tuner, verify, worker
+from cutefce.autotune_cache.tuning import first_use, runner, targets, tuner, verify, worker
+from cutefce.autotune_cache.tuning.runner import Runner, with_tuned
 from cutefce.cute_kernels import cache_files, process_cache, spec
 from cutefce.cute_kernels.arch.sm90 import Sm90
 from cutefce.cute_kernels.arch.sm100 import Sm100
-from cutefce.cute_kernels.config import GemmConfig
+from cutefce.cute_kernels.config import GemmConfig, KernelConfigs
 from cutefce.cute_kernels.gpu import Gpu
 from cutefce.cute_kernels.jit import build
 from cutefce.cute_kernels.jit import cache as jit_cache
 from cutefce.cute_kernels.jit.subprocess_worker import SubprocessWorker, WorkerError
 from cutefce.cute_kernels.kernel_set import kernel_set
 from cutefce.cute_kernels.parts import FORWARD, SAMPLES, STEP, parts_of
-from cutefce.cute_kernels.problem import Problem
 from cutefce.cute_kernels.variant import PLAIN
 from cutefce.ops.interface.options import LossOptions, TensorOptions
 from cutefce.ops.primitives import dispatch
-from tests.support.fake_tuner import TARGET, InlineWorker, InProcess, tune_inline
-from tests.support.faulty_candidates import FaultyTarget, Kind, config
+from tests.support.fake_tuner import RUNNER, TARGET, InlineWorker, InProcess, tune_inline
+from tests.support.faulty_candidates import FaultyRunner, Kind, config
 from tests.support.tables import DSL, ENTRY, GPU, KERNELS, KEY, PROBLEM, TABLE
 from tests.support.tiers import rest_slow
 
 PASSED = verdicts.Verdict(True)
-FAKE = (TARGET,)
 H100 = Gpu(Sm90(), "NVIDIA H100 80GB HBM3", 132)
 H20 = Gpu(Sm90(), "NVIDIA H20", 78)
 GH200 = Gpu(Sm90(), "NVIDIA GH200 480GB", 132)
 
 
-def known(
-    dtype: str = "bfloat16", of: verify.Targets = FAKE, gpu: Gpu = GPU
-) -> verdicts.Verdict | None:
-    """Return the verdict on the defaults `of` targets, and on what tables choose for `gpu`."""
+def known(dtype: str = "bfloat16", of: Runner = RUNNER, gpu: Gpu = GPU) -> verdicts.Verdict | None:
+    """Return the verdict on the defaults `of` a runner, and on what tables choose for `gpu`."""
     checks = verify.configurations(of, dtype, lookup.tables(gpu))
     return verdicts.known(gpu, dtype, uses_of(checks))
 
@@ -57,14 +54,14 @@ def uses_of(checks: list[verify.Check]) -> set[str]:
 
 def known_really(dtype: str = "bfloat16") -> verdicts.Verdict | None:
     """Return that on the defaults of the architecture."""
-    return known(dtype, targets.all_targets(GPU, "cpu"))
+    return known(dtype, Runner(GPU, "cpu"))
 
 
 def test_verification_is_done_once_and_recorded_for_the_architecture(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert known() is None
-    assert verify.verify_once(FAKE, "bfloat16").passed
+    assert verify.verify_once(RUNNER, "bfloat16").passed
     assert known() == PASSED
     assert known("float16") is None
     for other in (H100, H20):
@@ -72,7 +69,7 @@ def test_verification_is_done_once_and_recorded_for_the_architecture(
     assert known(gpu=Gpu(Sm100(), "NVIDIA B200", 148)) is None
     (record,) = (folder / "verified").glob("*.json")
     monkeypatch.setattr(verify, "SubprocessWorker", None)
-    assert verify.verify_once(FAKE, "bfloat16").passed
+    assert verify.verify_once(RUNNER, "bfloat16").passed
     written = record.read_text()
     record.write_text("half of")
     assert known() is None
@@ -148,18 +145,18 @@ def reason(part: str = FORWARD, sizes: tuple[int, int, int] = SIZES) -> str:
 
 def defaults_are(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the architecture's default be a fake one."""
-    monkeypatch.setattr(targets, "all_targets", lambda gpu, _: (DefaultTarget(gpu, "cpu"),))
-    monkeypatch.setattr(DefaultTarget, "kind", kind)
+    monkeypatch.setattr(runner, "Runner", lambda gpu, _: DefaultRunner(gpu, "cpu", kind))
     monkeypatch.setattr(Sm90, "default", lambda *_: config(kind))
 
 
-class DefaultTarget(FaultyTarget):
+@dataclass(frozen=True)
+class DefaultRunner(FaultyRunner):
     """Has one default, of `kind`."""
 
-    kind = Kind.SLOW
+    kind: Kind = Kind.SLOW
 
-    def defaults(self) -> tuple[Any, ...]:
-        return (config(self.kind),)
+    def base(self) -> KernelConfigs:
+        return KernelConfigs(config(self.kind), None, None)
 
 
 @pytest.fixture
@@ -237,7 +234,7 @@ def test_a_wrong_default_is_refused_where_nothing_proves_the_architecture(
     assert "the kernels failed on NVIDIA Test 9000" in reason()
     assert verdicts.failure(H20, "bfloat16") is not None
     defaults_are(Kind.SLOW, monkeypatch)
-    assert verify.verify(targets.all_targets(GPU, "cpu"), "bfloat16").passed
+    assert verify.verify(runner.Runner(GPU, "cpu"), "bfloat16").passed
     process_cache.reset()
     assert reason() == "None"
 
@@ -253,14 +250,15 @@ def test_a_call_has_what_it_launches_checked_and_nothing_else(
     expected: list[Any] = []
     for part, sizes in ((FORWARD, many), (FORWARD, few), (STEP, many), (SAMPLES, many)):
         configs = GPU.default_configs(*sizes[:2])
-        expected.append((parts_of(part), configs.project_exp))
+        expected.append((parts_of(part), configs))
         if part == STEP:
-            expected.append((parts_of(part), configs.grad_hidden))
+            wide = with_tuned(configs, "grad_hidden", configs.grad_hidden)
+            expected.append((parts_of(part), wide))
         for again in (False, True):
             if again:  # in another process
                 process_cache.reset()
             assert reason(part, sizes) == "None"
-            assert [(check.target.parts, check.candidate) for check in asked] == expected
+            assert [(check.parts, check.configs) for check in asked] == expected
     of_step = {kernel for check in asked[2:4] for kernel in check.kernels()}
     assert of_step == set(kernel_set(GPU.arch, "bfloat16", configs).of_part(STEP))
     assert len(of_step) < 40 < len(ahead.all_kernels(GPU.arch))
@@ -345,8 +343,7 @@ HIDDEN = 512, 1152, 2048, 2304, 4096, 7168, 16384
 
 
 def test_every_configuration_that_a_table_proves_was_checked() -> None:
-    every = targets.all_targets(GPU, "cuda")
-    checked = uses_of(verify.configurations(every, "bfloat16", ()))
+    checked = uses_of(verify.configurations(Runner(GPU), "bfloat16", ()))
     for project_exp in GPU.arch.prebuilt_configs():
         for configs in ahead.with_gradients(GPU.arch, project_exp):
             assert verdicts.uses(configs) <= checked
@@ -417,7 +414,7 @@ def test_a_recorded_verdict_covers_the_configurations_that_it_checked(
     foreign = dataclasses.replace(ENTRY, config=OTHER_CONFIG, **changes)
     table_io.write(user, dataclasses.replace(TABLE, entries={OTHER_KEY: foreign}, rejected={}))
     assert known() is None
-    assert verify.verify((TARGET,), "bfloat16").passed
+    assert verify.verify(RUNNER, "bfloat16").passed
     assert known() == PASSED
     another = dataclasses.replace(foreign, config=dataclasses.replace(OTHER_CONFIG, stages=5))
     table_io.update(user, dataclasses.replace(TABLE, entries={KEY: another}, rejected={}))
@@ -446,7 +443,7 @@ def test_a_tuned_configuration_that_fails_is_rejected_alone(
     process_cache.reset()
     assert known() is None
     with pytest.warns(UserWarning, match="is rejected: .*sum of the other exponentials"):
-        assert verify.verify((TARGET,), "bfloat16").passed
+        assert verify.verify(RUNNER, "bfloat16").passed
     assert known() == PASSED
     served = [entry.config for found in lookup.tables(GPU) for entry in found.entries.values()]
     assert served == [right, right], "from the user's table and the shipped one"
@@ -537,7 +534,7 @@ def test_a_failing_default_rejects_nothing_and_outweighs_the_shipped_table(
             yield check, "wrong"
 
     monkeypatch.setattr(verify, "run_checks", all_fail)
-    assert not verify.verify((TARGET,), "bfloat16").passed
+    assert not verify.verify(RUNNER, "bfloat16").passed
     assert asked == [config(Kind.SLOW)], "the default first, and nothing after its failure"
     assert not table_io.read(user).rejected
     verdict = known()
@@ -557,10 +554,10 @@ def test_a_process_that_waited_uses_what_the_other_found(
     rejection = table.Rejection("wrong", for_all_shapes=True)
     rejected = {(KEY, wrong.config): rejection}
     table_io.update(user, dataclasses.replace(tuned, entries={}, rejected=rejected))
-    checks = verify.configurations(FAKE, "bfloat16", ())
+    checks = verify.configurations(RUNNER, "bfloat16", ())
     verdicts.record(GPU, "bfloat16", PASSED, uses_of(checks))
     monkeypatch.setattr(verify, "SubprocessWorker", None)
-    assert verify.verify_once((TARGET,), "bfloat16").passed
+    assert verify.verify_once(RUNNER, "bfloat16").passed
     assert not any(found.entries for found in lookup.tables(GPU))
 
 
@@ -588,7 +585,7 @@ def test_first_use_tunes_problems_that_no_table_has(
     monkeypatch.setattr(targets, "all_targets", lambda *_: (TARGET,))
     verdicts.record(GPU, "bfloat16", PASSED, set())
     fake_gpu.capturing, fake_gpu.ranks = state.capturing, state.ranks
-    problem = TARGET.problem((20, 16, 300), "bfloat16")
+    problem = RUNNER.problem((20, 16, 300), "bfloat16")
     expected = config(Kind.FAST) if tuned else Sm90().default(20)
     for tokens in (20, 23):  # the second is in the table
         problem = dataclasses.replace(problem, tokens=tokens)
@@ -618,7 +615,7 @@ def test_what_other_processes_wrote_during_tuning_is_verified(
     """Tuning reads the tables again, which processes with other kernels may have changed."""
     monkeypatch.setenv(lookup.AUTOTUNE_VARIABLE, "1")
     monkeypatch.setattr(targets, "all_targets", lambda *_: (TARGET,))
-    problem = TARGET.problem((20, 16, 300), "bfloat16")
+    problem = RUNNER.problem((20, 16, 300), "bfloat16")
     another = dataclasses.replace(OTHER_CONFIG, stages=5)
     foreign = dataclasses.replace(ENTRY, config=another, kernels="0123")
     key = table.key_of("project_exp", problem)
@@ -642,7 +639,7 @@ def test_first_use_without_a_subprocess_is_warned_about(
     monkeypatch.setattr(targets, "all_targets", lambda *_: (TARGET,))
     process_cache.reset()
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    problem = TARGET.problem((20, 16, 300), "bfloat16")
+    problem = RUNNER.problem((20, 16, 300), "bfloat16")
     with pytest.warns(UserWarning, match="was not tuned: .*exit status 1"):
         first_use.tune_on_first_use(GPU, "cpu", problem)
     assert lookup.tables(GPU) == ()
@@ -652,7 +649,7 @@ def test_first_use_without_a_cache_folder_is_warned_about(monkeypatch: pytest.Mo
     monkeypatch.setenv(cache_files.CACHE_VARIABLE, "relative")
     monkeypatch.setattr(targets, "all_targets", lambda *_: (TARGET,))
     process_cache.reset()
-    problem = TARGET.problem((20, 16, 300), "bfloat16")
+    problem = RUNNER.problem((20, 16, 300), "bfloat16")
     with pytest.warns(UserWarning, match="was not tuned: no cache folder"):
         first_use.tune_on_first_use(GPU, "cpu", problem)
     process_cache.reset()
@@ -662,7 +659,7 @@ def test_a_check_without_a_subprocess_is_no_verdict(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    verdict = verify.verify((TARGET,), "bfloat16")
+    verdict = verify.verify(RUNNER, "bfloat16")
     assert not verdict.passed
     assert "not checked" in verdict.reason
     assert known() is None
@@ -671,11 +668,11 @@ def test_a_check_without_a_subprocess_is_no_verdict(
 BUILT = spec.TargetLogitSpec("sm_90a", "bfloat16")
 
 
-class BuiltTarget(FaultyTarget):
+class BuiltRunner(FaultyRunner):
     """Needs one kernel to be compiled."""
 
-    def kernels(self, problem: Problem, candidate: Any) -> tuple[spec.KernelSpec, ...]:
-        return (BUILT,)
+    def kernels(self, *_: Any) -> list[spec.KernelSpec]:
+        return [BUILT]
 
 
 def test_kernels_that_cannot_be_stored_are_compiled_outside_the_time_limit(
@@ -689,7 +686,7 @@ def test_kernels_that_cannot_be_stored_are_compiled_outside_the_time_limit(
 
     monkeypatch.setattr(build, "build", lambda *_: {})
     monkeypatch.setattr(verify, "SubprocessWorker", Asked)
-    assert verify.verify((BuiltTarget(GPU, "cpu"),), "bfloat16").passed
+    assert verify.verify(BuiltRunner(GPU, "cpu"), "bfloat16").passed
     assert asked[:3] == [
         ("load", build.BUILD_SECONDS),
         ("prepare", tuner.PREPARE_SECONDS),
@@ -715,7 +712,7 @@ def test_a_tuned_configuration_that_no_longer_compiles_is_rejected_alone(
 
     monkeypatch.setattr(verify, "run_checks", all_pass)
     with pytest.warns(UserWarning, match="is rejected: 16 bytes spilled"):
-        assert verify.verify((TARGET,), "bfloat16").passed
+        assert verify.verify(RUNNER, "bfloat16").passed
     assert ran == [config(Kind.SLOW)]
     assert table_io.read(user).rejected[KEY, OTHER_CONFIG].reason == "16 bytes spilled"
     assert lookup.entry_for("project_exp", PROBLEM, GPU) is None
@@ -724,7 +721,7 @@ def test_a_tuned_configuration_that_no_longer_compiles_is_rejected_alone(
 
 def test_a_failed_compilation_is_no_verdict(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "build", lambda *_: {BUILT: "its process ended by SIGKILL"})
-    verdict = verify.verify((BuiltTarget(GPU, "cpu"),), "bfloat16")
+    verdict = verify.verify(BuiltRunner(GPU, "cpu"), "bfloat16")
     assert verdict == verdicts.Verdict(False, "not checked: its process ended by SIGKILL")
     assert known() is None
 
@@ -754,7 +751,7 @@ def test_a_process_killed_by_the_system_is_no_verdict(
     process: type[SubprocessWorker], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(verify, "SubprocessWorker", process)
-    verdict = verify.verify((TARGET,), "bfloat16")
+    verdict = verify.verify(RUNNER, "bfloat16")
     assert "not checked: its process ended by SIGKILL" in verdict.reason
     assert known() is None
 

@@ -13,8 +13,7 @@ import torch
 
 import cutefce
 from cutefce.autotune_cache import lookup, verdicts
-from cutefce.autotune_cache.tuning import targets, verify
-from cutefce.autotune_cache.tuning.targets.base import TuningTarget
+from cutefce.autotune_cache.tuning import runner, verify
 from cutefce.cute_kernels import cache_files, process_cache
 from cutefce.cute_kernels.arch import arch_for
 from cutefce.cute_kernels.gpu import Gpu
@@ -22,7 +21,7 @@ from cutefce.cute_kernels.jit import cache as jit_cache
 from cutefce.cute_kernels.jit.subprocess_worker import SubprocessWorker
 from cutefce.cute_kernels.parts import STEP, parts_of
 from cutefce.ops.primitives import dispatch
-from tests.support.faulty_candidates import KernelTarget, Kind
+from tests.support.faulty_candidates import KernelRunner, Kind
 from tests.support.reference import assert_as_accurate, ours, random_case
 
 HERE = arch_for(torch.cuda.get_device_capability()) if torch.cuda.is_available() else None
@@ -42,8 +41,8 @@ class Gate:
     """Behavior of the kernels under test."""
     processes: list["subprocess.Popen[bytes]"] = field(default_factory=list)
 
-    def targets(self, gpu: Gpu, device: str) -> tuple[TuningTarget, ...]:
-        return (KernelTarget(gpu, device, kind=self.kind),)
+    def runner(self, gpu: Gpu, device: str) -> KernelRunner:
+        return KernelRunner(gpu, device, self.kind)
 
     def verdict(self) -> verdicts.Verdict | None:
         """Return the recorded verdict on the step of the calls below."""
@@ -59,7 +58,7 @@ def gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Gate:
     (tmp_path / libraries.name).symlink_to(libraries, target_is_directory=True)
     monkeypatch.setenv(cache_files.CACHE_VARIABLE, str(tmp_path))
     monkeypatch.setattr(lookup, "SHIPPED_FOLDER", tmp_path / "no tables")
-    monkeypatch.setattr(targets, "all_targets", gate.targets)
+    monkeypatch.setattr(runner, "Runner", gate.runner)
 
     class Recorded(SubprocessWorker):
         def _start(self) -> None:

@@ -1323,8 +1323,8 @@ CACHE = (
         (
             Edit(
                 "autotune_cache/tuning/verify.py",
-                "return [Check(targets[0], dtype, default.project_exp), *tuned] if tuned else []",
-                "return tuned",
+                "_faults([dataclasses.replace(together, configs=default), *one_by_one])",
+                "_faults(one_by_one)",
             ),
         ),
         (
@@ -1378,11 +1378,9 @@ CACHE = (
         "bb7bb70",
         (
             Edit(
-                "autotune_cache/tuning/outputs/step.py",
-                "        rows = torch.where(counts, restore_rows(selection, rows), 0)\n",
-                "        if selection is not None:\n"
-                "            counts = (selection.targets != IGNORED)[:, None]\n"
-                "        rows = torch.where(counts, restore_rows(selection, rows), 0)\n",
+                "autotune_cache/tuning/outputs/steps.py",
+                "counts = (_partly_ignored(case) != IGNORED)[:, None]",
+                "counts = (inputs.targets.index != IGNORED)[:, None]",
             ),
         ),
         ("tests/autotune_cache/test_worker.py::test_models_of_the_kernels_pass",),

@@ -1,4 +1,4 @@
-"""A tuning target without hardware, and benchmarks with a known outcome."""
+"""A tuning target without hardware, and trials with a known outcome."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -6,15 +6,15 @@ from typing import Any
 
 from cutefce.autotune_cache.table import Table
 from cutefce.autotune_cache.tuning import worker
-from cutefce.autotune_cache.tuning.candidates import Job
-from cutefce.autotune_cache.tuning.tuner import Tuner
+from cutefce.autotune_cache.tuning.tuner import Job, Tuner
 from cutefce.autotune_cache.tuning.worker import Timing
 from cutefce.cute_kernels.jit.subprocess_worker import SubprocessWorker, WorkerError
-from tests.support.faulty_candidates import FaultyTarget, Kind, config
+from tests.support.faulty_candidates import FaultyRunner, FaultyTarget, Kind, config
 from tests.support.tables import GPU, VERSIONS
 
 HEADER = Table(GPU, VERSIONS)
-TARGET = FaultyTarget(GPU, "cpu")
+RUNNER = FaultyRunner(GPU, "cpu")
+TARGET = FaultyTarget(RUNNER)
 SIZES = (24, 16, 300)
 
 
@@ -24,7 +24,7 @@ def nothing() -> None:
 
 def job(kinds: tuple[Kind, ...], sizes: tuple[int, int, int] = SIZES) -> Job:
     candidates = tuple(config(kind) for kind in kinds)
-    return Job(TARGET, TARGET.problem(sizes, "bfloat16"), candidates, 0)
+    return Job(TARGET, RUNNER.problem(sizes, "bfloat16"), candidates)
 
 
 class InProcess(SubprocessWorker):
@@ -43,19 +43,15 @@ class InlineWorker(SubprocessWorker):
     def ask(self, call: Any, seconds: float) -> Any:
         if call.func is worker.prepare_problem:
             return None
-        if call.func is worker.verify:
-            entrants = call.args[2:]
-        else:
-            assert call.func is worker.benchmark_interleaved
-            entrants = call.args[2]
-        kinds = [Kind.FAST if e == worker.CUBLAS else Kind(e.raster_group) for e in entrants]
-        for kind in kinds:
+        assert call.func is worker.trial
+        times = {}
+        for entrant in call.args[2]:
+            kind = Kind.FAST if entrant == worker.CUBLAS else Kind(entrant.raster_group)
             if kind not in (Kind.SLOW, Kind.FAST):
                 raise WorkerError("out of memory" if kind is Kind.LEAKS else "wrong")
-        if call.func is worker.verify:
-            return True
-        times = [1.0 if kind is Kind.FAST else 2.0 for kind in kinds]
-        return tuple(Timing(time, time / times[-1]) for time in times)
+            times[entrant] = 1.0 if kind is Kind.FAST else 2.0
+        last = [*times.values()][-1]
+        return {entrant: Timing(time, time / last) for entrant, time in times.items()}
 
 
 def tune_inline(path: Path, vocabularies: range, note: Callable[[Job], object]) -> None:

@@ -4,7 +4,7 @@ import ctypes
 import resource
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import IntEnum
 from types import SimpleNamespace
 from typing import Any
@@ -12,15 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cutefce.autotune_cache import defaults
 from cutefce.autotune_cache.table import Candidate
-from cutefce.autotune_cache.tuning.outputs import step as outputs
-from cutefce.autotune_cache.tuning.targets.base import CheckedOutput, TuningCase
-from cutefce.autotune_cache.tuning.targets.project_exp import ProjectExpTarget
-from cutefce.cute_kernels.config import GemmConfig
+from cutefce.autotune_cache.tuning.cases import Case, Outputs
+from cutefce.autotune_cache.tuning.outputs import steps
+from cutefce.autotune_cache.tuning.runner import Runner, portable
+from cutefce.autotune_cache.tuning.targets import ProjectExpTarget
+from cutefce.cute_kernels.config import GemmConfig, KernelConfigs
 from cutefce.cute_kernels.problem import Problem
 from cutefce.cute_kernels.spec import KernelSpec
-from cutefce.ops.primitives.dispatch import portable_primitives
 from cutefce.ops.primitives.interface import AnyPrimitives, Primitives
 
 
@@ -127,40 +126,54 @@ def _limit_memory(more: int) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
+@dataclass(frozen=True)
+class FaultyRunner(Runner):
+    """The portable path on a CPU, with the fault of the `project_exp` that it is asked for.
+
+    The only default is the slow one.
+    """
+
+    def base(self) -> KernelConfigs:
+        return KernelConfigs(config(Kind.SLOW), None, None)
+
+    def default_configs(self) -> list[KernelConfigs]:
+        return [self.base()]
+
+    def kernels(self, dtype: str, configs: KernelConfigs, parts: Any) -> list[KernelSpec]:
+        return []
+
+    def primitives(self, problem: Problem, configs: KernelConfigs) -> AnyPrimitives:
+        return faulty(portable(problem), Kind(configs.project_exp.raster_group))
+
+    def compute(self, case: Case, primitives: AnyPrimitives, parts: Any) -> Outputs:
+        """Return the outputs of a forward and of two steps, in which every fault shows."""
+        return steps.forward_outputs(case, primitives) | steps.way_outputs(case, primitives, WAYS)
+
+
+WAYS = steps.Way(), steps.Way(" of stored exponentials", stored=1)
+
+
 class FaultyTarget(ProjectExpTarget):
     """`project_exp` with one candidate of each kind; the slow one is the default."""
 
     def default(self, problem: Problem) -> Candidate:
         return config(Kind.SLOW)
 
-    def defaults(self) -> Sequence[Candidate]:
-        return (config(Kind.SLOW),)
+    def prebuilt(self) -> Sequence[Candidate]:
+        return config(Kind.SLOW), config(Kind.FAST)
 
-    def candidates(self, problem: Problem) -> Sequence[Candidate]:
+    def legal(self) -> Sequence[Candidate]:
         return [config(kind) for kind in Kind]
-
-    def kernels(self, problem: Problem, candidate: Candidate) -> Sequence[KernelSpec]:
-        return ()
-
-    def primitives(self, problem: Problem, candidate: Candidate) -> AnyPrimitives:
-        assert isinstance(candidate, GemmConfig)
-        portable = portable_primitives(defaults.widest_window(problem))
-        return faulty(portable, Kind(candidate.raster_group))
-
-    def compute(self, case: TuningCase, primitives: AnyPrimitives) -> dict[str, CheckedOutput]:
-        """Return the outputs of a forward and of a step, in which every fault shows."""
-        forward = outputs.step_outputs(replace(case, upstream=None), primitives)
-        return forward | outputs.smallest_step_outputs(case, primitives)
 
 
 @dataclass(frozen=True)
-class KernelTarget(ProjectExpTarget):
-    """The kernels with one configuration and an optional fault."""
+class KernelRunner(Runner):
+    """The kernels with one default and an optional fault."""
 
     kind: Kind = Kind.FAST
 
-    def defaults(self) -> Sequence[Candidate]:
-        return self.arch.prebuilt_configs()[:1]
+    def default_configs(self) -> list[KernelConfigs]:
+        return super().default_configs()[:1]
 
-    def primitives(self, problem: Problem, candidate: Candidate) -> AnyPrimitives:
-        return faulty(super().primitives(problem, candidate), self.kind)
+    def primitives(self, problem: Problem, configs: KernelConfigs) -> AnyPrimitives:
+        return faulty(super().primitives(problem, configs), self.kind)

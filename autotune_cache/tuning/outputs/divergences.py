@@ -1,4 +1,4 @@
-"""Outputs of the kernels of divergences: of random operands, whatever the tuning case.
+"""Outputs of the kernels of divergences: of random operands, whatever the case.
 
 Rows of logits with all combinations of sides whose factors are written; and logits.
 """
@@ -9,14 +9,13 @@ from itertools import product
 import torch
 from torch import Tensor
 
+from cutefce.autotune_cache.tuning.cases import Case, CheckedOutput
 from cutefce.cute_kernels.arch import arch_named
-from cutefce.cute_kernels.spec import ProjectExpSpec
 from cutefce.cute_kernels.spec.divergence import logits_kernel
 from cutefce.ops.divergence.factors import FactorRows
 from cutefce.ops.divergence.logits import launch
 from cutefce.ops.divergence.options import DIVERGENCES, Divergence
 from cutefce.ops.divergence.row_kernel import RowKernel
-from cutefce.ops.dtypes import dtype_name
 from cutefce.ops.primitives.cute_projection import CuteProjection
 from cutefce.ops.primitives.interface import AnyPrimitives
 
@@ -27,71 +26,57 @@ SCALE = 2.0**10
 """Of factors, which are about 2^-16 to 1."""
 LOGITS, CLUSTERS = (300, 200, 1000), 4
 """Tokens, hidden and classes, which fill no tile, and clusters, which have several tiles each."""
+FLOOR = torch.finfo(torch.float16).smallest_normal
+"""Of relative errors of factors that were rounded to 16 bits."""
 
 
-def divergence_outputs(
-    primitives: AnyPrimitives, like: Tensor, arch: str | None
-) -> dict[str, Tensor]:
-    """Return divergences (R,), and factors (R, V) in the dtype of `like`, by name.
+def divergence_outputs(case: Case, primitives: AnyPrimitives) -> dict[str, CheckedOutput]:
+    """Return divergences (R,), their factors (R, V), logits (N, V) and log-sum-exps, by name.
 
-    Those of the kernel for `arch`, if primitives are on kernels, or else of their definition, in
-    float64.
+    Those of the kernels, if primitives are on kernels, or else of their definitions, in float64.
+    The dtype of factors and of the logits' operands is that of the case.
     """
-    has_sums = _logits_kernel(arch, like) is not None
-    if not isinstance(primitives.projection, CuteProjection):
-        arch = None
+    like, arch = case.h, case.problem.arch or ""
+    on_kernels = isinstance(primitives.projection, CuteProjection)
+    kernel = logits_kernel(arch_named(arch), case.problem.dtype) if on_kernels else None
     generator = torch.Generator().manual_seed(0)
-    shape = 2, ROWS, CLASSES
-    logits = list(SPREAD * torch.randn(shape, generator=generator).to(like.device))
-    results: dict[str, Tensor] = {}
+    logits = list(SPREAD * torch.randn(2, ROWS, CLASSES, generator=generator).to(like.device))
+    results: dict[str, CheckedOutput] = {}
     for form, *wanted, sums_given in product(DIVERGENCES, *((False, True),) * 3):
         options = Divergence(
             form, BETA, "sum", -100, 0, 1.0, 1.0, None, None, [True] * 3, [True] * 3
         )
         factors = [like.new_empty(ROWS, CLASSES) if given else None for given in wanted]
-        if arch is None:
-            values = _write_defined(logits, options, factors)
-        else:
+        if on_kernels:
             stats, scale = logits[0].new_empty(6, ROWS), logits[0].new_full((), SCALE)
+            sums = [_sums_of(x) if sums_given and kernel else None for x in logits]
             outs = [None if x is None else FactorRows.of(x) for x in factors]
-            sums = [_sums_of(x) if sums_given and has_sums else None for x in logits]
-            kernel = RowKernel.with_scales(arch, options, [scale, scale], scale)
-            kernel.run(stats, logits, outs, sums)
+            RowKernel.with_scales(arch, options, [scale, scale], scale).run(
+                stats, logits, outs, sums
+            )
             values = options.values(stats)
+        else:
+            values = _write_defined(logits, options, factors)
         name = f" of the {form} of rows, {wanted}{' with sums' if sums_given else ''}"
-        results[f"divergence{name}"] = values
+        results[f"divergence{name}"] = CheckedOutput(values, 1, floor=FLOOR)
         for side, x in enumerate(factors):
             if x is not None:
-                results[f"factors of side {side}{name}"] = x
-    return results
-
-
-def logits_outputs(primitives: AnyPrimitives, like: Tensor, arch: str | None) -> dict[str, Tensor]:
-    """Return logits in float32 of operands in the dtype of `like`, and their log-sum-exps, by name.
-
-    As for `divergence_outputs`.  The operands are the same in any dtype.
-    """
-    generator = torch.Generator().manual_seed(0)
+                output = CheckedOutput(x, 1, floor=FLOOR, relative_to_row=True)
+                results[f"factors of side {side}{name}"] = output
     tokens, hidden, vocab = LOGITS
     h, w = (
         (torch.randint(-64, 65, (rows, hidden), generator=generator) / 16).to(like)
         for rows in (tokens, vocab)
     )
-    kernel = _logits_kernel(arch, like)
-    if kernel is None or not isinstance(primitives.projection, CuteProjection):
+    if kernel is None:
         out = (h.double() @ w.double().t()).float()
-        sums = _sums_of(out)
+        parts = _sums_of(out)
     else:
         out = like.new_empty(tokens, vocab, dtype=torch.float32)
-        sums = launch(kernel, CLUSTERS, out, h, w)
-    lses = ((sums[0] * math.log(2)).double() + sums[1].double().log()).logsumexp(1)
-    return {"logits in float32": out, "log-sum-exps of logits": lses.float()}
-
-
-def _logits_kernel(arch: str | None, like: Tensor) -> ProjectExpSpec | None:
-    """Return the kernel of logits of operands in the dtype of `like`, if `arch` has one."""
-    dtype = dtype_name(like.dtype)
-    return None if arch is None else logits_kernel(arch_named(arch), dtype)
+        parts = launch(kernel, CLUSTERS, out, h, w)
+    lses = ((parts[0] * math.log(2)).double() + parts[1].double().log()).logsumexp(1).float()
+    results["logits in float32"] = CheckedOutput(out, 1, floor=1.0, relative_to_row=True)
+    return results | {"log-sum-exps of logits": CheckedOutput(lses, 1, floor=1.0)}
 
 
 def _sums_of(logits: Tensor) -> Tensor:

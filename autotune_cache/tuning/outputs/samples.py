@@ -1,4 +1,4 @@
-"""Outputs of sampled gradients for a tuning case, and the kernels that they launch.
+"""Outputs of sampled gradients, and the kernels that they launch.
 
 Which entries are kept depends on the rounding of logits.  So gradients are those of a call with so
 many samples that all entries are kept, which are the exact ones; with few samples, the number of
@@ -12,26 +12,25 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from cutefce.autotune_cache.tuning.shapes import SMALL_PROBLEMS
+from cutefce.autotune_cache.tuning.cases import SMALL_PROBLEMS, Case, CheckedOutput
+from cutefce.autotune_cache.tuning.outputs.steps import Inputs, Way, gradients, prepared, run
 from cutefce.cute_kernels.kernel_set import KernelSet
 from cutefce.cute_kernels.sampling_set import sampling_kernels
 from cutefce.cute_kernels.spec import KernelSpec
 from cutefce.ops.primitives.cute_projection import CuteProjection, PartialLse
-from cutefce.ops.primitives.interface import WrappedProjection
-from cutefce.ops.primitives.portable_projection import PortableProjection
+from cutefce.ops.primitives.interface import AnyPrimitives, WrappedProjection
 from cutefce.ops.program import calls as programs
-from cutefce.ops.program.inputs import LossInputs
 from cutefce.ops.program.plan import Plan
 from cutefce.ops.program.run import Call
 from cutefce.ops.program.steps import Step
 from cutefce.ops.rows.targets import Targets
 from cutefce.ops.sampling import kernels as on_kernels
 from cutefce.ops.sampling import portable
+from cutefce.ops.sampling import table as sampling_steps
 from cutefce.ops.sampling.backend import SamplingBackend
 from cutefce.ops.sampling.sample_sizes import slots
 from cutefce.ops.sampling.samples import Sampling
 from cutefce.ops.sampling.steps import SampleKind
-from cutefce.ops.sampling.table import run
 
 ALL, FEW = 1 << 24, 64
 """Samples with which all entries are kept, and few."""
@@ -65,23 +64,26 @@ def kernels(exact: KernelSet) -> list[KernelSpec]:
     return found
 
 
-def gradients_of_all(
-    inputs: LossInputs[Any, Any], upstream: Tensor, plan: Plan
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return losses (N,), dX and dW of a call that keeps all entries; `plan` is an exact one."""
-    if isinstance(inputs.primitives.projection, CuteProjection):
+def sampled_outputs(case: Case, primitives: AnyPrimitives) -> dict[str, CheckedOutput]:
+    """Return gradients of all entries, what is kept of few samples, and estimates, by name."""
+    inputs, plan, _ = prepared(case, primitives, Way())
+    few = _sampled(inputs, plan, FEW)
+    if isinstance(primitives.projection, CuteProjection):
         inputs, plan = _sampled(inputs, plan, ALL)
-    loss, stats, left = programs.forward(inputs, plan)
-    dx, dw, _ = programs.backward(left, inputs, upstream, stats)
-    return loss, dx, dw
+    loss, _, dx, dw = run(inputs, plan, None, case.upstream)
+    results = {"sampled loss": CheckedOutput(loss, 1)}
+    results |= gradients(" of samples", dx, dw, case.h.dtype)
+    results["sampled entries"] = CheckedOutput(_entries(*few), FLIPS)
+    for name, values in _estimates(primitives, *few).items():
+        results[name] = CheckedOutput(values, 1, floor=1.0)
+    return results
 
 
-def entries_of_few(inputs: LossInputs[Any, Any], plan: Plan) -> Tensor:
+def _entries(inputs: Inputs, plan: Plan) -> Tensor:
     """Return (2,) float64: how many entries are kept, and Σ of their columns over V."""
-    inputs, plan = _sampled(inputs, plan, FEW)
     _, _, left = programs.forward(inputs, plan)
     call = Call(plan.program, inputs, left.memory)
-    if isinstance(inputs.primitives.projection, PortableProjection):
+    if plan.backend.operands.arch is None:
         found = portable.Entries.of(call, 0)
         columns, counts = found.columns, found.counts
     else:
@@ -92,13 +94,12 @@ def entries_of_few(inputs: LossInputs[Any, Any], plan: Plan) -> Tensor:
     return torch.stack([is_entry.sum().double(), places.double()])
 
 
-def estimates(inputs: LossInputs[Any, Any], plan: Plan) -> dict[str, Tensor]:
+def _estimates(primitives: AnyPrimitives, inputs: Inputs, plan: Plan) -> dict[str, Tensor]:
     """Return the classes of an estimate and the places of targets, and an estimate of lse (N,).
 
     The classes are of a large vocabulary; the estimate is of all classes, of which half count more.
     """
-    h, w, targets, projection = inputs.h, inputs.w, inputs.targets, inputs.primitives.projection
-    inputs, plan = _sampled(inputs, plan, FEW)
+    h, w, targets, projection = inputs.h, inputs.w, inputs.targets, primitives.projection
     assert inputs.sampling is not None
     sampling, half = replace(inputs.sampling, vocab=MANY_CLASSES), (len(w) + 1) // 2
     call = Call(plan.program, replace(inputs, sampling=sampling))
@@ -110,7 +111,7 @@ def estimates(inputs: LossInputs[Any, Any], plan: Plan) -> dict[str, Tensor]:
         partial = projection.project_exp(h, rows, (0, half), logit, part)
         values["sums of classes"].append(partial)
     for kind in (SampleKind.CHOOSE_CLASSES, SampleKind.PLACE_TARGETS, SampleKind.ESTIMATE):
-        run(call, Step(kind, (), (), (0, len(h))))
+        sampling_steps.run(call, Step(kind, (), (), (0, len(h))))
     classes = torch.cat([values["classes"], *values["places"]])
     return {
         "classes of the estimate": classes.double(),
@@ -118,9 +119,7 @@ def estimates(inputs: LossInputs[Any, Any], plan: Plan) -> dict[str, Tensor]:
     }
 
 
-def _sampled(
-    inputs: LossInputs[Any, Any], plan: Plan, samples: int
-) -> tuple[LossInputs[Any, Any], Plan]:
+def _sampled(inputs: Inputs, plan: Plan, samples: int) -> tuple[Inputs, Plan]:
     """Return a call with sampled gradients, and its plan, of one with exact ones.
 
     Kernels get estimates of which some are too low.

@@ -3,17 +3,15 @@
 Probabilities and factors are powers of 2, so that entries are exact in 16 bits.
 """
 
-from typing import Any
-
 import torch
-from torch import Tensor
 
+from cutefce.autotune_cache.tuning.cases import Case, CheckedOutput
 from cutefce.cute_kernels.integers import round_up
 from cutefce.cute_kernels.problem import can_keep
 from cutefce.ops.dtypes import dtype_name, sum_dtype
 from cutefce.ops.interface.options import LossOptions, TensorOptions
 from cutefce.ops.primitives.cute_projection import CuteProjection
-from cutefce.ops.program.inputs import LossInputs
+from cutefce.ops.primitives.interface import AnyPrimitives
 from cutefce.ops.rows.targets import make_targets
 from cutefce.ops.soft_targets.rows import leads
 
@@ -23,18 +21,19 @@ LOGIT_ROUNDINGS = 16
 """Float32 roundings of logits of up to 2**8, beside which a small excess may remain."""
 
 
-def soft_outputs(inputs: LossInputs[Any, Any], y: Tensor, arch: str | None) -> dict[str, Tensor]:
+def soft_outputs(case: Case, primitives: AnyPrimitives) -> dict[str, CheckedOutput]:
     """Return leads, the other classes, their logits and excess, and exponentials with entries.
 
     The logits come alone and beside the product, where kernels can compute them there.
 
     These are put among zeros, and among factors of tokens: alone, and behind dX's product, where
-    its kernel multiplies exponentials.  `arch` has kernels.
+    its kernel multiplies exponentials.
     """
-    projection, h, w, vocab = inputs.primitives.projection, inputs.h, inputs.w, len(inputs.w)
-    arch = arch if isinstance(projection, CuteProjection) else None
-    steps = torch.arange(CLASSES, device=y.device)
-    index = (y.clamp(min=0)[:, None] + STRIDE * steps) % vocab
+    projection, vocab = primitives.projection, case.problem.vocab
+    h, w = projection.prepare(case.h, case.w)
+    arch = case.problem.arch if isinstance(projection, CuteProjection) else None
+    steps = torch.arange(CLASSES, device=h.device)
+    index = (case.y.clamp(min=0)[:, None] + STRIDE * steps) % vocab
     probs = (0.5 ** (1.0 + (steps - LEAD) % CLASSES)).expand(index.shape)
     options, tensors = LossOptions(), TensorOptions(target_indices=index, target_probs=probs)
     lead = leads(index, probs, vocab, options.ignore_index, arch)
@@ -46,7 +45,7 @@ def soft_outputs(inputs: LossInputs[Any, Any], y: Tensor, arch: str | None) -> d
     soft.excess = projection.soft_excess(h, w, targets, target_logit)
     assert soft.logits is not None
     results = {"soft logits": soft.logits, "excess": soft.excess}
-    width = round_up(vocab, inputs.primitives.config.reference_block)
+    width = round_up(vocab, primitives.config.reference_block)
     buffer = h.new_empty(len(h), width)
     for suffix, to in ((" beside sums", None), (" beside exponentials", buffer)):
         soft.excess = None
@@ -61,18 +60,24 @@ def soft_outputs(inputs: LossInputs[Any, Any], y: Tensor, arch: str | None) -> d
     projection.put_soft(soft.coefficient, exps, 0, targets)
     rows = h.new_empty(2, len(h), round_up(vocab, 8))[..., :vocab]  # of whole vectors
     scaled, beside = rows.copy_(exps == 0)  # wide exponentials have entries added
-    factor = 0.5 ** (torch.arange(len(h), device=y.device) % CLASSES)
+    factor = 0.5 ** (torch.arange(len(h), device=h.device) % CLASSES)
     factor = factor.to(dtype)
     sums = h.new_empty(h.shape, dtype=dtype)
     projection.scale_soft(soft.coefficient, factor, scaled, 0, targets, factor)
-    add = inputs.primitives.gradients.add_grad_hidden
+    add = primitives.gradients.add_grad_hidden
     is_scaled = add(sums, beside, w, accumulate=False, factor=factor)
     projection.scale_soft(soft.coefficient, factor, beside, 0, targets, factor, is_scaled)
-    return results | {
+    results |= {
         "dX before exponentials are scaled": sums.to(h.dtype),
         "leads of soft targets": lead.to(dtype),
         "classes of soft targets": soft.index.to(dtype),
         "entries of soft targets": exps,
         "entries of soft targets among scaled exponentials": scaled,
         "entries of soft targets among exponentials scaled beside dX": beside,
+    }
+    return {
+        name: CheckedOutput(
+            x, 1 if x.dtype == h.dtype else LOGIT_ROUNDINGS, floor=1.0, relative_to_row=x.ndim > 1
+        )
+        for name, x in results.items()
     }

@@ -1,0 +1,167 @@
+"""Inputs of checks, and the comparison of what kernels and the portable path make of them.
+
+A kernel is compared on small problems with float64 results of the CPU.  A candidate of the tuner is
+also compared on the problem that it is tuned for, with results of the portable path.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cutefce.cute_kernels.integers import round_up
+from cutefce.cute_kernels.problem import Problem
+
+SMALL_PROBLEMS: dict[str, tuple[int, int, int]] = {
+    "one row": (1, 64, 1000),
+    "fewer columns than a tile": (70, 8, 17),
+    "rows far above their targets": (1100, 72, 3001),
+    "a row of NaN": (257, 64, 1500),
+    "one target for all": (300, 136, 3001),
+}
+"""(tokens, hidden, vocab) by the regime that each covers."""
+SUM_ERROR = 2.0**-16
+"""Relative error of float32 sums, which the kernels pass on as logarithms of up to 2**7."""
+LOGIT_ERROR = 2.0**-13
+"""Error of float32 logits of up to 2**8, hence the relative error of their exponentials."""
+CHUNK_NUMEL = 1 << 24
+"""Values compared at a time."""
+
+
+class MismatchError(Exception):
+    """An output differs from the expected one by more than rounding explains."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """Inputs of one call."""
+
+    problem: Problem
+    h: Tensor
+    """(N, D) hidden states."""
+    w: Tensor
+    """(V, D) weight."""
+    y: Tensor
+    """(N,) targets."""
+    upstream: Tensor
+    """(N,) gradient of each row's loss."""
+
+    def exact(self) -> "Case":
+        """Return the case in float64 on the CPU."""
+        problem = dataclasses.replace(self.problem, dtype="float64", device="cpu", arch=None)
+        h, w, upstream = self.h.double(), self.w.double(), self.upstream.double()
+        return Case(problem, h, w, self.y, upstream).to("cpu")
+
+    def to(self, device: str) -> "Case":
+        """Return the case with its tensors on `device`."""
+        tensors = (x.to(device) for x in (self.h, self.w, self.y, self.upstream))
+        return Case(self.problem, *tensors)
+
+    def random(self, rows: int, columns: int) -> Tensor:
+        """Return (rows, columns) random numbers in [0, 1), cached with the case."""
+        if (rows, columns) not in self._random:
+            numbers = self.h.new_empty(rows, round_up(columns, 8))
+            generator = torch.Generator(numbers.device).manual_seed(1)
+            self._random[rows, columns] = numbers.uniform_(generator=generator)[:, :columns]
+        return self._random[rows, columns]
+
+    @functools.cached_property
+    def _random(self) -> dict[tuple[int, int], Tensor]:
+        return {}
+
+
+def small_case(problem: Problem, name: str, device: str) -> Case:
+    """Return the inputs of a small `problem` on `device`, in the regime of that `name`."""
+    (tokens, hidden, vocab), dtype = SMALL_PROBLEMS[name], getattr(torch, problem.dtype)
+    torch.manual_seed(0)
+    h, w = torch.randn(tokens, hidden), torch.randn(vocab, hidden) / hidden**0.5
+    y, upstream = torch.randint(vocab, (tokens,)), torch.randn(tokens)
+    if name == "rows far above their targets":
+        far = torch.tensor([3, 130, 700, tokens - 1])
+        h[far] *= 60
+        y[far] = (h[far] @ w.t()).argmin(1)
+        y[5::7] = -100
+    elif name == "a row of NaN":
+        h[100, 5] = torch.nan
+    elif name == "one target for all":
+        y.fill_(vocab - 1)
+    return Case(problem, h.to(dtype), w.to(dtype), y, upstream).to(device)
+
+
+def full_case(problem: Problem, device: str) -> Case:
+    """Return random inputs of `problem`, whose logits are as at the start of training."""
+    torch.manual_seed(0)
+    dtype = getattr(torch, problem.dtype)
+    h = torch.randn(problem.tokens, problem.hidden, device=device, dtype=dtype)
+    w = torch.randn(problem.vocab, problem.hidden, device=device, dtype=dtype)
+    w.mul_(problem.hidden**-0.5)
+    y = torch.randint(problem.vocab, (problem.tokens,), device=device)
+    return Case(problem, h, w, y, torch.ones_like(y, dtype=torch.float32))
+
+
+@dataclass(frozen=True)
+class CheckedOutput:
+    """An output, with how far it may be from the portable path's."""
+
+    values: Tensor
+    """(N, C) or (N,)."""
+    roundings: int
+    """How often its terms are rounded to their dtype."""
+    scale: Tensor | None = None
+    """(N,) divisor of each row before the comparison."""
+    floor: float = 1e-30
+    """Added to the denominator of relative errors."""
+    relative_to_row: bool = False
+    """Whether errors are relative to the largest value of a row instead of to each value."""
+
+    def to(self, device: str) -> "CheckedOutput":
+        """Return the output with its tensors on `device`."""
+        scale = None if self.scale is None else self.scale.to(device)
+        return dataclasses.replace(self, values=self.values.to(device), scale=scale)
+
+
+Outputs = Mapping[str, CheckedOutput]
+"""Outputs by name."""
+
+
+def compare(got: Outputs, expected: Outputs, roundings: int, where: str) -> None:
+    """Raise MismatchError where outputs differ by more than rounding explains.
+
+    `roundings` is 1 if the expected outputs are exact, 2 if they are rounded as `got` is.
+    """
+    for name, output in got.items():
+        dtype = output.values.dtype
+        is_narrow = dtype.itemsize == 2
+        unit = torch.finfo(dtype).eps / 2 if is_narrow else SUM_ERROR
+        allowed = roundings * output.roundings * unit + (LOGIT_ERROR if is_narrow else 0)
+        error = _max_relative_error(output, expected[name])
+        if not error <= allowed:
+            raise MismatchError(f"{where}: {name} is off by {error:.2g}, allowed {allowed:.2g}")
+
+
+def _max_relative_error(got: CheckedOutput, expected: CheckedOutput) -> float:
+    """Return the largest relative error; inf where only one of two values is finite."""
+    worst = 0.0
+    for a, b in zip(_chunks(got), _chunks(expected), strict=True):
+        finite = b.isfinite()
+        if not torch.equal(a.isfinite(), finite):
+            return float("inf")
+        size = b.abs().where(finite, 0)
+        if got.relative_to_row:
+            size = size.amax(1, keepdim=True)
+        error = (a - b).abs() / (size + got.floor)
+        worst = max(worst, float(error.where(finite, 0).max()))
+    return worst
+
+
+def _chunks(output: CheckedOutput) -> Iterator[Tensor]:
+    values = output.values if output.values.ndim == 2 else output.values[:, None]
+    rows = max(1, CHUNK_NUMEL // values.shape[1])
+    for first in range(0, values.shape[0], rows):
+        chunk = values[first : first + rows].double()
+        if output.scale is not None:
+            chunk = chunk / output.scale[first : first + rows, None].double()
+        yield chunk

@@ -1,0 +1,257 @@
+"""Outputs of steps: losses, exponentials and gradients, computed in every way there is."""
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cutefce.autotune_cache import defaults
+from cutefce.autotune_cache.tuning.cases import Case, CheckedOutput
+from cutefce.cute_kernels.integers import ceil_div, round_up
+from cutefce.cute_kernels.problem import LOW_BITS, can_keep
+from cutefce.ops.dtypes import sum_dtype
+from cutefce.ops.interface.options import LossOptions, TensorOptions
+from cutefce.ops.planning.budget import DEFAULT
+from cutefce.ops.primitives.cute_projection import CuteProjection
+from cutefce.ops.primitives.interface import AnyPrimitives
+from cutefce.ops.primitives.row_selection import restore_rows, select_on_device
+from cutefce.ops.program import calls as programs
+from cutefce.ops.program.inputs import LossInputs
+from cutefce.ops.program.layout import Layout
+from cutefce.ops.program.plan import Plan
+from cutefce.ops.program.primitives_backend import PrimitivesBackend
+from cutefce.ops.program.problem import Problem as LossProblem
+from cutefce.ops.program.problem import Upstream
+from cutefce.ops.program.run import Call
+from cutefce.ops.rows import targets as rows
+from cutefce.ops.rows.coefficients import RowCoefficients
+from cutefce.ops.rows.selection import RowSelection
+from cutefce.ops.rows.statistics import RowStats
+from cutefce.ops.rows.targets import Targets
+
+Inputs = LossInputs[Any, Any]
+IGNORED = -100
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to compute losses and gradients: others launch other kernels."""
+
+    name: str = ""
+    """The end of the names of its outputs."""
+    reduction: str = "none"
+    gradients: tuple[bool, bool] = (True, True)
+    """Whether dX and dW are computed."""
+    windows: int = 1
+    """Windows of equal width, but for the last one."""
+    stored: int = 0
+    """The first ones, whose exponentials the forward stores, if the dtype can and they fit."""
+    chunks: int = 0
+    """Chunks of tokens of which the forward computes the gradients; 0: the backward computes them.
+    """
+    low_bits: int = 0
+    """Bits of kept sums beside 16."""
+    wide: bool = False
+    """Whether dW is returned in the dtype of sums."""
+    ignores: bool = False
+    """Whether every third token is ignored too, so that kernels select the others."""
+    clears: bool = False
+    """Whether they clear rows that do not count, as for the gradient of a bias."""
+
+    @property
+    def needs_stored(self) -> bool:
+        """Whether no dtype of which exponentials cannot be stored has it."""
+        return self.chunks > 0 or self.windows > 1
+
+
+NONE = False, False
+FORWARDS = (
+    Way(" without gradients", gradients=NONE),
+    Way(" without gradients, of counted rows", gradients=NONE, ignores=True),
+)
+"""Losses without gradients."""
+STEPS = (
+    Way(stored=1),
+    Way(" of the sum, from probabilities", "sum"),
+    Way(" in the dtype of sums", wide=True),
+    Way(" of counted rows", stored=1, ignores=True),
+    Way(" of counted rows, the others cleared", stored=1, ignores=True, clears=True),
+    *(
+        Way(f" in the forward, with {16 + n} bits of dW's sums", "sum", chunks=2, low_bits=n)
+        for n in LOW_BITS
+    ),
+    Way(" in the forward, in wide sums", "sum", chunks=2, low_bits=LOW_BITS[-1], wide=True),
+    Way(
+        " in the forward, of windows in chunks",
+        "sum",
+        (True, False),
+        windows=3,
+        chunks=2,
+        low_bits=LOW_BITS[0],
+        ignores=True,
+    ),
+    *(
+        Way(
+            f" of windows, with {16 + n} bits of dX's sums",
+            "sum",
+            windows=3,
+            stored=1,
+            low_bits=n,
+            ignores=True,
+        )
+        for n in LOW_BITS
+    ),
+)
+"""Exact gradients.  Windows after stored ones are computed again, as probabilities."""
+
+
+def make_targets(case: Case, reduction: str = "none") -> Targets:
+    """Return the targets of a case, with the reduction of their losses."""
+    return rows.make_targets(case.y, case.problem.vocab, LossOptions(reduction), TensorOptions())
+
+
+def prepared(
+    case: Case, primitives: AnyPrimitives, way: Way
+) -> tuple[Inputs, Plan, RowSelection | None]:
+    """Return the operands and the plan of a case, and which rows kernels select."""
+    p, selection = case.problem, None
+    block = defaults.widest_window(p).reference_block
+    chunk = ceil_div(p.tokens, way.chunks) if way.chunks else p.tokens
+    window = round_up(ceil_div(p.vocab, way.windows), block)
+    affordable = DEFAULT // (p.tokens * p.item_bytes) // block * block
+    kept = min(window * way.stored, affordable) if can_keep(p.dtype) else 0
+    targets, sums = make_targets(case, way.reduction), sum_dtype(case.h.dtype)
+    if way.ignores:
+        y = _partly_ignored(case)
+        if isinstance(primitives.projection, CuteProjection):
+            selection = select_on_device(p.arch or "", y, IGNORED, chunk)
+            y = selection.targets
+        targets = Targets(y, p.vocab, targets.options)
+        targets.selection = selection
+    if way.clears and isinstance(primitives.projection, CuteProjection):
+        projection = copy.copy(primitives.projection)
+        projection.clears = True
+        primitives = replace(primitives, projection=projection)
+    h, w = primitives.projection.prepare(case.h, case.w)
+    inputs = LossInputs(primitives, h, w, targets, h.dtype, sums if way.wide else h.dtype)
+    problem = LossProblem(
+        p.tokens,
+        p.hidden,
+        p.vocab,
+        h.dtype.itemsize,
+        sums.itemsize,
+        *way.gradients,
+        upstream=Upstream.SCALAR if targets.options.is_scalar else Upstream.ROWS,
+        stores=can_keep(p.dtype),
+        selects=selection is not None,
+        grad_weight_item=inputs.dw_dtype.itemsize,
+    )
+    tiles = primitives.config
+    backend = PrimitivesBackend(replace(p, arch=None), tiles, (tiles.window,))
+    layout = Layout(chunk, window, kept, 0, way.low_bits, in_forward=way.chunks > 0)
+    return inputs, Plan(problem, layout, backend), selection
+
+
+def run(
+    inputs: Inputs, plan: Plan, selection: RowSelection | None, upstream: Tensor
+) -> tuple[Tensor, RowStats, Tensor | None, Tensor | None]:
+    """Return losses () or (N,), statistics, dX and dW, as far as they are computed.
+
+    The first operands are those of `prepared`; `upstream` is (N,), and 1 for reduced losses.
+    """
+    loss, stats, left = programs.forward(inputs, plan)
+    if inputs.targets.options.is_scalar:
+        upstream = upstream.new_ones(())
+    elif selection is not None:
+        loss, upstream = selection.restore(loss), selection.take(upstream)
+    if not plan.problem.needs_gradients:
+        return loss, stats, None, None
+    of_chunks = selection if plan.in_forward else None
+    if of_chunks is not None:
+        inputs.targets.selection = None  # all rows of the sums are defined
+    dx, dw, _ = programs.backward(left, inputs, upstream, stats, of_chunks)
+    return loss, stats, dx, dw
+
+
+def way_outputs(
+    case: Case, primitives: AnyPrimitives, ways: Sequence[Way]
+) -> dict[str, CheckedOutput]:
+    """Return losses, row sums and gradients of a case, computed in several ways, by name."""
+    results: dict[str, CheckedOutput] = {}
+    for way in ways:
+        if way.needs_stored and not can_keep(case.problem.dtype):
+            continue
+        loss, stats, dx, dw = run(*prepared(case, primitives, way), case.upstream)
+        results[f"loss{way.name}"] = CheckedOutput(loss.view(-1), 1)
+        if not way.ignores:  # whose order is that of the call
+            results |= row_sums(way.name, stats)
+        results |= gradients(way.name, dx, dw, case.h.dtype)
+    return results
+
+
+def row_sums(suffix: str, stats: RowStats) -> dict[str, CheckedOutput]:
+    """Return the sums of statistics, relative to those with the target."""
+    others = CheckedOutput(stats.sum_exp_others, 1, stats.sum_exp)
+    return {f"sum of the other exponentials{suffix}": others}
+
+
+def gradients(
+    suffix: str, dx: Tensor | None, dw: Tensor | None, dtype: torch.dtype
+) -> dict[str, CheckedOutput]:
+    """Return the gradients that are computed, rounded to `dtype`.
+
+    Roundings are those of the exponentials, of the scaled hidden states and of the result.
+    """
+    floor, results = torch.finfo(dtype).smallest_normal, {}
+    for name, x in (("dX", dx), ("dW", dw)):
+        if x is not None:
+            rounded = x.to(dtype)
+            results[name + suffix] = CheckedOutput(rounded, 3, floor=floor, relative_to_row=True)
+    return results
+
+
+def forward_outputs(case: Case, primitives: AnyPrimitives) -> dict[str, CheckedOutput]:
+    """Return losses, row sums, and exponentials: stored ones, if the dtype can, and recomputed."""
+    vocab, dtype = case.problem.vocab, case.h.dtype
+    inputs, plan, _ = prepared(case, primitives, Way(stored=1))
+    loss, stats, left = programs.forward(inputs, plan)
+    window = defaults.widest_window(case.problem).window
+    recomputed = inputs.h.new_empty(len(inputs.h), window)
+    first = (vocab - 1) // window * window
+    operands = inputs.h, inputs.w, (first, vocab), stats.reference, inputs.targets, recomputed
+    primitives.projection.recompute_exp(*operands)
+    # the smallest float16 exponentials underflow, relative to sums of at most FLOAT16_TOTAL
+    floor = 2.0**-28 if dtype == torch.float16 else 1e-30
+    recomputed = recomputed[:, : vocab - first]
+    results = {"loss": CheckedOutput(loss, 1)} | row_sums("", stats)
+    results["recomputed exponentials"] = CheckedOutput(recomputed, 1, stats.sum_exp, floor)
+    if plan.layout.kept:
+        exps = Call(left.plan.program, inputs, left.memory).view("exps of 0")[:, :vocab]
+        # the portable path rounds again when it changes the reference
+        results["stored exponentials"] = CheckedOutput(exps, 2, stats.sum_exp, floor)
+    return results
+
+
+def partial_outputs(case: Case, primitives: AnyPrimitives) -> dict[str, CheckedOutput]:
+    """Return what a rank adds to dX, of known sums, and rows that kernels moved to their tokens."""
+    inputs, _, selection = prepared(case, primitives, Way(ignores=True))
+    sums, upstream = case.h.to(case.upstream.dtype), case.upstream
+    if selection is not None:
+        sums, upstream = sums.index_select(0, selection.order), selection.take(upstream)
+    partial, coefficients = torch.empty_like(sums), RowCoefficients(upstream, upstream)
+    primitives.gradients.finish_dx(partial, sums, inputs.w, inputs.targets, coefficients)
+    counts = (_partly_ignored(case) != IGNORED)[:, None]
+    results = {}
+    for name, x in (("partial dX of a rank", partial), ("moved rows", partial.to(case.h.dtype))):
+        rows = torch.where(counts, restore_rows(selection, x), 0)
+        results[name] = CheckedOutput(rows, 1, relative_to_row=True)
+    return results
+
+
+def _partly_ignored(case: Case) -> Tensor:
+    """Return the targets (N,) of a case, of which every third token is ignored too."""
+    is_third = torch.arange(case.problem.tokens, device=case.y.device) % 3 == 0
+    return torch.where(is_third, IGNORED, case.y)

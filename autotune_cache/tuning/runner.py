@@ -1,0 +1,117 @@
+"""How configurations of the kernels run on one GPU, for verification and for the tuner."""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from cutefce.autotune_cache import defaults
+from cutefce.autotune_cache.ahead import MANY_TOKENS, with_gradients
+from cutefce.autotune_cache.table import Candidate
+from cutefce.autotune_cache.tuning.cases import SMALL_PROBLEMS, Case, Outputs, small_case
+from cutefce.autotune_cache.tuning.outputs import outputs_of, samples
+from cutefce.cute_kernels.arch.base import Arch
+from cutefce.cute_kernels.config import KernelConfigs
+from cutefce.cute_kernels.gpu import Gpu
+from cutefce.cute_kernels.kernel_set import kernel_set
+from cutefce.cute_kernels.parts import DIVERGENCES, SAMPLES
+from cutefce.cute_kernels.problem import Problem
+from cutefce.cute_kernels.spec import KernelSpec
+from cutefce.cute_kernels.spec.divergence import divergence_kernels
+from cutefce.ops.primitives.dispatch import kernel_primitives, portable_primitives
+from cutefce.ops.primitives.interface import AnyPrimitives
+
+MANY_HIDDEN = 4096
+"""Hidden size whose default configurations serve all kernels but the one that is tuned."""
+
+
+@dataclass(frozen=True)
+class Runner:
+    """One GPU; picklable.  Only `small_case`, `expected` and `outputs` touch it."""
+
+    gpu: Gpu
+    device: str = "cuda"
+    """The GPU, as torch names it."""
+
+    @property
+    def arch(self) -> Arch:
+        """Architecture of the GPU."""
+        return self.gpu.arch
+
+    @property
+    def device_type(self) -> str:
+        """Type of the device: "cpu" or "cuda"."""
+        return torch.device(self.device).type
+
+    def problem(self, sizes: tuple[int, int, int], dtype: str) -> Problem:
+        """Return the problem of (tokens, hidden, vocab) on this GPU."""
+        return Problem(*sizes, dtype, self.device_type, arch=self.arch.name)
+
+    def base(self) -> KernelConfigs:
+        """Return configurations of all kernels, in which one is replaced when it is tuned.
+
+        They are the same for every problem, so that few kernels need compiling.
+        """
+        return self.gpu.default_configs(MANY_TOKENS, MANY_HIDDEN)
+
+    def default_configs(self) -> list[KernelConfigs]:
+        """Return configurations with every prebuilt one of each kernel at least once."""
+        first, *others = self.arch.prebuilt_configs()
+        found = with_gradients(self.arch, first)
+        found += [with_gradients(self.arch, each)[0] for each in others]
+        return [with_tuned(configs, "grad_hidden", configs.grad_hidden) for configs in found]
+
+    def kernels(
+        self, dtype: str, configs: KernelConfigs, parts: tuple[str, ...]
+    ) -> list[KernelSpec]:
+        """Return the kernels that `outputs` launches."""
+        every = kernel_set(self.arch, dtype, configs)
+        found = [kernel for part in parts for kernel in every.of_part(part)]
+        if SAMPLES in parts:
+            found += samples.kernels(every)
+        if DIVERGENCES in parts:
+            found += divergence_kernels(self.arch, dtype)
+        return list(dict.fromkeys(found))
+
+    def primitives(self, problem: Problem, configs: KernelConfigs) -> AnyPrimitives:
+        """Return the primitives on the kernels of `configs`."""
+        kernels, tiles = (
+            kernel_set(self.arch, problem.dtype, configs),
+            defaults.widest_window(problem),
+        )
+        return kernel_primitives(tiles, kernels, self.gpu.num_sms, fixed_tiles=True)
+
+    def small_case(self, name: str, dtype: str) -> Case:
+        """Return the inputs of a small problem, by its name."""
+        return small_case(self.problem(SMALL_PROBLEMS[name], dtype), name, self.device)
+
+    def expected(self, case: Case, parts: tuple[str, ...]) -> Outputs:
+        """Return what the portable path computes of the `parts` of calls, in float64 on the CPU."""
+        exact = case.exact()
+        outputs = self.compute(exact, portable(exact.problem), parts)
+        return {name: output.to(self.device) for name, output in outputs.items()}
+
+    def outputs(self, case: Case, configs: KernelConfigs, parts: tuple[str, ...]) -> Outputs:
+        """Return what the kernels of `configs` compute, under the same names."""
+        return self.compute(case, self.primitives(case.problem, configs), parts)
+
+    def compute(self, case: Case, primitives: AnyPrimitives, parts: tuple[str, ...]) -> Outputs:
+        """Return what primitives compute of the `parts` of calls, by name."""
+        return outputs_of(case, primitives, parts)
+
+
+def portable(problem: Problem) -> AnyPrimitives:
+    """Return the primitives of the portable path."""
+    return portable_primitives(defaults.widest_window(problem))
+
+
+def with_tuned(configs: KernelConfigs, kernel: str, config: Candidate) -> KernelConfigs:
+    """Return `configs` with that of one kernel, as tables name it.
+
+    That of dX is also the one for few columns, which small problems have.
+    """
+    changed: dict[str, Any] = {kernel: config}
+    if kernel == "grad_hidden":
+        changed["grad_hidden_short"] = config
+    return dataclasses.replace(configs, **changed)

@@ -1,0 +1,188 @@
+"""What is tuned: the GEMMs of `project_exp`, dX and dW, each with the call that is timed."""
+
+import abc
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from cutefce.autotune_cache.table import Candidate
+from cutefce.autotune_cache.tuning.cases import Case, CheckedOutput, Outputs
+from cutefce.autotune_cache.tuning.outputs.steps import (
+    Way,
+    forward_outputs,
+    make_targets,
+    prepared,
+)
+from cutefce.autotune_cache.tuning.runner import Runner, with_tuned
+from cutefce.cute_kernels.config import KernelConfigs
+from cutefce.cute_kernels.gpu import Gpu
+from cutefce.cute_kernels.problem import Problem
+from cutefce.ops.primitives.interface import AnyPrimitives
+from cutefce.ops.rows.blocks import blocks
+
+MAX_LOGITS_BYTES = 8 << 30
+"""Size of the logits above which cuBLAS computes them in slices of the vocabulary."""
+MAX_EXPS_BYTES = 16 << 30
+"""Size of the exponentials above which only the first rows of a gradient are computed.  The fastest
+candidate depends on the length of the sums and on their number."""
+LONG_SUM_ROUNDINGS = 16
+"""Error of a float32 sum of 2**18 terms, in units of the error of short sums."""
+
+
+@dataclass(frozen=True)
+class TuningTarget(abc.ABC):
+    """One kernel on one GPU; picklable."""
+
+    runner: Runner
+
+    name: ClassVar[str]
+    """Name in tables: a field of KernelConfigs."""
+
+    def default(self, problem: Problem) -> Candidate:
+        """Return the candidate that serves `problem` if nothing was tuned."""
+        configs = self.runner.gpu.default_configs(problem.tokens, problem.hidden)
+        default: Candidate = getattr(configs, self.name)
+        return default
+
+    def configs(self, candidate: Candidate) -> KernelConfigs:
+        """Return the configurations of all kernels with `candidate` for this one."""
+        return with_tuned(self.runner.base(), self.name, candidate)
+
+    @abc.abstractmethod
+    def prebuilt(self) -> Sequence[Candidate]:
+        """Return the architecture's configurations: its defaults and common winners."""
+
+    def legal(self) -> Sequence[Candidate]:
+        """Return every configuration that the architecture can run."""
+        return self.runner.arch.search_space()
+
+    @abc.abstractmethod
+    def outputs(self, case: Case, primitives: AnyPrimitives) -> Outputs:
+        """Return what the kernel computes of the problem that is tuned, by name."""
+
+    @abc.abstractmethod
+    def call(self, case: Case, primitives: AnyPrimitives) -> Callable[[], object]:
+        """Return the call whose time decides."""
+
+    @abc.abstractmethod
+    def cublas(self, case: Case) -> Callable[[], object]:
+        """Return the same GEMMs by cuBLAS."""
+
+
+class ProjectExpTarget(TuningTarget):
+    """The forward's GEMM, with as many stored exponentials as the default workspace holds."""
+
+    name = "project_exp"
+
+    def prebuilt(self) -> Sequence[Candidate]:
+        return self.runner.arch.prebuilt_configs()
+
+    def legal(self) -> Sequence[Candidate]:
+        return *super().legal(), *self.runner.arch.swapped_search_space()
+
+    def outputs(self, case: Case, primitives: AnyPrimitives) -> Outputs:
+        return forward_outputs(case, primitives)
+
+    def call(self, case: Case, primitives: AnyPrimitives) -> Callable[[], object]:
+        inputs, plan, _ = prepared(case, primitives, Way(stored=1))
+        h, w, targets, kept = inputs.h, inputs.w, inputs.targets, plan.layout.kept
+        logit = primitives.projection.target_logit(h, w, targets)
+        exps = h.new_empty(len(h), kept) if kept else None
+        operands = h, w, (0, len(w)), logit, targets, exps
+        return lambda: primitives.projection.project_exp(*operands)
+
+    def cublas(self, case: Case) -> Callable[[], object]:
+        tokens, vocab = case.problem.tokens, case.problem.vocab
+        width = min(vocab, MAX_LOGITS_BYTES // (tokens * case.problem.item_bytes))
+        logits = case.h.new_empty(tokens, width)
+
+        def multiply() -> None:
+            for columns in blocks(vocab, width):
+                torch.mm(case.h, case.w[columns].t(), out=logits[:, : columns.stop - columns.start])
+
+        return multiply
+
+
+class GradientTarget(TuningTarget):
+    """The GEMM of a gradient, on all exponentials or for the first rows of its result."""
+
+    def outputs(self, case: Case, primitives: AnyPrimitives) -> Outputs:
+        result, call = self.gemm(case, primitives)
+        call()
+        # a 16-bit result is rounded once; float32 sums lose bits in the tensor cores at every step
+        roundings = 1 if result.dtype.itemsize == 2 else LONG_SUM_ROUNDINGS
+        return {self.name: CheckedOutput(result, roundings, relative_to_row=True)}
+
+    def call(self, case: Case, primitives: AnyPrimitives) -> Callable[[], object]:
+        return self.gemm(case, primitives)[1]
+
+    @abc.abstractmethod
+    def gemm(self, case: Case, primitives: AnyPrimitives) -> tuple[Tensor, Callable[[], object]]:
+        """Return the result's buffer and the call that fills it, with random exponentials."""
+
+
+class GradHiddenTarget(GradientTarget):
+    """float32 sums of dX."""
+
+    name = "grad_hidden"
+
+    def prebuilt(self) -> Sequence[Candidate]:
+        return (None, *self.runner.arch.grad_hidden_configs())
+
+    def legal(self) -> Sequence[Candidate]:
+        return (None, *super().legal())
+
+    def gemm(self, case: Case, primitives: AnyPrimitives) -> tuple[Tensor, Callable[[], object]]:
+        exps = self._exps(case)
+        sums = torch.empty_like(case.h[: len(exps)], dtype=torch.float32)
+        add = primitives.gradients.add_grad_hidden
+        return sums, lambda: add(sums, exps, case.w, accumulate=False)
+
+    def cublas(self, case: Case) -> Callable[[], object]:
+        exps = self._exps(case)
+        out = torch.empty_like(case.h[: len(exps)])
+        return lambda: torch.mm(exps, case.w, out=out)
+
+    def _exps(self, case: Case) -> Tensor:
+        p = case.problem
+        return case.random(_affordable_rows(p.tokens, p.vocab, p.item_bytes), p.vocab)
+
+
+class GradWeightTarget(GradientTarget):
+    """The final dW, in the dtype of the weight."""
+
+    name = "grad_weight"
+
+    def prebuilt(self) -> Sequence[Candidate]:
+        return self.runner.arch.grad_weight_configs()
+
+    def gemm(self, case: Case, primitives: AnyPrimitives) -> tuple[Tensor, Callable[[], object]]:
+        exps, gradients, ones = self._exps(case), primitives.gradients, case.upstream
+        target_grad = gradients.target_grad(case.h, ones, make_targets(case))
+        out = case.w.new_empty(exps.shape[1], case.problem.hidden)
+        return out, lambda: gradients.finish_dw(out, exps, case.h, target_grad, 0, ones[0])
+
+    def cublas(self, case: Case) -> Callable[[], object]:
+        exps = self._exps(case)
+        out = case.w.new_empty(exps.shape[1], case.problem.hidden)
+        return lambda: torch.mm(exps.t(), case.h, out=out)
+
+    def _exps(self, case: Case) -> Tensor:
+        p = case.problem
+        return case.random(p.tokens, _affordable_rows(p.vocab, p.tokens, p.item_bytes))
+
+
+def _affordable_rows(rows: int, inner: int, item_bytes: int) -> int:
+    """Return the rows of a result whose exponentials, `inner` a row, fit MAX_EXPS_BYTES."""
+    return min(rows, max(8, MAX_EXPS_BYTES // (inner * item_bytes) // 8 * 8))
+
+
+def all_targets(gpu: Gpu, device: str) -> tuple[TuningTarget, ...]:
+    """Return everything that can be tuned on `gpu`, which torch addresses as `device`."""
+    runner = Runner(gpu, device)
+    if not gpu.arch.forms_weight_gradient:
+        return (ProjectExpTarget(runner),)
+    return ProjectExpTarget(runner), GradHiddenTarget(runner), GradWeightTarget(runner)
