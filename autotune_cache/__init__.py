@@ -6,5 +6,5 @@ ahead.py      which kernels are built ahead and verified
 table.py      one table: keys, entries, rejections, the nearest entry
 table_io.py   read, write and lock a table's JSON file
 verdicts.py   whether the kernels were verified on a GPU model
-tuning/       one tuning run; builds on `ops`
+tuning/       verification, and one tuning run; builds on `ops`
 """

@@ -13,8 +13,9 @@ A table is a JSON file with one entry a line (spread over several here):
 
 `tokens` is a bucket: a power of 2 or three quarters of one, which covers all token counts above the
 next smaller bucket.  A `config` of null selects the cuBLAS GEMM, for kernels that it can replace;
-that of the pseudo-kernel "window" is a number of vocabulary columns.  `kernels` is the fingerprint
-of the kernel sources and `dsl` the version of the compiler with which an entry was last verified.
+that of the pseudo-kernel "window", of which `cutefce tune` adds none, is a number of vocabulary
+columns.  `kernels` is the fingerprint of the kernel sources and `dsl` the version of the compiler
+with which an entry was last verified.
 With others, the entry is still the best guess of what is fast, but no proof that it is right.
 `cutefce tune` measures the times; `cutefce verify --table` renews `kernels` and `dsl` and keeps the
 times of the tuning run.

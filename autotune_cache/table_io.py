@@ -27,7 +27,7 @@ from cutefce.cute_kernels.gpu import Gpu
 
 SCHEMA = 3
 KERNELS = *TUNED, WINDOW
-"""Names of what can be tuned."""
+"""Names of what entries may be of."""
 MIN_MS, MAX_MS = 1e-6, 1e9
 """Times that an entry may have."""
 LOCK_SECONDS = 60

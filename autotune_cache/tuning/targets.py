@@ -119,9 +119,18 @@ class GradientTarget(TuningTarget):
     def call(self, case: Case, primitives: AnyPrimitives) -> Callable[[], object]:
         return self.gemm(case, primitives)[1]
 
+    def cublas(self, case: Case) -> Callable[[], object]:
+        a, b = self.operands(case)
+        out = a.new_empty(len(a), b.shape[1])
+        return lambda: torch.mm(a, b, out=out)
+
+    @abc.abstractmethod
+    def operands(self, case: Case) -> tuple[Tensor, Tensor]:
+        """Return random exponentials, (M, K) of the result's first rows, and the (K, D) other."""
+
     @abc.abstractmethod
     def gemm(self, case: Case, primitives: AnyPrimitives) -> tuple[Tensor, Callable[[], object]]:
-        """Return the result's buffer and the call that fills it, with random exponentials."""
+        """Return the result's buffer (M, D) and the call that fills it."""
 
 
 class GradHiddenTarget(GradientTarget):
@@ -132,23 +141,15 @@ class GradHiddenTarget(GradientTarget):
     def prebuilt(self) -> Sequence[Candidate]:
         return (None, *self.runner.arch.grad_hidden_configs())
 
-    def legal(self) -> Sequence[Candidate]:
-        return (None, *super().legal())
+    def operands(self, case: Case) -> tuple[Tensor, Tensor]:
+        p = case.problem
+        return case.random(_affordable_rows(p.tokens, p.vocab, p.item_bytes), p.vocab), case.w
 
     def gemm(self, case: Case, primitives: AnyPrimitives) -> tuple[Tensor, Callable[[], object]]:
-        exps = self._exps(case)
-        sums = torch.empty_like(case.h[: len(exps)], dtype=torch.float32)
+        exps, w = self.operands(case)
+        sums = w.new_empty(len(exps), case.problem.hidden, dtype=torch.float32)
         add = primitives.gradients.add_grad_hidden
-        return sums, lambda: add(sums, exps, case.w, accumulate=False)
-
-    def cublas(self, case: Case) -> Callable[[], object]:
-        exps = self._exps(case)
-        out = torch.empty_like(case.h[: len(exps)])
-        return lambda: torch.mm(exps, case.w, out=out)
-
-    def _exps(self, case: Case) -> Tensor:
-        p = case.problem
-        return case.random(_affordable_rows(p.tokens, p.vocab, p.item_bytes), p.vocab)
+        return sums, lambda: add(sums, exps, w, accumulate=False)
 
 
 class GradWeightTarget(GradientTarget):
@@ -159,20 +160,16 @@ class GradWeightTarget(GradientTarget):
     def prebuilt(self) -> Sequence[Candidate]:
         return self.runner.arch.grad_weight_configs()
 
-    def gemm(self, case: Case, primitives: AnyPrimitives) -> tuple[Tensor, Callable[[], object]]:
-        exps, gradients, ones = self._exps(case), primitives.gradients, case.upstream
-        target_grad = gradients.target_grad(case.h, ones, make_targets(case))
-        out = case.w.new_empty(exps.shape[1], case.problem.hidden)
-        return out, lambda: gradients.finish_dw(out, exps, case.h, target_grad, 0, ones[0])
-
-    def cublas(self, case: Case) -> Callable[[], object]:
-        exps = self._exps(case)
-        out = case.w.new_empty(exps.shape[1], case.problem.hidden)
-        return lambda: torch.mm(exps.t(), case.h, out=out)
-
-    def _exps(self, case: Case) -> Tensor:
+    def operands(self, case: Case) -> tuple[Tensor, Tensor]:
         p = case.problem
-        return case.random(p.tokens, _affordable_rows(p.vocab, p.tokens, p.item_bytes))
+        rows = _affordable_rows(p.vocab, p.tokens, p.item_bytes)
+        return case.random(p.tokens, rows).t(), case.h
+
+    def gemm(self, case: Case, primitives: AnyPrimitives) -> tuple[Tensor, Callable[[], object]]:
+        (exps, h), gradients, ones = self.operands(case), primitives.gradients, case.upstream
+        target_grad = gradients.target_grad(h, ones, make_targets(case))
+        out = h.new_empty(len(exps), case.problem.hidden)
+        return out, lambda: gradients.finish_dw(out, exps.t(), h, target_grad, 0, ones[0])
 
 
 def _affordable_rows(rows: int, inner: int, item_bytes: int) -> int:

@@ -62,9 +62,9 @@ class Way:
     """Whether they clear rows that do not count, as for the gradient of a bias."""
 
     @property
-    def needs_stored(self) -> bool:
-        """Whether no dtype of which exponentials cannot be stored has it."""
-        return self.chunks > 0 or self.windows > 1
+    def keeps_sums(self) -> bool:
+        """Whether it keeps sums, as no call does in a dtype whose exponentials are not stored."""
+        return self.low_bits > 0
 
 
 NONE = False, False
@@ -182,7 +182,7 @@ def way_outputs(
     """Return losses, row sums and gradients of a case, computed in several ways, by name."""
     results: dict[str, CheckedOutput] = {}
     for way in ways:
-        if way.needs_stored and not can_keep(case.problem.dtype):
+        if way.keeps_sums and not can_keep(case.problem.dtype):
             continue
         loss, stats, dx, dw = run(*prepared(case, primitives, way), case.upstream)
         results[f"loss{way.name}"] = CheckedOutput(loss.view(-1), 1)
