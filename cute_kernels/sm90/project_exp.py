@@ -189,9 +189,10 @@ class ProjectExpSm90(ProjectExpLaunchSm90):
                 for half in cutlass.range_constexpr(2):
                     for j in cutlass.range_constexpr(self.tile[1] // 8):
                         for v in cutlass.range_constexpr(2):
-                            column = 8 * j + v
-                            if targets[half, m_block] == column or limit <= column:
-                                acc[(v, half, j), m_block, 0] = -Float32.inf
+                            column, coord = 8 * j + v, ((v, half, j), m_block, 0)
+                            masked = (targets[half, m_block] == column) | (limit <= column)
+                            logit = cutlass.select_(masked, -Float32.inf, acc[coord])
+                            acc[coord] = Float32(logit)
         if cutlass.const_expr(targets_too and self.store):
             last = m_start + (self.m_blocks - 1) * 64 * self.m_halves + 63
             if scheduler.selects != 0 and last >= scheduler.rows:

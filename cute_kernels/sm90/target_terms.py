@@ -73,8 +73,7 @@ def add_targets(
     have them.
     """
     acc, lane = consumer.acc, consumer.thread % 32
-    first = n_start + consumer.tCcC[0][1]
-    limit = scheduler.columns - first
+    first, groups = n_start + consumer.tCcC[0][1], gemm.tile[1] // 8
     tokens = Int32(0)
     for i in cutlass.range_constexpr(ceil_div(gemm.m_blocks, 2)):
         tokens += ranges[1, i] - ranges[0, i]
@@ -87,30 +86,28 @@ def add_targets(
                 if cutlass.const_expr(gemm.m_blocks <= MAX_ROW_BLOCKS):
                     if end - begin >= MANY:
                         end = begin
-                for slot in cutlass.range(begin, end, unroll=4):
+                for slot in cutlass.range(begin, end, unroll=1):
                     row, factor = targets.h[targets.order[slot], None], targets.coef[slot]
-                    for j in cutlass.range_constexpr(gemm.tile[1] // 8):
-                        if 8 * j < limit:
-                            pair = _pair(row, first + 8 * j)
-                            for v in cutlass.range_constexpr(2):
-                                coord = (v, half, j), m_block, 0
-                                acc[coord] = acc[coord] + factor * pair[v]
+                    for start in cutlass.range_constexpr(0, groups, GROUPS):
+                        count = min(GROUPS, groups - start)
+                        h = _pairs(row, first + 8 * start, scheduler.columns, count)
+                        for k in cutlass.range_constexpr(2 * count):
+                            coord = (k % 2, half, start + k // 2), m_block, 0
+                            acc[coord] = acc[coord] + factor * h[k]
     if cutlass.const_expr(gemm.m_blocks <= MAX_ROW_BLOCKS):
         if cute.arch.vote_any_sync(tokens >= MANY):
-            for m_block in cutlass.range_constexpr(gemm.m_blocks):
-                for half in cutlass.range_constexpr(2):
-                    i, lanes = m_block // 2, 16 * (m_block % 2) + 8 * half
-                    for quad in cutlass.range(8, unroll=1):
-                        begin = cute.arch.shuffle_sync(ranges[0, i], lanes + quad)
-                        end = cute.arch.shuffle_sync(ranges[1, i], lanes + quad)
-                        if end - begin >= MANY:
-                            where = begin, end, first, limit
-                            _add_many(gemm, consumer, targets, where, (m_block, half), quad)
+            for row in cutlass.range(16 * gemm.m_blocks, unroll=1):
+                begin = cute.arch.shuffle_sync(ranges[0, 0], row)
+                end = cute.arch.shuffle_sync(ranges[1, 0], row)
+                if end - begin >= MANY:
+                    _add_many(
+                        gemm, consumer, targets, (begin, end), (first, scheduler.columns), row
+                    )
     if cutlass.const_expr(targets.grad_scale is not None):
         assert targets.grad_scale is not None
         grad_scale = targets.grad_scale[0]
         for m_block in cutlass.range_constexpr(gemm.m_blocks):
-            for j in cutlass.range_constexpr(gemm.tile[1] // 8):
+            for j in cutlass.range_constexpr(groups):
                 for k in cutlass.range_constexpr(4):
                     coord = (k % 2, k // 2, j), m_block, 0
                     acc[coord] = acc[coord] * grad_scale
@@ -121,41 +118,46 @@ def _add_many(
     gemm: MainloopSm90,
     consumer: Consumer,
     targets: TargetCsr,
-    where: Any,
-    place: tuple[int, int],
-    owner: Int32,
+    slots: tuple[Int32, Int32],
+    columns: tuple[Int32, Int32],
+    row: Int32,
 ) -> None:
-    """Add the terms of many tokens to the row of the quad `owner`: each quad sums every eighth.
+    """Add the terms of many tokens to one `row` of a warp's: each quad sums every eighth token.
 
-    `where` is (begin, end, the thread's first column, columns from there on).
+    `slots` are [begin, end) of its tokens, `columns` the thread's first one and those of h.
     """
-    begin, end, first, limit = where
-    lane, (m_block, half) = consumer.thread % 32, place
-    groups = gemm.tile[1] // 8
+    (begin, end), (first, total) = slots, columns
+    lane, groups = consumer.thread % 32, gemm.tile[1] // 8
     for start in cutlass.range_constexpr(0, groups, GROUPS):
         count = min(GROUPS, groups - start)
-        sums = cute.make_rmem_tensor((2, count), Float32)
+        sums = cute.make_rmem_tensor((2 * count,), Float32)
         sums.fill(0.0)
         for slot in cutlass.range(begin + lane // 4, end, 8, unroll=1):
-            row, factor = targets.h[targets.order[slot], None], targets.coef[slot]
-            for j in cutlass.range_constexpr(count):
-                if 8 * (start + j) < limit:
-                    pair = _pair(row, first + 8 * (start + j))
-                    for v in cutlass.range_constexpr(2):
-                        sums[v, j] = sums[v, j] + factor * pair[v]
-        for j in cutlass.range_constexpr(count):
-            for v in cutlass.range_constexpr(2):
-                value = sums[v, j]
-                for step in cutlass.range_constexpr(3):
-                    value += cute.arch.shuffle_sync_bfly(value, offset=4 << step)
-                if lane // 4 == owner:
-                    coord = (v, half, start + j), m_block, 0
-                    consumer.acc[coord] = consumer.acc[coord] + value
+            h = _pairs(targets.h[targets.order[slot], None], first + 8 * start, total, count)
+            factor = targets.coef[slot]
+            for k in cutlass.range_constexpr(2 * count):
+                sums[k] = sums[k] + factor * h[k]
+        for k in cutlass.range_constexpr(2 * count):
+            for step in cutlass.range_constexpr(3):
+                sums[k] = sums[k] + cute.arch.shuffle_sync_bfly(sums[k], offset=4 << step)
+        for m_block in cutlass.range_constexpr(gemm.m_blocks):
+            for half in cutlass.range_constexpr(2):
+                if row == 16 * m_block + 8 * half + lane // 4:
+                    for k in cutlass.range_constexpr(2 * count):
+                        coord = (k % 2, half, start + k // 2), m_block, 0
+                        consumer.acc[coord] = consumer.acc[coord] + sums[k]
 
 
 @cute.jit
-def _pair(row: cute.Tensor, column: Int32) -> Any:
-    """Return two float32 elements of `row` (D,) from an even `column` on."""
-    pair = cute.make_rmem_tensor((2,), row.element_type)
-    cute.autovec_copy(cute.zipped_divide(row, (2,))[None, column // 2], pair)
-    return pair.load().to(Float32)
+def _pairs(row: cute.Tensor, first: Int32, columns: Int32, count: int) -> Any:
+    """Return `count` pairs of float32 elements of `row` (D,), at `first` and every 8th column on.
+
+    Those behind its `columns` are 0; all of these are even.
+    """
+    words, pairs = cute.recast_tensor(row, Int32), cute.make_rmem_tensor((count,), Int32)
+    pairs.fill(0)
+    place, limit = first // 2, columns - first
+    for j in cutlass.range_constexpr(count):
+        if 8 * j < limit:
+            pairs[j] = words[place + 4 * j]
+    return cute.recast_tensor(pairs, row.element_type).load().to(Float32)
