@@ -20,7 +20,7 @@ from cutefce.cute_kernels.problem import Problem
 from cutefce.cute_kernels.spec import KernelSpec
 from cutefce.cute_kernels.spec.divergence import divergence_kernels
 from cutefce.ops.primitives.dispatch import kernel_primitives, portable_primitives
-from cutefce.ops.primitives.interface import AnyPrimitives
+from cutefce.ops.primitives.primitives import Primitives
 
 MANY_HIDDEN = 4096
 """Hidden size whose default configurations serve all kernels but the one that is tuned."""
@@ -74,7 +74,7 @@ class Runner:
             found += divergence_kernels(self.arch, dtype)
         return list(dict.fromkeys(found))
 
-    def primitives(self, problem: Problem, configs: KernelConfigs) -> AnyPrimitives:
+    def primitives(self, problem: Problem, configs: KernelConfigs) -> Primitives:
         """Return the primitives on the kernels of `configs`."""
         kernels, tiles = (
             kernel_set(self.arch, problem.dtype, configs),
@@ -96,12 +96,12 @@ class Runner:
         """Return what the kernels of `configs` compute, under the same names."""
         return self.compute(case, self.primitives(case.problem, configs), parts)
 
-    def compute(self, case: Case, primitives: AnyPrimitives, parts: tuple[str, ...]) -> Outputs:
+    def compute(self, case: Case, primitives: Primitives, parts: tuple[str, ...]) -> Outputs:
         """Return what primitives compute of the `parts` of calls, by name."""
         return outputs_of(case, primitives, parts)
 
 
-def portable(problem: Problem) -> AnyPrimitives:
+def portable(problem: Problem) -> Primitives:
     """Return the primitives of the portable path."""
     return portable_primitives(defaults.widest_window(problem))
 

@@ -20,7 +20,7 @@ from cutefce.autotune_cache.tuning.runner import Runner, with_tuned
 from cutefce.cute_kernels.config import KernelConfigs
 from cutefce.cute_kernels.gpu import Gpu
 from cutefce.cute_kernels.problem import Problem
-from cutefce.ops.primitives.interface import AnyPrimitives
+from cutefce.ops.primitives.primitives import Primitives
 from cutefce.ops.rows.blocks import blocks
 
 MAX_LOGITS_BYTES = 8 << 30
@@ -60,11 +60,11 @@ class TuningTarget(abc.ABC):
         return self.runner.arch.search_space()
 
     @abc.abstractmethod
-    def outputs(self, case: Case, primitives: AnyPrimitives) -> Outputs:
+    def outputs(self, case: Case, primitives: Primitives) -> Outputs:
         """Return what the kernel computes of the problem that is tuned, by name."""
 
     @abc.abstractmethod
-    def call(self, case: Case, primitives: AnyPrimitives) -> Callable[[], object]:
+    def call(self, case: Case, primitives: Primitives) -> Callable[[], object]:
         """Return the call whose time decides."""
 
     @abc.abstractmethod
@@ -83,10 +83,10 @@ class ProjectExpTarget(TuningTarget):
     def legal(self) -> Sequence[Candidate]:
         return *super().legal(), *self.runner.arch.swapped_search_space()
 
-    def outputs(self, case: Case, primitives: AnyPrimitives) -> Outputs:
+    def outputs(self, case: Case, primitives: Primitives) -> Outputs:
         return forward_outputs(case, primitives)
 
-    def call(self, case: Case, primitives: AnyPrimitives) -> Callable[[], object]:
+    def call(self, case: Case, primitives: Primitives) -> Callable[[], object]:
         inputs, plan, _ = prepared(case, primitives, Way(stored=1))
         h, w, targets, kept = inputs.h, inputs.w, inputs.targets, plan.layout.kept
         logit = primitives.projection.target_logit(h, w, targets)
@@ -109,14 +109,14 @@ class ProjectExpTarget(TuningTarget):
 class GradientTarget(TuningTarget):
     """The GEMM of a gradient, on all exponentials or for the first rows of its result."""
 
-    def outputs(self, case: Case, primitives: AnyPrimitives) -> Outputs:
+    def outputs(self, case: Case, primitives: Primitives) -> Outputs:
         result, call = self.gemm(case, primitives)
         call()
         # a 16-bit result is rounded once; float32 sums lose bits in the tensor cores at every step
         roundings = 1 if result.dtype.itemsize == 2 else LONG_SUM_ROUNDINGS
         return {self.name: CheckedOutput(result, roundings, relative_to_row=True)}
 
-    def call(self, case: Case, primitives: AnyPrimitives) -> Callable[[], object]:
+    def call(self, case: Case, primitives: Primitives) -> Callable[[], object]:
         return self.gemm(case, primitives)[1]
 
     def cublas(self, case: Case) -> Callable[[], object]:
@@ -129,7 +129,7 @@ class GradientTarget(TuningTarget):
         """Return random exponentials, (M, K) of the result's first rows, and the (K, D) other."""
 
     @abc.abstractmethod
-    def gemm(self, case: Case, primitives: AnyPrimitives) -> tuple[Tensor, Callable[[], object]]:
+    def gemm(self, case: Case, primitives: Primitives) -> tuple[Tensor, Callable[[], object]]:
         """Return the result's buffer (M, D) and the call that fills it."""
 
 
@@ -145,7 +145,7 @@ class GradHiddenTarget(GradientTarget):
         p = case.problem
         return case.random(_affordable_rows(p.tokens, p.vocab, p.item_bytes), p.vocab), case.w
 
-    def gemm(self, case: Case, primitives: AnyPrimitives) -> tuple[Tensor, Callable[[], object]]:
+    def gemm(self, case: Case, primitives: Primitives) -> tuple[Tensor, Callable[[], object]]:
         exps, w = self.operands(case)
         sums = w.new_empty(len(exps), case.problem.hidden, dtype=torch.float32)
         add = primitives.gradients.add_grad_hidden
@@ -165,7 +165,7 @@ class GradWeightTarget(GradientTarget):
         rows = _affordable_rows(p.vocab, p.tokens, p.item_bytes)
         return case.random(p.tokens, rows).t(), case.h
 
-    def gemm(self, case: Case, primitives: AnyPrimitives) -> tuple[Tensor, Callable[[], object]]:
+    def gemm(self, case: Case, primitives: Primitives) -> tuple[Tensor, Callable[[], object]]:
         (exps, h), gradients, ones = self.operands(case), primitives.gradients, case.upstream
         target_grad = gradients.target_grad(h, ones, make_targets(case))
         out = h.new_empty(len(exps), case.problem.hidden)

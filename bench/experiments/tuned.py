@@ -26,7 +26,7 @@ from cutefce.cute_kernels.problem import Problem, can_keep
 from cutefce.ops.planning.budget import MINIMUM
 from cutefce.ops.planning.device import device_of
 from cutefce.ops.primitives.dispatch import gpu_of, kernel_primitives, problem_of
-from cutefce.ops.primitives.interface import AnyPrimitives
+from cutefce.ops.primitives.primitives import Primitives
 from cutefce.ops.program.layout import Layout
 from cutefce.ops.program.plan import Plan
 from cutefce.ops.program.plan import plan as make_plan
@@ -110,18 +110,18 @@ def run(shape: Shape, repeats: int) -> list[Row]:
     return [measured]
 
 
-def _forward(case: Case, primitives: AnyPrimitives) -> None:
+def _forward(case: Case, primitives: Primitives) -> None:
     way = steps.Way(reduction="mean", gradients=steps.NONE)
     steps.run(*steps.prepared(case, primitives, way), case.upstream)
 
 
-def _step(case: Case, primitives: AnyPrimitives) -> None:
+def _step(case: Case, primitives: Primitives) -> None:
     inputs, plan, _ = steps.prepared(case, primitives, steps.Way(reduction="mean"))
     layout = dataclasses.replace(plan.layout, kept=plan.layout.window)
     steps.run(inputs, dataclasses.replace(plan, layout=layout), None, case.upstream)
 
 
-def _smallest_step(case: Case, primitives: AnyPrimitives) -> None:
+def _smallest_step(case: Case, primitives: Primitives) -> None:
     inputs, _, _ = steps.prepared(case, primitives, steps.Way(reduction="mean"))
     plan = _smallest_plan(case.problem, (primitives.config,))
     steps.run(inputs, plan, None, case.upstream)

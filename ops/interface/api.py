@@ -161,8 +161,8 @@ def linear_cross_entropy(  # type: ignore[misc]
             GPU, which is not synchronized, such a token's loss and the gradients that it takes
             part in are NaN.
 
-    The formulas are in `cutefce.ops.primitives.interface`; the streaming form of the loss is that
-    of "From Projection to Prediction: Beyond Logits for Scalable Language Models",
+    The formulas are in `cutefce.ops.primitives.portable_projection`; the streaming form of the
+    loss is that of "From Projection to Prediction: Beyond Logits for Scalable Language Models",
     arXiv 2511.17599.
     """
     given = removed  # refused with the types of options; a call without options pays for none

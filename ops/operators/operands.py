@@ -2,7 +2,6 @@
 
 from copy import copy
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,7 +33,7 @@ def prepare(
     options: LossOptions,
     tensors: TensorOptions,
     plan: Plan,
-) -> LossInputs[Any, Any]:
+) -> LossInputs:
     """Return the operands of a forward, as programs take them."""
     h, problem = shard.gather_hidden(h), plan.backend.operands
     check_soft_values(y, options, tensors, shard.total_vocab(w))
@@ -58,7 +57,7 @@ def prepare(
 
 def resume(
     shard: Unsharded, h: Tensor, w: Tensor, tensors: TensorOptions, kept: Kept
-) -> LossInputs[Any, Any]:
+) -> LossInputs:
     """Return the operands of a backward whose forward has `kept` the others.
 
     If that has the sums of the gradients, the hidden states are those given: what is left of the
@@ -78,7 +77,7 @@ def resume(
 
 def _operands(
     shard: Unsharded, h: Tensor, w: Tensor, targets: Targets, tensors: TensorOptions, plan: Plan
-) -> LossInputs[Any, Any]:
+) -> LossInputs:
     """Return the operands of a program that forward and backward have in common."""
     problem = plan.backend.operands
     if problem.tokens != len(h):

@@ -195,7 +195,7 @@ def restored(loss: Tensor, selection: RowSelection | None, options: LossOptions)
     return loss.clone() if selection is None else selection.restore(loss)
 
 
-def run_forward(inputs: LossInputs[Any, Any], plan: Plan) -> tuple[Tensor, RowStats, Kept]:
+def run_forward(inputs: LossInputs, plan: Plan) -> tuple[Tensor, RowStats, Kept]:
     """Return the reduced loss, the statistics, and what is kept with them."""
     loss, stats, left = programs.forward(inputs, plan)
     targets = inputs.targets.of_backward(keeps_soft=not plan.in_forward)

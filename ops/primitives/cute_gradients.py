@@ -1,4 +1,4 @@
-"""`Gradients` on the CuTe DSL kernels: what their launches are given.
+"""`PortableGradients` on the CuTe DSL kernels: what their launches are given.
 
 `CuteGradients` has a kernel for every GEMM but those of dX that cuBLAS runs faster; it adds the
 targets' part of dW in the epilogue.  `CublasGradients` is for architectures without GEMM kernels:
@@ -24,11 +24,10 @@ from cutefce.cute_kernels.spec import GradGemmSpec, SortTargetsSpec
 from cutefce.cute_kernels.spec.groups import GradWeightKernels
 from cutefce.ops.primitives.cute_projection import Semaphores
 from cutefce.ops.primitives.cute_rowwise import RowwiseSteps, low_bits, with_rank_one
-from cutefce.ops.primitives.portable_gradients import PortableGradients, matmul_into
+from cutefce.ops.primitives.portable_gradients import TargetGrad, matmul_into
 from cutefce.ops.primitives.row_selection import gather_rows, row_count, row_range
 from cutefce.ops.rows.coefficients import RankOne
 from cutefce.ops.rows.selection import RowSelection
-from cutefce.ops.rows.target_rows import TargetRows
 from cutefce.ops.rows.targets import Targets
 
 SMALL_PRODUCT = 1 << 34
@@ -82,21 +81,21 @@ class TargetCsr:
         return self.order, offsets, self.coefficient, self.h
 
 
-class CublasGradients(RowwiseSteps, PortableGradients):
-    """`cutefce.ops.primitives.interface.Gradients` with kernels for the row-wise steps alone."""
+class CublasGradients(RowwiseSteps):
+    """The steps of the backward with kernels for the row-wise ones alone."""
 
     def __init__(self, kernels: KernelSet, window: int, semaphores: Semaphores) -> None:
         super().__init__(window)
         self.kernels, self.semaphores = kernels, semaphores
 
-    def target_grad(self, h: Tensor, coefficient: Tensor, targets: Targets) -> TargetRows:
+    def target_grad(self, h: Tensor, coefficient: Tensor, targets: Targets) -> TargetGrad:
         if targets.selection is not None:
             h = gather_rows(self.kernels, h, targets.selection)
         return super().target_grad(h, coefficient, targets)
 
 
 class CuteGradients(RowwiseSteps):
-    """`cutefce.ops.primitives.interface.Gradients` for one device, dtype and configuration."""
+    """The same steps on the kernels of one device, dtype and configuration."""
 
     lists_targets = True
 

@@ -1,4 +1,4 @@
-"""`Projection` on the CuTe DSL kernels: what their launches are given.
+"""`PortableProjection` on the CuTe DSL kernels: what their launches are given.
 
 Row sums are exact for any logits; stored exponentials only while a row's largest logit is within
 `SLACK` of its target's.  `reduce_partials` flags the row blocks where it is not, and
@@ -21,6 +21,7 @@ from cutefce.cute_kernels.schedule.order import choose_vocab_splits, most_vocab_
 from cutefce.cute_kernels.spec import ProjectExpSpec
 from cutefce.cute_kernels.workspace import forward_semaphore_count
 from cutefce.ops.planning.step_memory import UNUSED_COLUMNS
+from cutefce.ops.primitives.portable_projection import PortableProjection
 from cutefce.ops.primitives.row_selection import (
     as_bits,
     far_rows,
@@ -90,8 +91,10 @@ class PartialLse:
     """(K, N, P) those of `common.row_reductions`, if asked for."""
 
 
-class CuteProjection(CuteSoftTargetSteps):
-    """`cutefce.ops.primitives.interface.Projection` for one device, dtype and configuration."""
+class CuteProjection(CuteSoftTargetSteps, PortableProjection):
+    """The same steps on the kernels of one device, dtype and configuration."""
+
+    is_portable = False
 
     def __init__(
         self, kernels: KernelSet, num_sms: int, semaphores: Semaphores, clears: bool = False

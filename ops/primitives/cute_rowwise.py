@@ -1,4 +1,4 @@
-"""The row-wise steps of `Gradients` on the CuTe DSL kernels."""
+"""The row-wise steps of the backward on the CuTe DSL kernels."""
 
 from dataclasses import replace
 from typing import TypeVar
@@ -12,6 +12,7 @@ from cutefce.cute_kernels.problem import FLOAT32_LOW_BITS
 from cutefce.cute_kernels.spec import OUT_AND_SUMS, GradGemmSpec, KeptSumsSpec, ScaleAddRowsSpec
 from cutefce.cute_kernels.workspace import Coefficient
 from cutefce.ops.primitives.cute_projection import Semaphores
+from cutefce.ops.primitives.portable_gradients import PortableGradients
 from cutefce.ops.primitives.row_selection import row_count
 from cutefce.ops.rows.coefficients import RankOne, RowCoefficients
 from cutefce.ops.rows.scaling import Scaling, scaling_of
@@ -24,8 +25,8 @@ RankOneArgument = tuple[Tensor, Tensor] | None
 """A kernel's argument: factor (M,) and row (D,)."""
 
 
-class RowwiseSteps:
-    """The row-wise steps of `cutefce.ops.primitives.interface.Gradients`, on the kernels."""
+class RowwiseSteps(PortableGradients):
+    """`PortableGradients` whose row-wise steps are kernels."""
 
     kernels: KernelSet
     semaphores: Semaphores

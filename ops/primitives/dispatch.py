@@ -25,9 +25,9 @@ from cutefce.ops.dtypes import dtype_name
 from cutefce.ops.interface.options import LossOptions, TensorOptions
 from cutefce.ops.primitives.cute_gradients import CublasGradients, CuteGradients
 from cutefce.ops.primitives.cute_projection import CuteProjection, Semaphores
-from cutefce.ops.primitives.interface import AnyPrimitives, Primitives
 from cutefce.ops.primitives.portable_gradients import PortableGradients
 from cutefce.ops.primitives.portable_projection import PortableProjection
+from cutefce.ops.primitives.primitives import Primitives
 from cutefce.ops.primitives.row_selection import has_aligned_rows
 from cutefce.ops.rows.targets import Targets, variant_of
 from cutefce.ops.sampling.sample_sizes import slots as sample_slots
@@ -125,7 +125,7 @@ def primitives_for(
     problem: Problem,
     targets: Targets | None = None,
     device: torch.device | None = None,
-) -> AnyPrimitives:
+) -> Primitives:
     """Return the primitives for one call with h (N, D) and w (V, D), and what `targets` ask for.
 
     Its kernels are those of `device`, if that is not the one of h.
@@ -202,7 +202,7 @@ def kernel_primitives(
     num_sms: int,
     grad_bias: bool = False,
     fixed_tiles: bool = False,
-) -> AnyPrimitives:
+) -> Primitives:
     """Return primitives on the kernels, for one call on one stream of a GPU with `num_sms` SMs.
 
     With `fixed_tiles`, kept sums of few rows have the tiles of `kernels` too, as checks need.
@@ -219,7 +219,7 @@ def kernel_primitives(
 
 
 @process_cache
-def portable_primitives(tiles: PortableTiles) -> AnyPrimitives:
+def portable_primitives(tiles: PortableTiles) -> Primitives:
     """Return primitives in plain torch."""
     return Primitives(tiles, PortableProjection(tiles), PortableGradients(tiles.window))
 

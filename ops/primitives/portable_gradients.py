@@ -1,11 +1,12 @@
-"""`Gradients` in plain torch, for a CPU and any GPU, and the GEMM that all portable steps use.
+"""From exponentials to dX and dW in plain torch: the two GEMMs and what is done to their results.
 
-These GEMMs run over all rows that they are given, whatever the selection.
-GEMMs accumulate in the dtype of sums; the targets' part of dW is added in a fixed order.
+The symbols are those of `portable_projection`.  `CuteGradients` and `CublasGradients` launch
+kernels for the same functions.  These GEMMs run over all rows that they are given, whatever the
+selection.  They accumulate in the dtype of sums; the targets' part of dW is added in a fixed order.
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -42,10 +43,18 @@ if TYPE_CHECKING:
     from cutefce.ops.sampling.sampled_exps import SampledExps
 
 
+TargetGrad: TypeAlias = Any
+
+
 class PortableGradients:
-    """`cutefce.ops.primitives.interface.Gradients` for any device."""
+    """The steps of the backward; `TargetGrad` is the targets' part of dW in the form of one class.
+
+    On a CPU, `add_grad_hidden`, `finish_dw` and `keep_dw` without `low` take `SampledExps`, too.
+    """
 
     lists_targets = False
+    """Whether a `target_grad` of all tokens takes little memory: lists of the tokens of each class,
+    not sums of their terms.  The last chunk then adds those of all chunks."""
 
     def __init__(self, window: int) -> None:
         self.window = window
@@ -60,6 +69,7 @@ class PortableGradients:
         *,
         in_reference: bool,
     ) -> Scaling:
+        """Return where tokens' factors are applied; see `rows.scaling.scaling_of`."""
         return scaling_of(dtype, targets, stats, upstream, in_reference=in_reference)
 
     def add_grad_hidden(
@@ -73,6 +83,14 @@ class PortableGradients:
         selection: RowSelection | None = None,
         factor: Tensor | None = None,
     ) -> bool:
+        """Write `exps` (N, K) @ w (K, D) to `sums` (N, D), or add it if `accumulate`.
+
+        `in_windows` says that these are some columns of a step, whose products kernels add without
+        cuBLAS.  With `selection`, rows of tokens that do not count are undefined.
+
+        Return whether `exps` are multiplied by `factor` (N,) afterwards, as they are where the
+        kernel of the product can do so.
+        """
         matmul_into(sums, exps, w, accumulate=accumulate)
         return False
 
@@ -86,6 +104,11 @@ class PortableGradients:
         accumulate: bool,
         selection: RowSelection | None = None,
     ) -> None:
+        """Keep `exps` (N, K) @ w (K, D) in `kept` (N, D) and `low`, or add it if `accumulate`.
+
+        These are as in `keep_sums`.  With `selection`, rows of tokens that do not count are
+        undefined.
+        """
         words, keep = words_of(kept, low), add_to_kept_ if accumulate else split_
         buffer = kept.new_empty(
             min(FINISHED_ROWS, len(kept)), kept.shape[1], dtype=sum_dtype(kept.dtype)
@@ -96,9 +119,11 @@ class PortableGradients:
             apply_rowwise(keep, words[rows], low[rows], sums)
 
     def scale_kept_rows(self, kept: Tensor, low: Tensor, scale: Tensor) -> None:
+        """Multiply the sums of `keep_dx` by `scale` (N,)."""
         apply_rowwise(scale_kept_rows_, words_of(kept, low), low, scale)
 
     def scale_rows(self, out: Tensor, x: Tensor, scale: Tensor) -> None:
+        """Write scale_i x_i to `out` (M, D), rounded once; `out` may be `x`."""
         scale_rows(out, x, scale)
 
     def finish_dx(
@@ -111,6 +136,12 @@ class PortableGradients:
         rank_one: RankOne | None = None,
         order: Tensor | None = None,
     ) -> None:
+        """Write scale_i sums_i + target_i W_y to `out` (N, D), rounded once; may be `sums`.
+
+        With `order` (N,), that is row order_i of `out`, which is not `sums` then.
+        `rank_one` (N, D) is added.  A row whose coefficients and factor are all 0 is 0, whatever
+        `sums` and w hold.
+        """
         assert order is None, "these steps run over all rows that they are given"
         factor, row = _operands(rank_one)
         rows = out, sums, targets.safe_index, coefficients.scale, coefficients.target, factor
@@ -126,6 +157,12 @@ class PortableGradients:
         stats: RowStats,
         order: Tensor | None = None,
     ) -> None:
+        """Keep sums_i - S_i W_y in `kept` (N, D) and `low`; may overwrite `sums`.
+
+        It is 0 for ignored tokens.  `low` is (N, D) or (N, D / 2) uint8, see
+        `rows.kept_sums.split_` for what is kept.  With `order`, that of row i is row
+        order_i.
+        """
         assert order is None, "these steps run over all rows that they are given"
         self.finish_dx(sums, sums, w, targets, RowCoefficients.of_sums(stats, targets))
         apply_rowwise(split_, words_of(kept, low), low, sums)
@@ -141,6 +178,10 @@ class PortableGradients:
         rank_one: RankOne | None = None,
         order: Tensor | None = None,
     ) -> None:
+        """Do what `finish_dx` does with the sums of `keep_sums` or `keep_dx`.
+
+        `out` (N, D) may be `kept`: then the sums, too, are in the places that `order` says.
+        """
         assert order is None, "these steps run over all rows that they are given"
         for rows in blocks(len(kept), FINISHED_ROWS):
             sums, term = joined_sums(kept[rows], low[rows]), rank_one and rank_one.rows(rows)
@@ -148,10 +189,15 @@ class PortableGradients:
             self.finish_dx(out[rows], sums, w, *own, term)
             del sums  # freed before the next ones are allocated
 
-    def target_grad(self, h: Tensor, coefficient: Tensor, targets: Targets) -> TargetRows:
+    def target_grad(self, h: Tensor, coefficient: Tensor, targets: Targets) -> TargetGrad:
+        """Return Σ_{i: y_i = v} c_i h_i for all v; `coefficient` is c (N,)."""
         return TargetRows(h, targets.safe_index, coefficient, targets.vocab)
 
-    def no_target_grad(self, h: Tensor, targets: Targets) -> TargetRows:
+    def no_target_grad(self, h: Tensor, targets: Targets) -> TargetGrad:
+        """Return what `target_grad` returns for coefficients of 0.
+
+        It is for exponentials that contain the targets' terms.
+        """
         none = h.new_empty(0, dtype=sum_dtype(h.dtype))
         return TargetRows(h[:0], targets.index[:0], none, targets.vocab)
 
@@ -160,12 +206,18 @@ class PortableGradients:
         out: Tensor,
         exps: Tensor,
         scaled: Tensor,
-        target_grad: TargetRows,
+        target_grad: TargetGrad,
         first: int,
         grad_scale: Tensor,
         rank_one: RankOne | None = None,
         selection: RowSelection | None = None,
     ) -> None:
+        """Write (expsᵀ @ scaled + target_grad) * grad_scale to `out` (K, D), rounded once.
+
+        `exps` (N, K) are the columns from `first` on; `grad_scale` is ().  `rank_one` (K, D) is
+        added before the product with `grad_scale`.  With `selection`, tokens that do not count add
+        nothing.
+        """
         target_grad.prepare()
         factor, row = _operands(rank_one)
         in_place = out.dtype == grad_scale.dtype
@@ -185,14 +237,19 @@ class PortableGradients:
         low: Tensor | None,
         exps: Tensor,
         scaled: Tensor,
-        target_grad: TargetRows,
+        target_grad: TargetGrad,
         first: int,
         rank_one: RankOne | None = None,
         selection: RowSelection | None = None,
         *,
         accumulate: bool,
     ) -> None:
-        """More than eight parameters: operands, and what the last step adds."""
+        """Keep what `finish_dw` rounds, of a `grad_scale` of 1, in `kept` (K, D) and `low`.
+
+        It is added to what they hold if `accumulate`.  `low` is (K, D) or (K, D / 2) uint8, see
+        `rows.kept_sums.split_` for what is kept; or None if `kept` has the dtype of sums.
+        More than eight parameters: operands, and what the last step adds.
+        """
         if low is None:
             matmul_into(kept, exps.t(), scaled, accumulate=accumulate)
             target_grad.add_to(kept, first)
@@ -213,6 +270,7 @@ class PortableGradients:
             del totals, slot, operands
 
     def finish_kept_dw(self, kept: Tensor, low: Tensor, factor: Tensor) -> None:
+        """Write `factor` () times the sums of `keep_dw` to `kept` (V, D), rounded once."""
         apply_rowwise(scale_kept_, words_of(kept, low), low, factor.expand(len(kept)))
 
 

@@ -1,4 +1,17 @@
-"""`Projection` in plain torch, for a CPU and any GPU; the reference that the kernels are tested on.
+"""From hidden states and weight to exponentials, their row sums and the loss, in plain torch.
+
+This is what a CPU and any GPU run, and what the kernels are tested on: `CuteProjection` launches
+kernels for the same functions.  With target y_i, logits z = h wᵀ and a reference ρ_i that is known
+before the projection (the target's own logit r_i = z_iy, unless a row has a far larger one):
+
+    e_iv = exp(z_iv - ρ_i), and 0 at v = y_i      S_i = Σ_v e_iv      T_i = exp(r_i - ρ_i) + S_i
+    loss_i = ρ_i - r_i + log T_i                  s_i = g_i / T_i
+    dX_i = s_i Σ_v e_iv W_v + c_i W_y             c_i = -s_i S_i
+    dW_v = Σ_i e_iv s_i h_i + Σ_{i: y_i = v} c_i h_i
+
+s and c are `RowCoefficients`.  A loss that adds γ_i κ_v to dL/dz_iv, as label smoothing does, adds
+a `RankOne` to dX and to dW.  In the shapes below N is tokens, D hidden, V vocab.  The dtype of sums
+is float32, or float64 for float64 inputs; exponentials and gradients have the inputs' dtype.
 
 Logits exist one tile at a time.  Where a row's logits are far above its target's, each reference
 block of that row uses its own maximum as the reference (Algorithm 1 of the paper, block by block),
@@ -8,6 +21,7 @@ float32, or float64 for float64 inputs.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -70,6 +84,8 @@ class PartialSums:
         return PartialSums(function(self.sums), function(self.references), of_all, largest)
 
 
+Partials: TypeAlias = Any
+
 Take = Callable[[slice, int, Tensor, Tensor], None]
 """Takes some rows of exponentials (R, P, C) from a column on, and their references (R, P).
 
@@ -77,12 +93,16 @@ It may overwrite them."""
 
 
 class PortableProjection(SoftTargetSteps):
-    """`cutefce.ops.primitives.interface.Projection` for any device."""
+    """The steps of the forward; `Partials` are row sums in the form of one class of steps."""
+
+    is_portable = True
+    """Whether the steps run in plain torch."""
 
     def __init__(self, tiles: PortableTiles) -> None:
         self.tiles = tiles
 
     def prepare(self, h: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        """Return h and w in a layout that the other steps accept, copied if necessary."""
         return dense(h), dense(w)
 
     def select(
@@ -92,6 +112,10 @@ class PortableProjection(SoftTargetSteps):
         scale: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
+        """Return the rows (M, D) of h (N, D) in the order of `selection`, times `scale` (M,).
+
+        Rows of tokens that do not count are 0.  They are written to `out` if given.
+        """
         out = h.new_empty(len(selection.order), h.shape[1]) if out is None else out
         torch.index_select(h, 0, selection.order, out=out)
         if scale is not None:
@@ -99,6 +123,12 @@ class PortableProjection(SoftTargetSteps):
         return out
 
     def target_logit(self, h: Tensor, w: Tensor, targets: Targets) -> Tensor:
+        """Return r (N,): +inf for ignored tokens alone, NaN for targets outside [0, V).
+
+        With `targets.selection`, h has the rows of all tokens, in the order of the call.  With
+        `targets.class_row`, the class logits of the targets are set too.
+        A logit of +inf becomes NaN: no value of a logit makes its token an ignored one.
+        """
         if targets.class_row is not None:
             targets.set_class_logits(weighted_sum(h.t(), targets.class_row.row))
         logit = h.new_empty(h.shape[0], dtype=sum_dtype(h.dtype))
@@ -116,7 +146,14 @@ class PortableProjection(SoftTargetSteps):
         reference: Tensor,
         targets: Targets,
         exps: Tensor | None = None,
-    ) -> PartialSums:
+    ) -> Partials:
+        """Return the row sums of e over the columns of `window`, [first, last).
+
+        `exps` (N, K), if given, receives e over the first K columns; those beyond the vocabulary
+        are undefined.  The portable path needs a `first` and a K of whole reference blocks.  Where
+        logits are far above `reference` (N,), sums and `exps` may be relative to another reference,
+        which the result tells `repair_stored_exps`.
+        """
         (first, last), block = window, self.tiles.reference_block
         middle = first if exps is None else min(first + exps.shape[1], last)
         count = ceil_div(last - first, block)
@@ -131,7 +168,7 @@ class PortableProjection(SoftTargetSteps):
 
     def project_tiles(
         self, h: Tensor, w: Tensor, reference: Tensor, targets: Targets, take: Take
-    ) -> PartialSums:
+    ) -> Partials:
         """Do what `project_exp` does of all columns; `take` gets their tiles, row by row."""
         vocab, width = w.shape[0], self.tiles.columns(h.shape[0])
         partial = PartialSums.empty(reference, ceil_div(vocab, self.tiles.reference_block), targets)
@@ -139,7 +176,8 @@ class PortableProjection(SoftTargetSteps):
         self._project_tiles(h, w, (0, vocab), reference, targets, exps, partial, take)
         return partial
 
-    def concat_partials(self, partials: Sequence[PartialSums]) -> PartialSums:
+    def concat_partials(self, partials: Sequence[Partials]) -> Partials:
+        """Return the row sums of all columns from those of consecutive windows."""
         if len(partials) == 1:
             return partials[0]
         of_all = [partial.of_all for partial in partials if partial.of_all is not None]
@@ -151,16 +189,19 @@ class PortableProjection(SoftTargetSteps):
             torch.cat(largest, 2) if largest else None,
         )
 
-    def partial_outputs(self, partial: PartialSums, target_logit: Tensor) -> PartialOutputs:
+    def partial_outputs(self, partial: Partials, target_logit: Tensor) -> PartialOutputs:
+        """Return the reductions that were computed beside the row sums, of all partials."""
         found = PartialOutputs() if partial.of_all is None else PartialOutputs(*partial.of_all)
         if partial.largest is None:
             return found
         largest, column = partial.largest
         return found._replace(other=largest - target_logit[:, None], column=column)
 
-    def gather_partials(
-        self, partial: PartialSums, gather: Callable[[Tensor], Tensor]
-    ) -> PartialSums:
+    def gather_partials(self, partial: Partials, gather: Callable[[Tensor], Tensor]) -> Partials:
+        """Return the row sums of all vocabulary shards.
+
+        `gather` maps a tensor (...) to those of all ranks (R, ...).
+        """
         references = partial.references.amax(1)
         sums = (partial.sums * _exp_difference(partial.references, references[:, None])).sum(1)
         shards = gather(torch.stack([sums, references]))
@@ -175,11 +216,13 @@ class PortableProjection(SoftTargetSteps):
         targets: Targets,
         exps: Tensor,
     ) -> None:
+        """Write e over the columns of `window`, relative to `reference`, to `exps` (N, K)."""
         self._project_tiles(h, w, window, reference, targets, exps, None)
 
     def reduce_partials(
-        self, partial: PartialSums, target_logit: Tensor, targets: Targets
+        self, partial: Partials, target_logit: Tensor, targets: Targets
     ) -> tuple[RowStats, Tensor]:
+        """Reduce the partial sums of every token; also return the reduced loss."""
         references, sums, active = partial.references, partial.sums, targets.active
         reference = references.amax(1)
         row_sum = (sums * _exp_difference(references, reference[:, None])).sum(1)
@@ -198,9 +241,13 @@ class PortableProjection(SoftTargetSteps):
         w: Tensor,
         first: int,
         targets: Targets,
-        partial: PartialSums,
+        partial: Partials,
         stats: RowStats,
     ) -> None:
+        """Make `exps` (N, K), which `project_exp` stored, relative to `stats.reference`.
+
+        `exps` are of the columns from `first` on, `partial` is of all columns.
+        """
         block = self.tiles.reference_block
         start, count = first // block, exps.shape[1] // block
         references = partial.references[:, start : start + count]
@@ -208,7 +255,11 @@ class PortableProjection(SoftTargetSteps):
         if exps.is_cuda or bool((factor != 1).any()):
             apply_rowwise(scale_rows_in_place_, exps.view(-1, block), factor.flatten())
 
-    def far_rows(self, partial: PartialSums, targets: Targets) -> RowSelection | None:
+    def far_rows(self, partial: Partials, targets: Targets) -> RowSelection | None:
+        """Return the tokens to compute again: all if a reference was moved, else none.
+
+        Only the device knows their number, N or 0.  None: all are computed.
+        """
         return targets.selection
 
     def _project_tiles(

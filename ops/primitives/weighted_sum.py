@@ -115,14 +115,20 @@ def weighted_sum(x: Tensor, factor: Tensor | None) -> Tensor:
 
 
 class SoftTargetSteps:
-    """The steps of `cutefce.ops.primitives.interface.Projection` that soft targets add."""
+    """The steps of the forward that soft targets add."""
 
     def empty_soft_logits(self, _: Targets) -> Tensor | None:
-        """Return None: they are computed after the product."""
+        """Return memory (N, K) for raw logits of soft targets.
+
+        None if `project_exp` does not compute them, or their excess is known.
+        """
         return None
 
     def soft_excess(self, h: Tensor, w: Tensor, targets: Targets, target_logit: Tensor) -> Tensor:
-        """Return Σ_k b (u - r) (N,) of this rank's soft targets, and keep u."""
+        """Return Σ_k b (u - r) (N,) of the soft targets; h is as for `target_logit`.
+
+        Their logits are `targets.soft_logits`, if `project_exp` of all columns has set these.
+        """
         soft, logits = targets.soft, targets.logits
         assert soft is not None
         u, targets.soft_logits = targets.soft_logits, None
@@ -140,7 +146,10 @@ class SoftTargetSteps:
         _apply_by_token(gathered_dots_, out, targets.soft.index, h, whole=(w,))
 
     def put_soft(self, entries: Tensor | None, exps: Tensor, first: int, targets: Targets) -> None:
-        """Do what `cutefce.ops.primitives.interface.Projection.put_soft` does."""
+        """Write the `SoftTargets.entries` (N, K) to `exps` (N, W), of columns from `first` on.
+
+        None is for entries of 0.
+        """
         assert targets.soft is not None
         targets.soft.put(entries, exps, first)
 
@@ -154,7 +163,11 @@ class SoftTargetSteps:
         scale: Tensor,
         is_scaled: bool = False,
     ) -> None:
-        """Do what `cutefce.ops.primitives.interface.Projection.scale_soft` does."""
+        """Multiply `exps` and `entries` by `scale` (N,), and do what `put_soft` does.
+
+        Also put `lead` (N,) in the places of the targets.  If `is_scaled`, `exps` were multiplied
+        before.
+        """
         if not is_scaled:
             scale_rows(exps, exps, scale)
         self.put_soft(entries * scale[:, None], exps, first, targets)

@@ -1,7 +1,6 @@
 """Forward and backward of a call, as the two parts of its program."""
 
 from collections.abc import Collection
-from typing import Any
 
 from torch import Tensor
 
@@ -15,7 +14,7 @@ from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.statistics import RowStats
 
 
-def forward(inputs: LossInputs[Any, Any], plan: Plan) -> tuple[Tensor, RowStats, Left]:
+def forward(inputs: LossInputs, plan: Plan) -> tuple[Tensor, RowStats, Left]:
     """Return the loss, the statistics, and what is left for the backward."""
     call = Call(plan.program, inputs)
     _check(plan.problem, inputs)
@@ -25,7 +24,7 @@ def forward(inputs: LossInputs[Any, Any], plan: Plan) -> tuple[Tensor, RowStats,
     return call.values["loss"], call.values["stats"], Left(plan, call.memory)
 
 
-def _check(p: Problem, x: LossInputs[Any, Any]) -> None:
+def _check(p: Problem, x: LossInputs) -> None:
     """Raise AssertionError if the plan is that of another call."""
     assert (p.tokens, p.vocab) == (x.tokens, len(x.w))
     assert p.selects == (x.targets.selection is not None)
@@ -53,7 +52,7 @@ def allocate_gradients(call: Call, homes: Collection[Home | None]) -> None:
 
 def backward(
     left: Left,
-    inputs: LossInputs[Any, Any],
+    inputs: LossInputs,
     upstream: Tensor,
     stats: RowStats,
     selection: RowSelection | None = None,

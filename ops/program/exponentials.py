@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cutefce.ops.primitives.interface import expect_soft_logits
 from cutefce.ops.primitives.portable_gradients import scale_by_log
 from cutefce.ops.primitives.row_selection import clear_first_rows
 from cutefce.ops.primitives.weighted_sum import add_soft_rows
@@ -30,7 +29,9 @@ def target_logit(call: Call, s: Step) -> None:
     x = call.part(s.rows)
     call.values["logits"] = x.primitives.projection.target_logit(x.h, x.w, x.targets)
     call.values["partials"] = []
-    expect_soft_logits(x.primitives.projection, x.targets)
+    if x.targets.tensors.target_indices is not None:
+        # the product of all columns may write them
+        x.targets.soft_logits = x.primitives.projection.empty_soft_logits(x.targets)
     if x.targets.class_logits is not None:
         call.values.setdefault("class logits", []).append(x.targets.class_logits)
 

@@ -118,13 +118,13 @@ def _low_of_kept(call: Call, s: Step) -> Tensor | None:
     return None if s.low is None else call.view(s.low)[:, : hidden * few_low_bits(hidden) // 8]
 
 
-def _order(x: LossInputs[Any, Any]) -> Tensor | None:
+def _order(x: LossInputs) -> Tensor | None:
     """Return which tokens the rows are, if kernels have selected them."""
     return None if x.targets.selection is None else x.targets.selection.order
 
 
 def finish_dx(
-    inputs: LossInputs[Any, Any],
+    inputs: LossInputs,
     out: Tensor,
     sums: Tensor,
     coefficients: RowCoefficients,
@@ -138,7 +138,7 @@ def finish_dx(
     gradients.finish_dx(out, sums, inputs.w, inputs.targets, coefficients, every, order)
 
 
-def class_term(inputs: LossInputs[Any, Any], coefficients: RowCoefficients) -> RankOne | None:
+def class_term(inputs: LossInputs, coefficients: RowCoefficients) -> RankOne | None:
     """Return the class row's part of dX (N, D), None without label smoothing."""
     if coefficients.every is None or inputs.class_row is None:
         return None

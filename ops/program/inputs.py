@@ -1,13 +1,12 @@
 """The operands of a forward or backward."""
 
 from dataclasses import dataclass
-from typing import Generic, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from cutefce.ops.primitives.gradient_interface import TargetGradT
-from cutefce.ops.primitives.interface import PartialT, Primitives
+from cutefce.ops.primitives.primitives import Primitives
 from cutefce.ops.rows.outputs import PartialOutputs
 from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.targets import Targets
@@ -42,14 +41,14 @@ class Ranks(Protocol):
 
 
 @dataclass
-class LossInputs(Generic[PartialT, TargetGradT]):
+class LossInputs:
     """The operands of a forward or backward, and the primitives that compute it.
 
     If kernels have selected rows, `targets` are in the order of the selection, and h in that of the
     call; N counts those that do not count, too.
     """
 
-    primitives: Primitives[PartialT, TargetGradT]
+    primitives: Primitives
     h: Tensor
     """(N, D)"""
     w: Tensor

@@ -70,14 +70,14 @@ class Interpreter(Generic[InputsT]):
 
 
 @dataclass
-class Call(Interpreter[LossInputs[Any, Any]]):
+class Call(Interpreter[LossInputs]):
     """A call of a loss."""
 
-    parts: dict[Range, LossInputs[Any, Any]] = field(default_factory=dict)
+    parts: dict[Range, LossInputs] = field(default_factory=dict)
     views: dict[tuple[str, int | None], Tensor] = field(default_factory=dict)
     """Buffers as matrices."""
 
-    def part(self, rows: Range) -> LossInputs[Any, Any]:
+    def part(self, rows: Range) -> LossInputs:
         """Return the operands of some tokens, whose losses are not reduced."""
         if not self.program.in_forward:
             return self.inputs

@@ -36,7 +36,7 @@ class Kind(Enum):
     """What a step does; its rows are tokens, its columns are classes.
 
     `r` are logits of targets, `e` exponentials relative to a reference and 0 at targets, `s` the
-    factors of tokens; see `ops.primitives.interface` for the formulas.
+    factors of tokens; see `ops.primitives.portable_projection` for the formulas.
     """
 
     __hash__ = object.__hash__

@@ -14,14 +14,13 @@ before the backward, they are in the buffer itself.
 """
 
 from dataclasses import dataclass, replace
-from typing import Any, Generic
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from cutefce.ops.planning.step_memory import added_rows
-from cutefce.ops.primitives.gradient_interface import Gradients, TargetGradT
-from cutefce.ops.primitives.portable_gradients import apply_rowwise
+from cutefce.ops.primitives.portable_gradients import PortableGradients, TargetGrad, apply_rowwise
 from cutefce.ops.primitives.row_selection import row_range
 from cutefce.ops.primitives.weighted_sum import RowFactors, weighted_sum
 from cutefce.ops.program.inputs import LossInputs
@@ -71,7 +70,7 @@ def gemm_weight(call: Call, s: Step) -> None:
     """Write or add a window's rows of dW."""
     states, exps = states_of(call, s), exps_of(call, s)
     if not call.program.in_forward:
-        weight: WeightGradient[Any] = call.values["weight"]
+        weight: WeightGradient = call.values["weight"]
         weight.finish(*s.columns, exps, states)
         return
     x = call.part(s.rows)
@@ -171,13 +170,13 @@ def finish_dbias(
 
 
 @dataclass(frozen=True)
-class WeightGradient(Generic[TargetGradT]):
+class WeightGradient:
     """What rows of dW are made of, beside exponentials and hidden states."""
 
-    gradients: Gradients[TargetGradT]
+    gradients: PortableGradients
     out: Tensor
     """(V, D)"""
-    target_grad: TargetGradT
+    target_grad: TargetGrad
     grad_scale: Tensor
     """() factor of dW."""
     every: RankOne | None
@@ -222,7 +221,7 @@ class WeightGradient(Generic[TargetGradT]):
         return None if self.every is None else self.every.rows(slice(first, last))
 
 
-def every_row(inputs: LossInputs[Any, Any], every: Tensor | None, states: Tensor) -> RankOne | None:
+def every_row(inputs: LossInputs, every: Tensor | None, states: Tensor) -> RankOne | None:
     """Return the part κ_v Σ_i every_i h_i of dW (V, D), None without label smoothing.
 
     `states` (N, D) are the hidden states in the order of the targets.

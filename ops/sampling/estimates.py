@@ -33,7 +33,7 @@ def gather_classes(call: Call, s: Step) -> None:
     call.values["bias of classes"] = bias
 
 
-def _gather(x: LossInputs[Any, Any], rows: Tensor, classes: Tensor, out: Tensor) -> Tensor:
+def _gather(x: LossInputs, rows: Tensor, classes: Tensor, out: Tensor) -> Tensor:
     """Write the rows (C, ...) of global `classes` (C,) to `out`, and return it.
 
     Of each, one rank has another one than 0 to add.
@@ -74,7 +74,7 @@ def project_classes(call: Call, s: Step) -> None:
 
 
 def _project(
-    x: LossInputs[Any, Any],
+    x: LossInputs,
     w: Tensor,
     index: Tensor,
     h: Tensor,

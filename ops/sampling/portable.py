@@ -5,13 +5,11 @@ gets them as a matrix that is zero elsewhere, one window at a time.
 """
 
 from dataclasses import dataclass, replace
-from typing import cast
 
 import torch
 from torch import Tensor
 
 from cutefce.cute_kernels.integers import round_up
-from cutefce.ops.primitives.portable_projection import PortableProjection
 from cutefce.ops.primitives.row_selection import row_range
 from cutefce.ops.primitives.weighted_sum import RowFactors
 from cutefce.ops.program.run import Call
@@ -77,9 +75,8 @@ class Entries:
 def sample(call: Call, s: Step) -> None:
     """Sum the exponentials of all columns, and choose entries of them."""
     x, sampler = call.inputs, TileSampler(call)
-    projection = cast(PortableProjection, x.primitives.projection)
     given = states_of(call, s), x.w, call.values["logits"], x.targets
-    call.values["partials"].append(projection.project_tiles(*given, sampler.take))
+    call.values["partials"].append(x.primitives.projection.project_tiles(*given, sampler.take))
     sampler.finish()
 
 

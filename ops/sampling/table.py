@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from enum import Enum
 
-from cutefce.ops.primitives.portable_projection import PortableProjection
 from cutefce.ops.program.run import Call
 from cutefce.ops.program.steps import Step
 from cutefce.ops.sampling import estimates, kernels, portable
@@ -37,7 +36,7 @@ KERNELS: Table = {
 
 def run(call: Call, s: Step) -> None:
     """Run a step on the kernels that serve a call, or in plain torch."""
-    is_portable = isinstance(call.inputs.primitives.projection, PortableProjection)
+    is_portable = call.inputs.primitives.projection.is_portable
     (PORTABLE if is_portable else KERNELS)[s.kind](call, s)
 
 

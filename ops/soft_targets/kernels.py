@@ -10,12 +10,11 @@ from cutefce.ops.rows.targets import Targets
 
 
 class CuteSoftTargetSteps(SoftTargetSteps):
-    """Those of `cutefce.ops.primitives.interface.Projection`."""
+    """The same steps on the kernels."""
 
     kernels: KernelSet
 
     def empty_soft_logits(self, targets: Targets) -> Tensor | None:
-        """Do what `cutefce.ops.primitives.interface.Projection.empty_soft_logits` does."""
         if not self.kernels.reads_soft_logits:
             return None
         soft = targets.soft  # made only now: a product that does not need it comes before
@@ -31,7 +30,6 @@ class CuteSoftTargetSteps(SoftTargetSteps):
         compiled(self.kernels.soft_logits)(h, w, own, *order)
 
     def put_soft(self, entries: Tensor | None, exps: Tensor, first: int, targets: Targets) -> None:
-        """Do what `cutefce.ops.primitives.interface.Projection.put_soft` does."""
         assert targets.soft is not None
         own = *targets.soft.classes, targets.soft.coefficient if entries is None else entries
         compiled(self.kernels.put_soft)(exps, *own, first, int(entries is None))
@@ -46,7 +44,6 @@ class CuteSoftTargetSteps(SoftTargetSteps):
         scale: Tensor,
         is_scaled: bool = False,
     ) -> None:
-        """Do what `cutefce.ops.primitives.interface.Projection.scale_soft` does."""
         assert targets.soft is not None
         own = *targets.soft.classes, entries, targets.index, lead.contiguous()
         compiled(self.kernels.scale_soft)(exps, *own, scale.contiguous(), first, int(is_scaled))

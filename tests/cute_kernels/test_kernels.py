@@ -39,7 +39,7 @@ from cutefce.ops.primitives import (
 )
 from cutefce.ops.primitives.cute_projection import CuteProjection, PartialLse, any_transform
 from cutefce.ops.primitives.dispatch import kernel_primitives
-from cutefce.ops.primitives.interface import AnyPrimitives
+from cutefce.ops.primitives.primitives import Primitives
 from cutefce.ops.rows.coefficients import RankOne, RowCoefficients
 from cutefce.ops.rows.targets import Targets
 from tests.support import rank_one
@@ -77,11 +77,11 @@ def with_project_exp(config: GemmConfig) -> KernelConfigs:
     return dataclasses.replace(default, project_exp=config)
 
 
-def primitives(config: GemmConfig, dtype: torch.dtype) -> AnyPrimitives:
+def primitives(config: GemmConfig, dtype: torch.dtype) -> Primitives:
     return with_configs(with_project_exp(config), dtype)
 
 
-def with_configs(configs: KernelConfigs, dtype: torch.dtype) -> AnyPrimitives:
+def with_configs(configs: KernelConfigs, dtype: torch.dtype) -> Primitives:
     name = dtype_name(dtype)
     tiles = widest_window(Problem(1, 64, 1000, name, "cuda"))
     count = torch.cuda.get_device_properties(0).multi_processor_count

@@ -8,8 +8,8 @@ from cutefce.cute_kernels import kernel_set
 from cutefce.cute_kernels.arch import ARCHS
 from cutefce.cute_kernels.problem import Problem
 from cutefce.ops.primitives.dispatch import kernel_primitives
-from cutefce.ops.primitives.interface import AnyPrimitives
 from cutefce.ops.primitives.portable_gradients import PortableGradients
+from cutefce.ops.primitives.primitives import Primitives
 from tests.support import rank_one
 from tests.support.kernel_models import use_models
 from tests.support.tiers import rest_slow
@@ -26,7 +26,7 @@ def test_the_portable_path(shape: tuple[int, int, int], dtype: torch.dtype, devi
 
 
 @pytest.fixture(params=ARCHS, ids=lambda arch: arch.name)
-def launches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> AnyPrimitives:
+def launches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Primitives:
     """Return the launches of an architecture's kernels, with models in their places."""
     use_models(monkeypatch)
     configs = request.param.default_configs(tokens=8192, hidden=4096, num_sms=132)
@@ -35,6 +35,6 @@ def launches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("shape", rest_slow(rank_one.SHAPES, default=2))
-def test_the_launches_of_kernels(shape: tuple[int, int, int], launches: AnyPrimitives) -> None:
+def test_the_launches_of_kernels(shape: tuple[int, int, int], launches: Primitives) -> None:
     rank_one.check_dx(launches.gradients, shape, torch.bfloat16, "cpu")
     rank_one.check_dw(launches.gradients, shape, torch.bfloat16, "cpu")

@@ -20,7 +20,7 @@ from cutefce.autotune_cache.tuning.targets import ProjectExpTarget
 from cutefce.cute_kernels.config import GemmConfig, KernelConfigs
 from cutefce.cute_kernels.problem import Problem
 from cutefce.cute_kernels.spec import KernelSpec
-from cutefce.ops.primitives.interface import AnyPrimitives, Primitives
+from cutefce.ops.primitives.primitives import Primitives
 
 
 class Kind(IntEnum):
@@ -93,7 +93,7 @@ class FaultyGradients:
             out[len(out) // 2].mul_(1.03)
 
 
-def faulty(own: AnyPrimitives, kind: Kind) -> AnyPrimitives:
+def faulty(own: Primitives, kind: Kind) -> Primitives:
     projection: Any = FaultyProjection(own.projection, kind)
     gradients: Any = FaultyGradients(own.gradients, kind)
     return Primitives(own.config, projection, gradients)
@@ -142,10 +142,10 @@ class FaultyRunner(Runner):
     def kernels(self, dtype: str, configs: KernelConfigs, parts: Any) -> list[KernelSpec]:
         return []
 
-    def primitives(self, problem: Problem, configs: KernelConfigs) -> AnyPrimitives:
+    def primitives(self, problem: Problem, configs: KernelConfigs) -> Primitives:
         return faulty(portable(problem), Kind(configs.project_exp.raster_group))
 
-    def compute(self, case: Case, primitives: AnyPrimitives, parts: Any) -> Outputs:
+    def compute(self, case: Case, primitives: Primitives, parts: Any) -> Outputs:
         """Return the outputs of a forward and of two steps, in which every fault shows."""
         return steps.forward_outputs(case, primitives) | steps.way_outputs(case, primitives, WAYS)
 
@@ -175,5 +175,5 @@ class KernelRunner(Runner):
     def default_configs(self) -> list[KernelConfigs]:
         return super().default_configs()[:1]
 
-    def primitives(self, problem: Problem, configs: KernelConfigs) -> AnyPrimitives:
+    def primitives(self, problem: Problem, configs: KernelConfigs) -> Primitives:
         return faulty(super().primitives(problem, configs), self.kind)

@@ -18,11 +18,11 @@ from cutefce.autotune_cache.tuning.outputs.steps import (
     way_outputs,
 )
 from cutefce.cute_kernels.parts import DIVERGENCES, FORWARD, SAMPLES, SOFT_TARGETS, STEP
-from cutefce.ops.primitives.interface import AnyPrimitives
+from cutefce.ops.primitives.primitives import Primitives
 
 
 def outputs_of(
-    case: Case, primitives: AnyPrimitives, parts: tuple[str, ...]
+    case: Case, primitives: Primitives, parts: tuple[str, ...]
 ) -> dict[str, CheckedOutput]:
     """Return what the `parts` of a call compute, by name.
 

@@ -17,7 +17,7 @@ from cutefce.ops.divergence.logits import launch
 from cutefce.ops.divergence.options import DIVERGENCES, Divergence
 from cutefce.ops.divergence.row_kernel import RowKernel
 from cutefce.ops.primitives.cute_projection import CuteProjection
-from cutefce.ops.primitives.interface import AnyPrimitives
+from cutefce.ops.primitives.primitives import Primitives
 
 ROWS, CLASSES = 3, 120_008
 """So many classes that blocks hold some, and read the others again."""
@@ -30,7 +30,7 @@ FLOOR = torch.finfo(torch.float16).smallest_normal
 """Of relative errors of factors that were rounded to 16 bits."""
 
 
-def divergence_outputs(case: Case, primitives: AnyPrimitives) -> dict[str, CheckedOutput]:
+def divergence_outputs(case: Case, primitives: Primitives) -> dict[str, CheckedOutput]:
     """Return divergences (R,), their factors (R, V), logits (N, V) and log-sum-exps, by name.
 
     Those of the kernels, if primitives are on kernels, or else of their definitions, in float64.

@@ -6,8 +6,8 @@ entries is compared, and Σ of their columns.
 """
 
 import math
-from dataclasses import dataclass, replace
-from typing import Any, cast
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from cutefce.cute_kernels.kernel_set import KernelSet
 from cutefce.cute_kernels.sampling_set import sampling_kernels
 from cutefce.cute_kernels.spec import KernelSpec
 from cutefce.ops.primitives.cute_projection import CuteProjection, PartialLse
-from cutefce.ops.primitives.interface import AnyPrimitives, WrappedProjection
+from cutefce.ops.primitives.primitives import Primitives
 from cutefce.ops.program import calls as programs
 from cutefce.ops.program.plan import Plan
 from cutefce.ops.program.run import Call
@@ -42,15 +42,12 @@ FLIPS = 1 << 11
 """Float32 roundings of an entry in 32: that many may be kept or not by rounding of logits."""
 
 
-@dataclass(frozen=True)
-class _LowEstimates(WrappedProjection[Any]):
+class _LowEstimates(CuteProjection):
     """A projection whose estimates of every third token are too low, but for the target's part."""
-
-    own: CuteProjection
 
     def project_exp(self, *operands: Any) -> PartialLse:
         """Do what the projection does of the classes of the estimate."""
-        partial = self.own.project_exp(*operands)
+        partial = super().project_exp(*operands)
         partial.sums[::3] -= LOW / math.log(2)
         return partial
 
@@ -64,7 +61,7 @@ def kernels(exact: KernelSet) -> list[KernelSpec]:
     return found
 
 
-def sampled_outputs(case: Case, primitives: AnyPrimitives) -> dict[str, CheckedOutput]:
+def sampled_outputs(case: Case, primitives: Primitives) -> dict[str, CheckedOutput]:
     """Return gradients of all entries, what is kept of few samples, and estimates, by name."""
     inputs, plan, _ = prepared(case, primitives, Way())
     few = _sampled(inputs, plan, FEW)
@@ -94,7 +91,7 @@ def _entries(inputs: Inputs, plan: Plan) -> Tensor:
     return torch.stack([is_entry.sum().double(), places.double()])
 
 
-def _estimates(primitives: AnyPrimitives, inputs: Inputs, plan: Plan) -> dict[str, Tensor]:
+def _estimates(primitives: Primitives, inputs: Inputs, plan: Plan) -> dict[str, Tensor]:
     """Return the classes of an estimate and the places of targets, and an estimate of lse (N,).
 
     The classes are of a large vocabulary; the estimate is of all classes, of which half count more.
@@ -130,7 +127,9 @@ def _sampled(inputs: Inputs, plan: Plan, samples: int) -> tuple[Inputs, Plan]:
     inputs = replace(inputs, sampling=Sampling(seed, samples, rows, len(inputs.w)))
     if isinstance(own.projection, CuteProjection):
         arch = own.projection.kernels.row_sums.arch
-        own = replace(own, projection=cast(Any, _LowEstimates(own.projection)))
+        given = own.projection
+        low = _LowEstimates(given.kernels, given.num_sms, given.semaphores, given.clears)
+        own = replace(own, projection=low)
         inputs, operands = replace(inputs, primitives=own), replace(operands, arch=arch)
     backend = SamplingBackend(operands, plan.backend.tiles, plan.backend.windows)
     problem = replace(plan.problem, samples=samples, stores=False)

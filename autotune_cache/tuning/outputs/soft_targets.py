@@ -11,7 +11,7 @@ from cutefce.cute_kernels.problem import can_keep
 from cutefce.ops.dtypes import dtype_name, sum_dtype
 from cutefce.ops.interface.options import LossOptions, TensorOptions
 from cutefce.ops.primitives.cute_projection import CuteProjection
-from cutefce.ops.primitives.interface import AnyPrimitives
+from cutefce.ops.primitives.primitives import Primitives
 from cutefce.ops.rows.targets import make_targets
 from cutefce.ops.soft_targets.rows import leads
 
@@ -21,7 +21,7 @@ LOGIT_ROUNDINGS = 16
 """Float32 roundings of logits of up to 2**8, beside which a small excess may remain."""
 
 
-def soft_outputs(case: Case, primitives: AnyPrimitives) -> dict[str, CheckedOutput]:
+def soft_outputs(case: Case, primitives: Primitives) -> dict[str, CheckedOutput]:
     """Return leads, the other classes, their logits and excess, and exponentials with entries.
 
     The logits come alone and beside the product, where kernels can compute them there.

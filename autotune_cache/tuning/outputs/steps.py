@@ -3,7 +3,6 @@
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +15,7 @@ from cutefce.ops.dtypes import sum_dtype
 from cutefce.ops.interface.options import LossOptions, TensorOptions
 from cutefce.ops.planning.budget import DEFAULT
 from cutefce.ops.primitives.cute_projection import CuteProjection
-from cutefce.ops.primitives.interface import AnyPrimitives
+from cutefce.ops.primitives.primitives import Primitives
 from cutefce.ops.primitives.row_selection import restore_rows, select_on_device
 from cutefce.ops.program import calls as programs
 from cutefce.ops.program.inputs import LossInputs
@@ -32,7 +31,7 @@ from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.statistics import RowStats
 from cutefce.ops.rows.targets import Targets
 
-Inputs = LossInputs[Any, Any]
+Inputs = LossInputs
 IGNORED = -100
 
 
@@ -114,7 +113,7 @@ def make_targets(case: Case, reduction: str = "none") -> Targets:
 
 
 def prepared(
-    case: Case, primitives: AnyPrimitives, way: Way
+    case: Case, primitives: Primitives, way: Way
 ) -> tuple[Inputs, Plan, RowSelection | None]:
     """Return the operands and the plan of a case, and which rows kernels select."""
     p, selection = case.problem, None
@@ -177,7 +176,7 @@ def run(
 
 
 def way_outputs(
-    case: Case, primitives: AnyPrimitives, ways: Sequence[Way]
+    case: Case, primitives: Primitives, ways: Sequence[Way]
 ) -> dict[str, CheckedOutput]:
     """Return losses, row sums and gradients of a case, computed in several ways, by name."""
     results: dict[str, CheckedOutput] = {}
@@ -213,7 +212,7 @@ def gradients(
     return results
 
 
-def forward_outputs(case: Case, primitives: AnyPrimitives) -> dict[str, CheckedOutput]:
+def forward_outputs(case: Case, primitives: Primitives) -> dict[str, CheckedOutput]:
     """Return losses, row sums, and exponentials: stored ones, if the dtype can, and recomputed."""
     vocab, dtype = case.problem.vocab, case.h.dtype
     inputs, plan, _ = prepared(case, primitives, Way(stored=1))
@@ -235,7 +234,7 @@ def forward_outputs(case: Case, primitives: AnyPrimitives) -> dict[str, CheckedO
     return results
 
 
-def partial_outputs(case: Case, primitives: AnyPrimitives) -> dict[str, CheckedOutput]:
+def partial_outputs(case: Case, primitives: Primitives) -> dict[str, CheckedOutput]:
     """Return what a rank adds to dX, of known sums, and rows that kernels moved to their tokens."""
     inputs, _, selection = prepared(case, primitives, Way(ignores=True))
     sums, upstream = case.h.to(case.upstream.dtype), case.upstream
