@@ -16,7 +16,7 @@ import cutefce
 from cutefce.integrations.distillation import axolotl as axolotl_distillation
 from cutefce.integrations.gradients import gradient_options, set_gradients
 from cutefce.integrations.support import hooks
-from cutefce.ops.interface.checks import check_type
+from cutefce.ops.interface.options import refuse
 
 TESTED = "axolotl 0.19.0"
 
@@ -40,7 +40,7 @@ class CutefceArgs(BaseModel):
     def refuse_removed(cls, keys: Any) -> Any:
         """Raise TypeError for a key of an earlier version, which would have no effect."""
         if "cutefce_accum_dtype" in keys:
-            check_type("accum_dtype", keys["cutefce_accum_dtype"])
+            refuse({"accum_dtype": keys["cutefce_accum_dtype"]})
         return keys
 
 

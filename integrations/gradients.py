@@ -9,8 +9,7 @@
 
 from typing import Any
 
-from cutefce.ops.interface.checks import check_types
-from cutefce.ops.interface.option_checks import check_sampling
+from cutefce.ops.interface.options import check_arguments, refuse
 
 _chosen: dict[str, Any] = {}
 
@@ -41,8 +40,8 @@ def gradient_options(gradient: str, samples: int, **removed: Any) -> dict[str, A
         TypeError, ValueError: as `set_gradients`.
     """
     options = {"gradient": gradient, "samples": samples}
-    check_types(**options, **removed)
-    check_sampling(gradient, samples)
+    refuse(removed)
+    check_arguments(options)
     return options
 
 

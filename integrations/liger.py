@@ -15,9 +15,9 @@ from torch import Tensor
 from cutefce.integrations.distillation import liger as liger_distillation
 from cutefce.integrations.gradients import loss_options
 from cutefce.integrations.support import hooks
-from cutefce.ops.interface import checks
 from cutefce.ops.interface.api import linear_cross_entropy
 from cutefce.ops.interface.log_probs import linear_log_probs
+from cutefce.ops.interface.options import check_arguments
 
 TESTED = "liger-kernel 0.8.5"
 PATH = "liger_kernel.transformers.functional:liger_fused_linear_cross_entropy"
@@ -93,7 +93,7 @@ def fused_linear_cross_entropy(
         raise NotImplementedError(
             "use_token_scaling: got True, which cutefce does not serve; expected False"
         )
-    checks.check_reduction(reduction)
+    check_arguments({"reduction": reduction})
     outputs = ["lse"]
     outputs += ["is_top1"] if return_token_accuracy else []
     outputs += ["argmax"] if return_predicted_tokens else []

@@ -1,4 +1,4 @@
-"""Frozen records whose fields are consecutive arguments of an operator.
+"""Frozen records whose fields are consecutive arguments of an operator, and what these may be.
 
 An operator's schema, its implementation and its callers are built from the same records, so that
 the order of the arguments is known in one place: the record itself.
@@ -7,28 +7,68 @@ the order of the arguments is known in one place: the record itself.
 import dataclasses
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
-from typing import Any, TypeVar, cast
+from functools import cache, cached_property
+from typing import Any, NamedTuple, TypeVar, cast
 
 R = TypeVar("R", bound="OperatorRecord")
 
 
-def argument(kind: str, *, is_public: bool = True, **options: Any) -> Any:
-    """Return a dataclass field that is an operator's argument of the schema type `kind`.
+class Type(NamedTuple):
+    """What an argument may be."""
 
-    `is_public` says that users of `torch.ops.cutefce` can give it.
-    """
-    metadata = {"schema": kind, "is_public": is_public}
-    return dataclasses.field(metadata=metadata, **options)
+    schema: str
+    """Its type as an operator's schema names it."""
+    types: tuple[Any, ...]
+    """Those that users may give."""
+    expected: str
+    """As an error names these."""
+    contains: Callable[[Any], bool] | None = None
+    """Whether a number or a string is a right one; None if all are."""
+    values: str = ""
+    """As an error names the right ones."""
+    check: Callable[..., None] | None = None
+    """Raises an error unless a tensor fits the others of the call; None if all do."""
+
+    def of(self, contains: Callable[[Any], bool], values: str) -> "Type":
+        """Return the type of some of the numbers or strings."""
+        return self._replace(contains=contains, values=values)
+
+    def checked_by(self, check: Callable[..., None]) -> "Type":
+        """Return the type of tensors that `check` accepts."""
+        return self._replace(check=check)
+
+
+class Argument(NamedTuple):
+    """What is known of an argument beside its name and its default."""
+
+    type: Type
+    kind: Any = None
+    """The part of the loss that it changes."""
+    meaning: str = ""
+    """A sentence."""
+    is_public: bool = True
+    """Whether users of `torch.ops.cutefce` can give it."""
+
+
+def argument(type: Type, default: Any = dataclasses.MISSING, *more: Any, **named: Any) -> Any:
+    """Return a dataclass field that is an operator's argument; `Argument` has the others."""
+    metadata = {"argument": Argument(type, *more, **named)}
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 class OperatorRecord:
     """Base of dataclasses whose `argument` fields are passed to an operator one by one."""
 
     @classmethod
-    def names(cls) -> tuple[str, ...]:
-        """Return the names of the arguments, in the schema's order."""
-        return _names(cast(Any, cls))
+    def names(cls, public: bool = False) -> tuple[str, ...]:
+        """Return the names of the arguments, or of the public ones, in the schema's order."""
+        own = cls.arguments().items()
+        return tuple(name for name, argument in own if argument.is_public or not public)
+
+    @classmethod
+    def arguments(cls) -> dict[str, Argument]:
+        """Return the arguments by name, in the schema's order."""
+        return _arguments(cast(Any, cls))
 
     @classmethod
     def schema(cls, public: bool = False) -> str:
@@ -37,27 +77,40 @@ class OperatorRecord:
         With `public`, without arguments that are not.
         """
         parts = []
-        for field in _arguments(cls):
-            if public and not field.metadata["is_public"]:
+        for field in dataclasses.fields(cast(Any, cls)):
+            own = cls.arguments()[field.name]
+            if public and not own.is_public:
                 continue
             has_default = field.default is not dataclasses.MISSING
             default = f"={field.default!r}" if has_default else ""
-            parts.append(f"{field.metadata['schema']} {field.name}{default}")
+            parts.append(f"{own.type.schema} {field.name}{default}")
         return ", ".join(parts)
-
-    @classmethod
-    def width(cls) -> int:
-        """Return the number of arguments."""
-        return len(cls.names())
 
     def pack(self) -> tuple[Any, ...]:
         """Return the arguments in the schema's order."""
         return _getter(cast(Any, type(self)))(self)
 
+    def by_name(self) -> dict[str, Any]:
+        """Return the arguments by name, in the schema's order."""
+        return dict(zip(self.names(), self.pack(), strict=True))
+
+    def given(self) -> dict[str, Any]:
+        """Return the arguments that are not at their defaults, by name."""
+        given = {}
+        for (name, default), x in zip(_defaults(cast(Any, type(self))), self.pack(), strict=True):
+            if x is not default and (default is None or x != default):
+                given[name] = x
+        return given
+
+    @cached_property
+    def kinds(self) -> set[Any]:
+        """Those of the arguments that are not at their defaults."""
+        return {self.arguments()[name].kind for name in self.given()}
+
     @classmethod
     def from_keywords(cls: type[R], keywords: Mapping[str, Any]) -> R:
         """Return the record of its arguments in `keywords`; the others have their defaults."""
-        return cls(**{name: keywords[name] for name in cls.names() if name in keywords})
+        return cls(**{name: keywords[name] for name in cls.arguments() if name in keywords})
 
 
 def unpack(arguments: Sequence[Any], *kinds: type[Any]) -> list[Any]:
@@ -74,7 +127,7 @@ def _spans(kinds: tuple[type[Any], ...]) -> tuple[int, list[tuple[Callable[..., 
     start = 0
     spans: list[tuple[Callable[..., Any], slice]] = []
     for kind in kinds:
-        end = start + kind.width()
+        end = start + len(kind.names())
         spans.append((kind, slice(start, end)))
         start = end
     return start, spans
@@ -86,9 +139,10 @@ def _getter(cls: type[OperatorRecord]) -> Callable[[OperatorRecord], tuple[Any, 
 
 
 @cache
-def _names(cls: type[Any]) -> tuple[str, ...]:
-    return tuple(field.name for field in _arguments(cls))
+def _arguments(cls: type[Any]) -> dict[str, Argument]:
+    return {field.name: field.metadata["argument"] for field in dataclasses.fields(cls)}
 
 
-def _arguments(cls: type[Any]) -> tuple[dataclasses.Field[Any], ...]:
-    return tuple(field for field in dataclasses.fields(cls) if "schema" in field.metadata)
+@cache
+def _defaults(cls: type[Any]) -> tuple[tuple[str, Any], ...]:
+    return tuple((field.name, field.default) for field in dataclasses.fields(cls))

@@ -18,8 +18,11 @@ from bench.__main__ import main as bench
 from bench.experiments.training_step import LLAMA
 from cutefce.__main__ import main as command
 from cutefce.ops.divergence.steps import Kind as DivergenceKind
+from cutefce.ops.interface.options import OPTIONS
+from cutefce.ops.interface.options import Kind as OptionKind
 from cutefce.ops.program.steps import Kind
 from cutefce.ops.sampling.steps import SampleKind
+from cutefce.ops.schema import OperatorRecord
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -342,3 +345,29 @@ def test_ci_runs_on_a_cpu_and_on_every_supported_torch() -> None:
     (minors,) = re.findall(r"torch: \[(.*?)\]", workflow)
     first, *_, last = re.findall(r'"(.*?)"', minors)
     assert f"torch {first} to {last}" in (ROOT / "README.md").read_text()
+
+
+def cells_of_options() -> dict[str, list[str]]:
+    """Return the cells of each argument of `linear_cross_entropy` in the API page, without code."""
+    text = section(ROOT / "docs" / "api.md", "`linear_cross_entropy`").replace("`", "")
+    return {cells[0]: cells[1:] for cells in table(text)}
+
+
+@pytest.mark.parametrize("record", OPTIONS, ids=lambda record: record.__name__)
+def test_the_api_page_says_what_the_table_of_options_says(record: type[OperatorRecord]) -> None:
+    documented = cells_of_options()
+    for name in record.names(public=True):
+        own, (kind, meaning) = record.arguments()[name], documented[name]
+        of_no_shape = re.sub(r"^(\([^)]*\) (or )?)+", "", own.meaning)
+        assert of_no_shape and of_no_shape in meaning, name
+        if own.type.schema in ("float", "float?") or name == "samples":
+            assert kind == re.sub(r"^an? ", "", own.type.values), name
+
+
+@pytest.mark.parametrize("kind", OptionKind)
+def test_the_page_of_options_lists_them_by_kind(kind: OptionKind) -> None:
+    rows = table(section(ROOT / "docs" / "options.md", "Where options are in the code"))
+    (listed,) = (cells[1] for cells in rows if cells[0].startswith(kind.value))
+    for record in OPTIONS:
+        own = {name: record.arguments()[name] for name in record.names(public=True)}
+        assert all(f"`{name}`" in listed for name, x in own.items() if x.kind is kind)

@@ -32,7 +32,6 @@ OPS_LAYERS = (
     "cutefce.ops.schema",
     "cutefce.ops.planning",
     "cutefce.ops.interface.checks",
-    "cutefce.ops.interface.option_checks",
     "cutefce.ops.interface.options",
     "cutefce.ops.rows",
     "cutefce.ops.primitives",

@@ -1,11 +1,13 @@
 """The public names, their arguments and the operator's schema: what users depend on."""
 
+import dataclasses
 import inspect
 
 import pytest
 import torch
 
 import cutefce
+from cutefce.ops.interface.options import OPTIONS
 
 SCHEMA = (
     "cutefce::loss{name}(Tensor input, Tensor linear_weight, Tensor? target=None, *, "
@@ -49,6 +51,7 @@ SIGNATURES = {
     "workspace removed",
 }
 """Whole signatures, or the names of the arguments."""
+FUNCTIONS = [getattr(cutefce, name) for name in SIGNATURES if name[0].islower() or name[0] == "L"]
 
 H = torch.randn(6, 16, generator=torch.Generator().manual_seed(0))
 W = torch.randn(40, 16, generator=torch.Generator().manual_seed(1))
@@ -72,6 +75,19 @@ def test_arguments(name: str) -> None:
 def test_schema_of_the_operator(overload: str, name: str, workspace: str) -> None:
     schema = getattr(torch.ops.cutefce.loss, overload)._schema
     assert str(schema).replace('"', "'") == SCHEMA.format(name=name, workspace=workspace)
+
+
+def test_signatures_have_the_defaults_of_the_table() -> None:
+    """But for what users may leave out: a number for None of a tensor, None for an index."""
+    loss = inspect.signature(cutefce.linear_cross_entropy).parameters
+    for record in OPTIONS:
+        defaults = {field.name: field.default for field in dataclasses.fields(record)}
+        assert set(record.names(public=True)) <= set(loss)
+        for function in (*FUNCTIONS, cutefce.LinearCrossEntropyLoss.forward):
+            given = inspect.signature(function).parameters
+            for name in record.names(public=True):
+                expected = {"temperature": 1.0, "ignore_index": None}.get(name, defaults[name])
+                assert name not in given or given[name].default == expected, (function, name)
 
 
 def test_every_name_can_be_called() -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cutefce.ops.interface.api import linear_cross_entropy
-from cutefce.ops.interface.checks import REDUCTIONS
+from cutefce.ops.interface.options import REDUCTIONS
 from cutefce.ops.operators.context import is_autocasting, is_mixed
 
 if TYPE_CHECKING:

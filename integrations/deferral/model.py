@@ -14,7 +14,8 @@ from cutefce.integrations.deferral.logits import make_outputs
 from cutefce.integrations.deferral.report import Counts, DeferralReport
 from cutefce.integrations.gradients import gradient_options
 from cutefce.ops import torch_compat
-from cutefce.ops.interface.checks import DTYPES, check_type
+from cutefce.ops.interface.checks import DTYPES
+from cutefce.ops.interface.options import check_types
 from cutefce.ops.operators.context import PLAIN_TYPES
 
 FORWARDS = nn.Linear.forward, DeferringLinear.forward
@@ -52,7 +53,7 @@ def defer(
             where it is quantized.
         RuntimeError: if it is deferred already.
     """
-    check_type("evaluation", evaluation)
+    check_types(evaluation=evaluation)
     loss_options = gradient_options(gradient, samples, **removed)
     owner = _owner(model)
     heads = [*_heads(owner, model)]

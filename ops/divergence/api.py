@@ -7,17 +7,38 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from cutefce.ops.divergence import checks as own_checks
 from cutefce.ops.divergence import operators  # noqa: F401  (registers)
-from cutefce.ops.divergence.options import Divergence, DivergenceTensors
+from cutefce.ops.divergence.checks import checked_call
 from cutefce.ops.divergence.plan import DivergencePlan, make_plan, problem_of
-from cutefce.ops.interface import checks
-from cutefce.ops.interface.options import Sharding, scalar_beside
-from cutefce.ops.interface.scalars import as_tensor
-from cutefce.ops.parallel.consistency import report_errors
+from cutefce.ops.interface.checks import check_transform
+from cutefce.ops.interface.signature import runs
 
 
-def linear_divergence(
+def _divergence(
+    student_input: Tensor,
+    student_weight: Tensor,
+    teacher_input: Tensor,
+    teacher_weight: Tensor,
+    target: Tensor | None = None,
+    **given: Any,
+) -> Tensor:
+    """Return what `linear_divergence` returns; `given` are its other arguments."""
+    check_transform("linear_divergence")
+    sides = student_input, student_weight, teacher_input, teacher_weight
+    call = checked_call(sides, target, given)
+    loss, _ = torch.ops.cutefce.divergence(
+        *(x for head in call.heads for x in head),
+        call.target,
+        **call.tensors.by_name(),
+        **call.options.by_name(),
+        **call.sharding.by_name(),
+    )
+    result: Tensor = loss
+    return result if call.options.is_scalar else result.reshape(call.tokens)
+
+
+@runs(_divergence)
+def linear_divergence(  # type: ignore[empty-body]
     student_input: Tensor,
     student_weight: Tensor,
     teacher_input: Tensor,
@@ -90,52 +111,30 @@ def linear_divergence(
 
     The formulas of the gradients are in docs/distillation.md.
     """
-    with report_errors(group):
-        checks.check_transform("linear_divergence")
-        given = student_input, student_weight, teacher_input, teacher_weight
-        biases = student_bias, teacher_bias
-        heads, name = own_checks.checked_heads(given, target, biases, group, shards)
-        h, _ = heads[0]
-        share = own_checks.checked_share(divergence, beta)
-        scales = own_checks.pair("logit_scale", logit_scale)
-        softcaps = own_checks.pair("softcap", softcap)
-        own_checks.check_numbers(scales, softcaps)
-        temperatures = own_checks.temperatures(temperature, h)
-        ignored = own_checks.checked_ignore_index(reduction, ignore_index)
-        if denominator is not None:
-            denominator = as_tensor("denominator", denominator, h)
-            own_checks.check_denominator(denominator, h, reduction)
-            denominator = scalar_beside(denominator, h)
-        budget = checks.workspace_bytes(workspace)
-    if target is not None and target.dtype == torch.bool:
-        target = torch.where(target, ignored ^ 1, ignored)
-    loss, _ = torch.ops.cutefce.divergence(
-        *(x.reshape(-1, x.shape[-1]) for pair in heads for x in pair),
-        None if target is None else target.reshape(-1).long(),
-        student_bias=student_bias,
-        teacher_bias=teacher_bias,
-        student_temperature=temperatures[0],
-        teacher_temperature=temperatures[1],
-        denominator=denominator,
-        divergence=own_checks.form(divergence, share),
-        beta=share,
-        reduction=reduction,
-        ignore_index=ignored,
-        budget=budget,
-        student_scale=scales[0],
-        teacher_scale=scales[1],
-        student_softcap=softcaps[0],
-        teacher_softcap=softcaps[1],
-        student_gradients=own_checks.gradients(*heads[0], student_bias),
-        teacher_gradients=own_checks.gradients(*heads[1], teacher_bias),
-        group=name,
-        shards=None if shards is None else list(shards),
-    )
-    result: Tensor = loss
-    return result.reshape(h.shape[:-1]) if reduction == "none" else result
 
 
-def plan_divergence(
+def _plan_divergence(
+    student_input: Tensor,
+    student_weight: Tensor,
+    teacher_input: Tensor,
+    teacher_weight: Tensor,
+    target: Tensor | None = None,
+    **given: Any,
+) -> DivergencePlan:
+    """Return what `plan_divergence` returns; `given` are its other arguments."""
+    sides = student_input, student_weight, teacher_input, teacher_weight
+    call = checked_call(sides, target, given)
+    counted = len(call.heads[0][0])
+    if call.target is not None:
+        if call.target.is_meta:
+            raise ValueError("target: got one on meta, which has no values, expected None")
+        counted = int((call.target != call.options.ignore_index).sum())
+    problem = problem_of(call.heads, counted, call.tensors, call.options, call.sharding)
+    return make_plan(problem, call.options.budget)
+
+
+@runs(_plan_divergence)
+def plan_divergence(  # type: ignore[empty-body]
     student_input: Tensor,
     student_weight: Tensor,
     teacher_input: Tensor,
@@ -185,22 +184,3 @@ def plan_divergence(
     Raises:
         TypeError, ValueError: as the call does, and for a target on `meta`.
     """
-    given = student_input, student_weight, teacher_input, teacher_weight
-    biases = student_bias, teacher_bias
-    heads, name = own_checks.checked_heads(given, target, biases, group, shards)
-    share = own_checks.checked_share(divergence, beta)
-    form = own_checks.form(divergence, share)
-    tensors = DivergenceTensors(*biases, *own_checks.temperatures(temperature, heads[0][0]), None)
-    ignored = own_checks.checked_ignore_index(reduction, ignore_index)
-    budget = checks.workspace_bytes(workspace)
-    flat = [(h.reshape(-1, h.shape[-1]), w) for h, w in heads]
-    counted = len(flat[0][0])
-    if target is not None:
-        if target.is_meta:
-            raise ValueError("target: got one on meta, which has no values, expected None")
-        counts = target if target.dtype == torch.bool else target != ignored
-        counted = int(counts.sum())
-    wanted = [own_checks.gradients(*head, bias) for head, bias in zip(heads, biases, strict=True)]
-    known = form, share, reduction, ignored, budget, 1.0, 1.0, None, None
-    options, sharding = Divergence(*known, *wanted), Sharding(name)
-    return make_plan(problem_of(flat, counted, tensors, options, sharding), budget)

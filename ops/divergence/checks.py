@@ -1,95 +1,130 @@
 """Checks of a divergence's arguments, made before anything is allocated."""
 
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
-from cutefce.ops import torch_compat
-from cutefce.ops.divergence.options import DIVERGENCES
+from cutefce.ops.divergence.options import DIVERGENCES, Divergence, DivergenceTensors
 from cutefce.ops.dtypes import sum_dtype
-from cutefce.ops.interface import checks, option_checks
+from cutefce.ops.interface import checks
+from cutefce.ops.interface.checks import Operands
+from cutefce.ops.interface.heads import check_head
+from cutefce.ops.interface.options import (
+    LossOptions,
+    Sharding,
+    TensorOptions,
+    check_arguments,
+    check_types,
+    scalar_beside,
+)
 from cutefce.ops.interface.scalars import as_tensor
 from cutefce.ops.operators.context import autocast
-from cutefce.ops.parallel.dtensor import check_group
+from cutefce.ops.parallel.dtensor import replicated
 
-T = TypeVar("T")
-Heads = tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""Hidden states (..., D) and weight (V, D), of the student and of the teacher."""
+NAMES = "student_input", "student_weight", "teacher_input", "teacher_weight"
+PAIRS = {"logit_scale": 1.0, "softcap": None, "temperature": 1.0}
+"""Options that the sides may have different values of, with their defaults."""
+Heads = Sequence[tuple[Tensor, Tensor]]
+"""Hidden states and weight, of the student and of the teacher."""
 
 
-def checked_heads(
-    given: tuple[Tensor, Tensor, Tensor, Tensor],
-    target: Tensor | None,
-    biases: tuple[Tensor | None, Tensor | None],
-    group: ProcessGroup | None,
-    shards: Sequence[int] | None,
-) -> tuple[Heads, str | None]:
-    """Return the heads, cast as `F.linear` casts them, and the name of the group.
+class CheckedCall(NamedTuple):
+    """A call whose arguments are right, as the operator takes them."""
 
-    Raises:
-        TypeError, ValueError: for tensors that do not fit together, or a wrong group.
+    heads: Heads
+    """(N, D) and (V, D)"""
+    target: Tensor | None
+    """(N,) int64"""
+    tensors: DivergenceTensors
+    options: Divergence
+    sharding: Sharding
+    tokens: tuple[int, ...]
+    """The shape (...) of the tokens."""
+
+
+def checked_call(
+    sides: Sequence[Tensor], target: Tensor | None, given: dict[str, Any]
+) -> CheckedCall:
+    """Return a call of the tensors `NAMES`; raise an error that names an argument.
+
+    `given` are the other arguments of `linear_divergence`, by name.
     """
-    check_group(group)
-    checks.check_type("shards", shards)
-    names = "student_input", "student_weight", "teacher_input", "teacher_weight"
-    for name, x in zip(names, given, strict=True):
-        checks.check_type(name, x)
-    heads = autocast(*given[:2]), autocast(*given[2:])
+    check_types(**dict(zip(NAMES, sides, strict=True)))
+    check_arguments({name: x for name, x in given.items() if name not in PAIRS})
+    scales, softcaps, temperatures = (
+        pair(name, given.get(name, default)) for name, default in PAIRS.items()
+    )
+    heads = autocast(*sides[:2]), autocast(*sides[2:])
     check_heads(*heads)
     h, w = heads[0]
-    named = None if group is None else group.group_name
-    checks.rank_count(named, shards, False)
-    checks.check_shards(named, shards, w)
-    check_target(target, h)
+    group, shards = given.get("group"), given.get("shards")
+    names = None if group is None else group.group_name, None if shards is None else list(shards)
+    sharding = Sharding(*names)
+    sharding.ranks()
+    sharding.check(w)
+    of = Operands(h, w, h.shape[:-1], sharding.vocab(w), "student_input")
+    check_target(target, of)
+    biases = given.get("student_bias"), given.get("teacher_bias")
     for name, bias in zip(("student_bias", "teacher_bias"), biases, strict=True):
-        check_bias(name, bias, h, w)
-    return heads, named
+        if bias is not None:
+            checks.check_bias(name, bias, of)
+    divergence = given.get("divergence", "forward_kl")
+    share = checked_share(divergence, given.get("beta"))
+    loss = LossOptions.from_keywords({x: given[x] for x in given.keys() - PAIRS.keys()})
+    divided = checked_temperature(temperatures[0], of), checked_temperature(temperatures[1], of)
+    divisor = checked_denominator(given.get("denominator"), of, loss.reduction)
+    budget = checks.workspace_bytes(given.get("workspace"))
+    wanted = [gradients(*head, bias) for head, bias in zip(heads, biases, strict=True)]
+    known = form(divergence, share), share, loss.reduction, loss.ignore_index, budget
+    if target is not None:
+        if target.dtype == torch.bool:
+            target = torch.where(target, loss.ignore_index ^ 1, loss.ignore_index)
+        target = target.reshape(-1).long()
+    return CheckedCall(
+        [(h.reshape(-1, h.shape[-1]), w) for h, w in heads],
+        target,
+        DivergenceTensors(*biases, *divided, divisor),
+        Divergence(*known, *scales, *softcaps, *wanted),
+        sharding,
+        of.tokens,
+    )
 
 
-def checked_ignore_index(reduction: str, ignore_index: int | None) -> int:
-    """Return the index of ignored targets; raise TypeError or ValueError for it or a reduction."""
-    checks.check_type("reduction", reduction)
-    checks.check_reduction(reduction)
-    ignored = -100 if ignore_index is None else ignore_index
-    checks.check_ignore_index(ignored)
-    return ignored
+def checked_temperature(temperature: Tensor | float, of: Operands) -> Tensor | None:
+    """Return that of a side as () or (N,), None for 1; raise an error for a wrong tensor."""
+    if not isinstance(temperature, Tensor) and temperature == 1:
+        return None
+    x = replicated("temperature", as_tensor("temperature", temperature, of.h))
+    checks.check_temperature("temperature", x, of)
+    return x.reshape(-1) if x.ndim else x
 
 
-def temperatures(temperature: Any, h: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """Return those of student and teacher as () or (N,), None for 1, of h (..., D).
+def checked_denominator(
+    denominator: Tensor | float | None, of: Operands, reduction: str
+) -> Tensor | None:
+    """Return the divisor of "mean" as () on the device of the hidden states, None without one.
 
     Raises:
-        TypeError, ValueError: for one that is neither a number above 0 nor a tensor that fits.
+        TypeError, ValueError: for a tensor that does not fit the call, or another reduction.
     """
-    results: list[Tensor | None] = []
-    for given in pair("temperature", temperature):
-        if not isinstance(given, Tensor) and given == 1:
-            results.append(None)
-            continue
-        x = as_tensor("temperature", given, h)
-        check_temperature(x, h)
-        results.append(x.reshape(-1) if x.ndim else x)
-    student, teacher = results
-    return student, teacher
+    if denominator is None:
+        return None
+    x = replicated("denominator", as_tensor("denominator", denominator, of.h))
+    TensorOptions(denominator=x).check(of, reduction)
+    return scalar_beside(x, of.h)
 
 
 def checked_share(divergence: str, beta: float | None) -> float:
     """Return the teacher's share of a JSD's mixture: `beta`, or 0.5 for None.
 
     Raises:
-        TypeError, ValueError: for an unknown divergence, a share outside 0 to 1, or one of a KL.
+        ValueError: for an unknown divergence, or a share of a KL.
     """
-    checks.check_type("divergence", divergence)
-    checks.check_type("beta", beta)
-    if divergence not in DIVERGENCES:
-        raise ValueError(f"divergence: got {divergence!r}, expected one of {DIVERGENCES}")
+    checks.check_value("divergence", divergence, checks.one_of(DIVERGENCES))
     if beta is None:
         return 0.5
-    if not 0 <= beta <= 1:
-        raise ValueError(f"beta: got {beta}, expected a number from 0 to 1")
     if divergence != "jsd":
         raise ValueError(
             f"beta: got {beta} with divergence={divergence!r}, expected None, or divergence='jsd'"
@@ -127,20 +162,14 @@ def pair(name: str, value: Any) -> tuple[Any, Any]:
     else:
         student = teacher = value
     for x in (student, teacher):
-        checks.check_type(name, x)
+        check_arguments({name: x})
     return student, teacher
-
-
-def check_numbers(scales: tuple[float, float], softcaps: tuple[Any, Any]) -> None:
-    """Raise ValueError for a scale of 0, or a softcap that is not above 0."""
-    for scale, softcap in zip(scales, softcaps, strict=True):
-        option_checks.check_numbers(0.0, 0.0, scale, softcap)
 
 
 def check_heads(student: tuple[Tensor, Tensor], teacher: tuple[Tensor, Tensor]) -> None:
     """Raise TypeError or ValueError unless (..., D) and (V, D) of both sides fit together."""
-    for side, (h, w) in (("student", student), ("teacher", teacher)):
-        _check_head(side, h, w)
+    for names, (h, w) in ((NAMES[:2], student), (NAMES[2:], teacher)):
+        check_head(h, w, names, "{}.to_local() with a group")
     (h_s, w_s), (h_t, w_t) = student, teacher
     if h_t.shape[:-1] != h_s.shape[:-1]:
         raise ValueError(
@@ -159,82 +188,23 @@ def check_heads(student: tuple[Tensor, Tensor], teacher: tuple[Tensor, Tensor]) 
             "both or none to be float64"
         )
     for name, x in (("student_weight", w_s), ("teacher_input", h_t), ("teacher_weight", w_t)):
-        _check_device(name, x, h_s)
+        checks.check_device(name, x, h_s, "student_input")
 
 
-def _check_head(side: str, h: Tensor, w: Tensor) -> None:
-    for name, x in ((f"{side}_input", h), (f"{side}_weight", w)):
-        checks.check_type(name, x)
-        if torch_compat.is_dtensor(x):
-            raise TypeError(
-                f"{name}: got a DTensor with placements {x.placements}, expected a plain tensor; "
-                f"pass {name}.full_tensor(), or {name}.to_local() with a group"
-            )
-        checks.check_layout(name, x)
-    checks.check_dtype(f"{side}_input", h)
-    if w.dtype != h.dtype:
-        raise TypeError(
-            f"{side}_weight: got dtype {w.dtype}, expected that of {side}_input, {h.dtype}; "
-            "cast one of them, or call under torch.autocast"
-        )
-    if w.ndim != 2 or 0 in w.shape:
-        raise ValueError(
-            f"{side}_weight: got shape {tuple(w.shape)}, expected (V, D) with V >= 1 and D >= 1; "
-            "gather it first if it is a sharded parameter"
-        )
-    if h.ndim == 0 or h.shape[-1] != w.shape[1]:
-        raise ValueError(
-            f"{side}_input: got shape {tuple(h.shape)}, expected (..., {w.shape[1]}) "
-            f"to match {side}_weight of shape {tuple(w.shape)}"
-        )
-
-
-def check_bias(name: str, bias: Tensor | None, h: Tensor, w: Tensor) -> None:
-    """Raise TypeError or ValueError unless it is (V,) floating-point, of w (V, D), or None."""
-    checks.check_type(name, bias)
-    if bias is None:
-        return
-    checks.check_layout(name, bias)
-    checks.check_dtype(name, bias)
-    if bias.shape != w.shape[:1]:
-        raise ValueError(f"{name}: got shape {tuple(bias.shape)}, expected {tuple(w.shape[:1])}")
-    _check_device(name, bias, h)
-
-
-def check_target(target: Tensor | None, h: Tensor) -> None:
-    """Raise TypeError or ValueError unless it is integers of the shape of h's tokens, or None."""
+def check_target(target: Tensor | None, of: Operands) -> None:
+    """Raise TypeError or ValueError unless it is integers of the shape of the tokens, or None."""
     if target is None:
         return
-    checks.check_type("target", target)
+    check_types(target=target)
     checks.check_layout("target", target)
-    if target.is_floating_point() or target.is_complex():
+    if not checks.has_integers(target) and target.dtype != torch.bool:
         raise TypeError(
             f"target: got dtype {target.dtype}, expected integers, ignore_index where a token does "
             "not count, or a mask of booleans"
         )
-    if target.shape != h.shape[:-1]:
+    if target.shape != of.tokens:
         raise ValueError(
-            f"target: got shape {tuple(target.shape)}, expected {tuple(h.shape[:-1])} "
-            f"to match student_input of shape {tuple(h.shape)}"
+            f"target: got shape {tuple(target.shape)}, expected {tuple(of.tokens)} "
+            f"to match student_input of shape {tuple(of.h.shape)}"
         )
-    _check_device("target", target, h)
-
-
-def check_temperature(temperature: Tensor, h: Tensor) -> None:
-    """Raise TypeError or ValueError unless it is () or of the shape of h's tokens, a constant."""
-    _check_device("temperature", temperature, h)
-    option_checks.check_temperature(temperature, h, h.shape[:-1])
-
-
-def check_denominator(denominator: Tensor, h: Tensor, reduction: str) -> None:
-    """Raise TypeError or ValueError unless it is () or (1,), and fits `reduction`."""
-    if denominator.device.type != "cpu":
-        _check_device("denominator", denominator, h)
-    option_checks.check_denominator(denominator, h, reduction)
-
-
-def _check_device(name: str, x: Tensor, h: Tensor) -> None:
-    if x.device != h.device:
-        raise ValueError(
-            f"{name}: got device {x.device}, expected that of student_input, {h.device}"
-        )
+    checks.check_device("target", target, of.h, of.input)

@@ -109,10 +109,10 @@ def _shard(
         return Unsharded()
     (h, w), (h_t, _) = heads
     same: dict[str, Any] = {"operator": "divergence"}
-    same |= dict(zip(Divergence.names(), options.pack(), strict=True))
+    same |= options.by_name()
     same["rows of teacher_input, and hidden size"] = list(h_t.shape)
     same["dtype of teacher_input"] = str(h_t.dtype)
-    given = dict(zip(DivergenceTensors.names(), tensors.pack(), strict=True))
+    given = tensors.by_name()
     for name in ("student_bias", "teacher_bias"):  # of a rank's own classes
         same[f"{name} given"] = given.pop(name) is not None
     same |= {"target": y, **given}

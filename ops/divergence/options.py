@@ -5,6 +5,14 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from cutefce.ops.interface.checks import (
+    BOOLS,
+    INTEGER,
+    NUMBER,
+    NUMBER_OR_NONE,
+    STRING,
+    TENSOR_OR_NONE,
+)
 from cutefce.ops.interface.options import LossOptions, Sharding, TensorOptions
 from cutefce.ops.schema import OperatorRecord, argument
 
@@ -17,24 +25,24 @@ STUDENT, TEACHER = 0, 1
 class Divergence(OperatorRecord):
     """Options that are constants of a compiled graph."""
 
-    divergence: str = argument("str")
+    divergence: str = argument(STRING)
     """One of `DIVERGENCES`; a JSD whose beta is 0 or 1 is one of the others by now."""
-    beta: float = argument("float")
+    beta: float = argument(NUMBER)
     """β, the teacher's share of the JSD's mixture; no other divergence reads it."""
-    reduction: str = argument("str")
+    reduction: str = argument(STRING)
     """"mean", "sum" or "none"."""
-    ignore_index: int = argument("int")
+    ignore_index: int = argument(INTEGER)
     """Tokens with this target do not count."""
-    budget: int = argument("int")
+    budget: int = argument(INTEGER)
     """Bytes that the call may take beyond inputs and gradients."""
-    student_scale: float = argument("float")
-    teacher_scale: float = argument("float")
+    student_scale: float = argument(NUMBER)
+    teacher_scale: float = argument(NUMBER)
     """a: factors of the products of hidden states and weight."""
-    student_softcap: float | None = argument("float?")
-    teacher_softcap: float | None = argument("float?")
+    student_softcap: float | None = argument(NUMBER_OR_NONE)
+    teacher_softcap: float | None = argument(NUMBER_OR_NONE)
     """c: bounds of the logits, c tanh(x / c); None for none."""
-    student_gradients: list[bool] = argument("bool[]")
-    teacher_gradients: list[bool] = argument("bool[]")
+    student_gradients: list[bool] = argument(BOOLS)
+    teacher_gradients: list[bool] = argument(BOOLS)
     """Whether the gradients of hidden states, weight and bias are computed."""
 
     @property
@@ -90,13 +98,13 @@ class Divergence(OperatorRecord):
 class DivergenceTensors(OperatorRecord):
     """Options that are tensors, on the device of the hidden states."""
 
-    student_bias: Tensor | None = argument("Tensor?")
-    teacher_bias: Tensor | None = argument("Tensor?")
+    student_bias: Tensor | None = argument(TENSOR_OR_NONE)
+    teacher_bias: Tensor | None = argument(TENSOR_OR_NONE)
     """(V,) addends of the logits, before the softcap."""
-    student_temperature: Tensor | None = argument("Tensor?")
-    teacher_temperature: Tensor | None = argument("Tensor?")
+    student_temperature: Tensor | None = argument(TENSOR_OR_NONE)
+    teacher_temperature: Tensor | None = argument(TENSOR_OR_NONE)
     """() or (N,) divisors of the logits, after the softcap."""
-    denominator: Tensor | None = argument("Tensor?")
+    denominator: Tensor | None = argument(TENSOR_OR_NONE)
     """() divisor of "mean"; None for the number of tokens that count."""
 
     def logit_tensors(self, index: int) -> TensorOptions:

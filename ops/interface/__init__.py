@@ -8,8 +8,9 @@ positions.py       losses of K dimensions
 probabilities.py   losses of probabilities of all classes
 scalars.py         numbers as tensors
 call.py            torch.ops.cutefce.loss: check, run
-options.py         the options as records: schema, checks
-checks.py          where a user error is raised
-option_checks.py   those of the options of a loss
+signature.py       how functions of many options are declared
+options.py         the table of options, and the arguments of all functions
+checks.py          errors of one argument
+heads.py           those of hidden states, weights and targets that do not fit together
 soft_targets.py    those of soft targets, and of classes of outputs
 """

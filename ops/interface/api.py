@@ -1,19 +1,65 @@
 """The public call, with the names and defaults of torch's `linear_cross_entropy`."""
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, NoReturn, overload
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from cutefce.ops.interface import call, checks
+from cutefce.ops.interface.options import check_arguments
 from cutefce.ops.interface.positions import loss_of_positions
 from cutefce.ops.interface.scalars import with_tensors
+from cutefce.ops.interface.signature import runs
 from cutefce.ops.interface.soft_targets import one_class
-from cutefce.ops.parallel.consistency import report_errors
-from cutefce.ops.parallel.dtensor import localize, localize_options
+from cutefce.ops.parallel.dtensor import localize
+
+
+class LossOutput(NamedTuple):
+    """The results of `linear_cross_entropy` with `return_lse`."""
+
+    loss: Tensor
+    """() or, with reduction "none", (...)"""
+    lse: Tensor | None
+    """(...) the log-sum-exp of each token's logits, without gradient; 0 if ignored."""
+
+
+def refuse_chunking(options: Any) -> None:
+    """Raise NotImplementedError for chunking options of torch that ask for something."""
+    if options is not None and (not isinstance(options, (int, float, tuple, list)) or options):
+        raise NotImplementedError(
+            f"options: got {checks.shown(options)}, expected None: `workspace` bounds the memory"
+        )
+
+
+def _loss(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor | None = None,
+    **given: Any,
+) -> Tensor | LossOutput:
+    """Return what `linear_cross_entropy` returns; `given` are its other arguments."""
+    checks.check_transform("linear_cross_entropy")
+    check_arguments(given)
+    refuse_chunking(given.pop("options", None))
+    return_lse, workspace = given.pop("return_lse", False), given.pop("workspace", None)
+    if isinstance(linear_weight, Tensor) and linear_weight.ndim > 2:
+        each = functools.partial(linear_cross_entropy, return_lse=return_lse, workspace=workspace)
+        loss, lse = loss_of_positions(each, input, linear_weight, target, given)
+        return loss if lse is None else LossOutput(loss, lse)
+    checks.workspace_bytes(workspace)
+    part = localize(input, linear_weight, one_class(target, given), given)
+    local = with_tensors(part.options, part.h)
+    run: Any = call.loss_and_lse if return_lse else call.loss
+    if call.needs_operator(part.h, part.w, part.y, is_plain=not local):
+        run = torch.ops.cutefce.loss_and_lse if return_lse else torch.ops.cutefce.loss
+    y = None if target is None else part.y
+    result = run(part.h, part.w, y, workspace=workspace, **local)
+    value, lse = result if return_lse else (result, None)
+    value = value.movedim(0, part.dim) if value.ndim else value
+    return value if lse is None else LossOutput(value, lse.movedim(0, part.dim))
 
 
 @overload
@@ -49,10 +95,11 @@ def linear_cross_entropy(
 
 
 @overload
-def linear_cross_entropy(*arguments: Any, return_lse: bool, **options: Any) -> "LossOutput": ...
+def linear_cross_entropy(*arguments: Any, return_lse: bool, **options: Any) -> LossOutput: ...
 
 
-def linear_cross_entropy(  # type: ignore[misc]
+@runs(_loss)  # type: ignore[misc]
+def linear_cross_entropy(  # type: ignore[empty-body]
     input: Tensor,
     linear_weight: Tensor,
     target: Tensor | None = None,
@@ -81,7 +128,7 @@ def linear_cross_entropy(  # type: ignore[misc]
     shards: Sequence[int] | None = None,
     sequence_parallel: bool = False,
     **removed: Any,
-) -> "Tensor | LossOutput":
+) -> Tensor | LossOutput:
     """Cross entropy of softmax(input @ linear_weight.T) against target, without the logits.
 
     The parameters are those of `torch.nn.functional.linear_cross_entropy`, what models and trainers
@@ -165,125 +212,3 @@ def linear_cross_entropy(  # type: ignore[misc]
     loss is that of "From Projection to Prediction: Beyond Logits for Scalable Language Models",
     arXiv 2511.17599.
     """
-    given = removed  # refused with the types of options; a call without options pays for none
-    if reduction != "mean":
-        given["reduction"] = reduction
-    if ignore_index is not None:
-        given["ignore_index"] = ignore_index
-    if denominator is not None:
-        given["denominator"] = denominator
-    if linear_bias is not None:
-        given["linear_bias"] = linear_bias
-    if weight is not None:
-        given["weight"] = weight
-    if accumulate_into is not None:
-        given["accumulate_into"] = accumulate_into
-    if grad_output is not None:
-        given["grad_output"] = grad_output
-    if token_weights is not None:
-        given["token_weights"] = token_weights
-    if softcap is not None:
-        given["softcap"] = softcap
-    if gradient != "exact":
-        given["gradient"] = gradient
-    if type(samples) is not int or samples != 256:
-        given["samples"] = samples
-    if type(label_smoothing) is not float or label_smoothing:
-        given["label_smoothing"] = label_smoothing
-    if type(z_loss) is not float or z_loss:
-        given["z_loss"] = z_loss
-    if type(logit_scale) is not float or logit_scale != 1:
-        given["logit_scale"] = logit_scale
-    if type(temperature) is not float or temperature != 1:
-        given["temperature"] = temperature
-    if target_indices is not None:
-        given["target_indices"] = target_indices
-    if target_probs is not None:
-        given["target_probs"] = target_probs
-    run: Callable[..., tuple[Tensor, Tensor | None]] = _loss
-    if isinstance(linear_weight, Tensor) and linear_weight.ndim > 2:
-        run = functools.partial(loss_of_positions, _loss)
-    more = group, shards, sequence_parallel
-    loss, lse = run(input, linear_weight, target, given, workspace, options, return_lse, *more)
-    return LossOutput(loss, lse) if return_lse else loss
-
-
-class LossOutput(NamedTuple):
-    """The results of `linear_cross_entropy` with `return_lse`."""
-
-    loss: Tensor
-    """() or, with reduction "none", (...)"""
-    lse: Tensor | None
-    """(...) the log-sum-exp of each token's logits, without gradient; 0 if ignored."""
-
-
-def _loss(
-    input: Tensor,
-    linear_weight: Tensor,
-    target: Tensor | None,
-    given: dict[str, Any],
-    workspace: int | str | None,
-    options: Any,
-    return_lse: bool,
-    group: ProcessGroup | None,
-    shards: Sequence[int] | None,
-    sequence_parallel: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """Return the loss of `linear_cross_entropy` of one dimension, and the lse if asked for.
-
-    More than eight parameters: they are those of `linear_cross_entropy`, but for what is in `given`
-    by name unless it has its default.
-    """
-    report = report_errors.of(group, linear_weight)
-    try:
-        checks.check_transform("linear_cross_entropy")
-        checks.refuse_options(options)
-        checks.check_type("return_lse", return_lse)
-        if workspace is not None:
-            checks.workspace_bytes(workspace)
-        some = one_class(target, given)
-        part = localize(input, linear_weight, some, group, shards, sequence_parallel)
-        local = given
-        if given:
-            for name in given:
-                checks.check_type(name, given[name])  # the dispatcher takes True for 1
-            if "ignore_index" in given:
-                checks.check_ignore_index(given["ignore_index"])
-            local = localize_options(part, with_tensors(given, input))
-        if part.group is not None or shards is not None or sequence_parallel is not False:
-            local = local | {
-                "group": part.group,
-                "shards": part.shards,
-                "sequence_parallel": part.sequence_parallel,
-            }
-        run: Any = call.loss_and_lse if return_lse else call.loss
-        if call.needs_operator(part.h, part.w, part.y, is_plain=not local):
-            run = torch.ops.cutefce.loss_and_lse if return_lse else torch.ops.cutefce.loss
-        y = None if target is None else part.y
-        result = run(part.h, part.w, y, workspace=workspace, **local)
-        value, lse = result if return_lse else (result, None)
-        if value.ndim:
-            value = value.movedim(0, part.dim)
-        return value, None if lse is None else lse.movedim(0, part.dim)
-    except Exception as error:
-        named = {"input": input, "linear_weight": linear_weight, **given}
-        named |= {"workspace": workspace, "shards": shards}
-        if target is not None:
-            named["target"] = target
-        raise_named(error, report, **named, sequence_parallel=sequence_parallel)
-
-
-def raise_named(error: Exception, report: report_errors | None, **arguments: Any) -> NoReturn:
-    """Raise the TypeError of the first argument that is not of its type, or `error`, on all ranks.
-
-    An error of the dispatcher names no argument; looking for it before each call would take time.
-    """
-    wrong = checks.type_error(**arguments)
-    if report is not None:
-        report.publish(wrong or error)
-    try:
-        if wrong is not None:
-            raise wrong from None
-        raise error
-    finally:
-        del error, wrong  # in this frame they would be reference cycles, which hold the group

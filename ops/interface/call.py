@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from torch import Tensor
 from cutefce.cute_kernels.parts import SOFT_TARGETS
 from cutefce.cute_kernels.workspace import NUM_STATS, Stat
 from cutefce.ops import torch_compat
-from cutefce.ops.interface import checks
+from cutefce.ops.interface import checks, heads
 from cutefce.ops.interface.options import (
     OPTIONS,
     LossOptions,
@@ -128,6 +128,60 @@ def _evaluate(
     with_stats: bool = False,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Return the loss, and further results of `loss_forward` if they are wanted."""
+    call = checked_call(input, linear_weight, target, workspace, arguments)
+    h, w, y, step, options, tensors, sharding = call
+    needs_grad = step.grad_hidden or step.grad_weight or step.grad_bias
+    if tensors.target_indices is not None and tensors.target_probs is not None:
+        soft = tensors.target_indices, tensors.target_probs
+        direct = can_bypass_dispatcher(h, w, y, *tensors.given().values())
+        w_rows = tensors.computed_weight(w)
+        arch = arch_of(h, w_rows, SOFT_TARGETS) if direct else None  # compilers know no kernels
+        y = chosen_leads(*soft, sharding.vocab(w), options.ignore_index, arch).reshape(y.shape)
+    elif tensors.target_indices is not None:
+        given = tensors.target_indices, sharding.vocab(w), options.ignore_index
+        y = class_leads(*given).reshape(y.shape)
+    if options.is_sampled and needs_grad:
+        seed = (draw_seed if can_bypass_dispatcher(y) else torch.ops.cutefce.draw_seed)(y)
+        tensors = dataclasses.replace(tensors, seed=seed)
+    rows = y if y.ndim == 1 else y.reshape(-1)  # which takes CPU time even if it does nothing
+    result: Tensor
+    rest: Sequence[Tensor] = ()
+    if not needs_grad and not with_stats:
+        result = run(forward, (h, w, rows), (options, tensors, sharding))
+    else:
+        trained = row_outputs if options.reduction == OUTPUTS else loss_and_stats
+        result, *rest = trained(h, w, rows, step, options, tensors, sharding)
+    if options.reduction == "none":
+        result = result.reshape(y.shape)
+    return result, (*rest,)
+
+
+class CheckedCall(NamedTuple):
+    """A call whose arguments are right, as operators take them."""
+
+    h: Tensor
+    """(N, D)"""
+    w: Tensor
+    """(V, D) of h's dtype, or float32 beside the `weight_cast` of the tensors."""
+    y: Tensor
+    """(...)"""
+    step: StepOptions
+    options: LossOptions
+    tensors: TensorOptions
+    sharding: Sharding
+
+
+def checked_call(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor | None,
+    workspace: int | str | None,
+    arguments: dict[str, Any],
+) -> CheckedCall:
+    """Return a call of class indices or soft targets; raise an error that names an argument.
+
+    The arguments are those of `loss`, `arguments` the others by name.
+    """
     options, tensors, sharding = DEFAULTS
     if arguments:  # the dispatcher leaves out arguments at their defaults
         options = LossOptions.from_keywords(arguments)
@@ -136,32 +190,31 @@ def _evaluate(
     returns_outputs = options.reduction == OUTPUTS
     with report_errors(sharding.group):
         checks.check_transform("linear_log_probs" if returns_outputs else "linear_cross_entropy")
-    h, w = autocast(input, linear_weight)
-    if target is None or tensors.soft_targets:
-        with report_errors(sharding.group):
-            parts = sharding.ranks() if sharding.sequence_parallel else 1
+        h, w = autocast(input, linear_weight)
+        parts = sharding.ranks() if sharding.sequence_parallel else 1
+        if target is None or tensors.soft_targets:
             check = check_output_classes if returns_outputs else check_soft_targets
             target = check(target, h, options, tensors, parts)
-    y, grad, bias, own = target, torch.is_grad_enabled(), tensors.linear_bias, w
-    grad_hidden, grad_weight = grad and h.requires_grad, grad and w.requires_grad
-    grad_bias = grad and bias is not None and bias.requires_grad
-    needs_grad = grad_hidden or grad_weight or grad_bias
-    if w.dtype != h.dtype and is_mixed(h, w):
-        w = w.detach().to(h.dtype)
-        if grad_weight:
-            tensors = dataclasses.replace(tensors, weight_cast=w)
-        else:
-            own = w
-    ranks = sharding.ranks()
-    with report_errors(sharding.group):
-        options.check()
-        checks.check_tensors(h, w, y, ranks if sharding.sequence_parallel else 1)
+        bias, grad = tensors.linear_bias, torch.is_grad_enabled()
+        grad_hidden, grad_weight = grad and h.requires_grad, grad and w.requires_grad
+        grad_bias = grad and bias is not None and bias.requires_grad
+        own = w
+        if w.dtype != h.dtype and is_mixed(h, w):
+            w = w.detach().to(h.dtype)
+            if grad_weight:
+                tensors = dataclasses.replace(tensors, weight_cast=w)
+            else:
+                own = w
+        if arguments:
+            options.check()
+        heads.check_tensors(h, w, target, parts)
         sharding.check(w)
         adds = tensors.accumulate_into is not None
         if adds and grad:
-            checks.check_accumulates(own)
+            heads.check_accumulates(own)
         if not tensors.is_plain:
-            tensors.check(h, w, y, options, sharding.vocab(w))
+            of = checks.Operands(h, w, target.shape, sharding.vocab(w))
+            tensors.check(of, options.reduction)
             tensors = tensors.prepared(h)
         if adds and not grad:
             tensors = dataclasses.replace(tensors, accumulate_into=None, grad_output=None)
@@ -169,32 +222,10 @@ def _evaluate(
             # a forward that runs twice would add twice
             tensors = dataclasses.replace(tensors, grad_output=None)
         budget = checks.workspace_bytes(workspace)
-    if tensors.target_indices is not None and tensors.target_probs is not None:
-        soft = tensors.target_indices, tensors.target_probs
-        rows = _flat(h, w, y)[0]
-        direct = can_bypass_dispatcher(h, w, y, *tensors.given().values())
-        arch = arch_of(rows, w, SOFT_TARGETS) if direct else None  # compilers know no kernels
-        y = chosen_leads(*soft, sharding.vocab(w), options.ignore_index, arch).reshape(y.shape)
-    elif tensors.target_indices is not None:
-        given = tensors.target_indices, sharding.vocab(w), options.ignore_index
-        y = class_leads(*given).reshape(y.shape)
-    if options.is_sampled and needs_grad:
-        seed = (draw_seed if can_bypass_dispatcher(y) else torch.ops.cutefce.draw_seed)(y)
-        tensors = dataclasses.replace(tensors, seed=seed)
-    rows, y_rows = _flat(h, w, y)
-    records = options, tensors, sharding
-    result: Tensor
-    rest: Sequence[Tensor] = ()
-    if not needs_grad and not with_stats:
-        result = run(forward, (rows, w, y_rows), records)
-    else:
-        copied = copied_item_bytes(input, rows), copied_item_bytes(linear_weight, w)
-        step = StepOptions(budget, grad_hidden, grad_weight, grad_bias, *copied)
-        trained = row_outputs if returns_outputs else loss_and_stats
-        result, *rest = trained(rows, own, y_rows, step, *records)
-    if options.reduction == "none":
-        result = result.reshape(y.shape)
-    return result, (*rest,)
+    rows = h if h.ndim == 2 else h.reshape(-1, w.shape[1])
+    copied = copied_item_bytes(input, rows), copied_item_bytes(linear_weight, w)
+    step = StepOptions(budget, grad_hidden, grad_weight, grad_bias, *copied)
+    return CheckedCall(rows, own, target, step, options, tensors, sharding)
 
 
 def needs_operator(h: Tensor, w: Tensor, y: Tensor, *, is_plain: bool) -> bool:
@@ -202,11 +233,6 @@ def needs_operator(h: Tensor, w: Tensor, y: Tensor, *, is_plain: bool) -> bool:
     if not is_plain or torch.compiler.is_compiling() or torch_compat.has_function_mode():
         return True
     return not can_bypass_dispatcher(h, w, y)
-
-
-def _flat(h: Tensor, w: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Return h as (N, D) and y as (N,); reshaping what is flat already takes CPU time."""
-    return h if h.ndim == 2 else h.reshape(-1, w.shape[1]), y if y.ndim == 1 else y.reshape(-1)
 
 
 def _is_active(stats: Tensor) -> Tensor:

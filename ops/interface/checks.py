@@ -1,117 +1,88 @@
-"""Checks of a call's arguments, made before anything is allocated.
+"""Errors of one argument: its type and value, and of a tensor layout, dtype, shape and device.
 
-Other errors are raised elsewhere: placements of DTensors in `ops.parallel.dtensor`, disagreement
-of ranks in `ops.parallel.shard` and `ops.parallel.consistency`, targets outside the vocabulary in
+They are raised before anything is allocated.  `options.py` says which of them an option has, and
+`heads.py` which hidden states, weights and targets fit together.  Other errors are raised
+elsewhere: placements of DTensors in `ops.parallel.dtensor`, disagreement of ranks in
+`ops.parallel.shard` and `ops.parallel.consistency`, targets outside the vocabulary in
 `ops.rows.targets` and, across ranks, in `ops.parallel.primitives`.
 """
 
+import math
 from collections.abc import Sequence
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from cutefce.cute_kernels.problem import ITEM_BYTES
 from cutefce.ops import torch_compat
 from cutefce.ops.planning import budget
+from cutefce.ops.schema import Type
 
 DTYPES = {getattr(torch, name) for name in ITEM_BYTES}
-REDUCTIONS = ("mean", "sum", "none")
-OUTPUTS = ("lse", "entropy", "sum_p_squared", "mean_logit", "is_top1", "argmax")
-"""What `linear_log_probs` can return beside the log-probabilities."""
-OF_ALL = {"entropy", "sum_p_squared"}
-"""Those of sums over all classes."""
-OF_OTHERS = {"is_top1", "argmax"}
-"""Those of reductions over all classes but the target."""
+NONE = type(None)
 INTEGERS = Integral, torch.SymInt
 NUMBERS = Real, torch.SymInt, torch.SymFloat
 
-ARGUMENT_TYPES: dict[str, tuple[tuple[Any, ...], str]] = {
-    "input": ((Tensor,), "a tensor"),
-    "linear_weight": ((Tensor,), "a tensor"),
-    "target": ((Tensor,), "a tensor"),
-    "target_indices": ((Tensor, type(None)), "a tensor or None"),
-    "target_probs": ((Tensor, type(None)), "a tensor or None"),
-    "reduction": ((str,), "a string"),
-    "ignore_index": ((*INTEGERS, type(None)), "an integer or None"),
-    "workspace": ((*INTEGERS, str, type(None)), 'bytes as an integer, "min", "max" or None'),
-    "linear_bias": ((Tensor, type(None)), "a tensor or None"),
-    "weight": ((Tensor, type(None)), "a tensor or None"),
-    "token_weights": ((Tensor, type(None)), "a tensor or None"),
-    "accumulate_into": ((Tensor, type(None)), "a tensor or None"),
-    "grad_output": ((Tensor, *NUMBERS, type(None)), "a number, a tensor or None"),
-    "temperature": ((Tensor, *NUMBERS), "a number or a tensor"),
-    "denominator": ((Tensor, *NUMBERS, type(None)), "a number, a tensor or None"),
-    "label_smoothing": (NUMBERS, "a number"),
-    "z_loss": (NUMBERS, "a number"),
-    "logit_scale": (NUMBERS, "a number"),
-    "softcap": ((*NUMBERS, type(None)), "a number or None"),
-    "gradient": ((str,), "a string"),
-    "samples": (INTEGERS, "an integer"),
-    "in_features": (INTEGERS, "an integer"),
-    "num_classes": (INTEGERS, "an integer"),
-    "out_features": ((Sequence,), "a tuple of integers"),
-    "bias": ((bool,), "a bool"),
-    "outputs": ((Sequence,), "a sequence of strings"),
-    "shards": ((Sequence, type(None)), "a sequence of integers or None"),
-    "sequence_parallel": ((bool,), "a bool"),
-    "student_input": ((Tensor,), "a tensor"),
-    "student_weight": ((Tensor,), "a tensor"),
-    "teacher_input": ((Tensor,), "a tensor"),
-    "teacher_weight": ((Tensor,), "a tensor"),
-    "student_bias": ((Tensor, type(None)), "a tensor or None"),
-    "teacher_bias": ((Tensor, type(None)), "a tensor or None"),
-    "divergence": ((str,), "a string"),
-    "beta": ((*NUMBERS, type(None)), "a number or None"),
-    "enabled": ((bool,), "a bool"),
-    "evaluation": ((bool,), "a bool"),
-    "return_lse": ((bool,), "a bool"),
-}
-"""Types of the arguments of the public functions, and how an error names them.
+TENSOR = Type("Tensor", (Tensor,), "a tensor")
+TENSOR_OR_NONE = Type("Tensor?", (Tensor, NONE), "a tensor or None")
+NUMBER = Type("float", NUMBERS, "a number")
+NUMBER_OR_NONE = Type("float?", (*NUMBERS, NONE), "a number or None")
+INTEGER = Type("int", INTEGERS, "an integer")
+BYTES = Type("int?", (*INTEGERS, str, NONE), 'bytes as an integer, "min", "max" or None')
+STRING = Type("str", (str,), "a string")
+STRINGS = Type("str", (Sequence,), "a sequence of strings")
+BOOL = Type("bool", (bool,), "a bool")
+BOOLS = Type("bool[]", (list,), "a list of bools")
+SIZE = INTEGER.of(lambda x: x >= 1, "1 or more")
+SIZES = Type("int[]", (Sequence,), "a tuple of integers")
+SIZES_OR_NONE = Type("int[]?", (Sequence, NONE), "a sequence of integers or None")
+GROUP = Type("str?", (ProcessGroup, NONE), "a ProcessGroup that this rank is in")
 
-`group` is checked in `ops.parallel.dtensor`.
-"""
-
-REMOVED = {
-    "accum_dtype": ": sums of dW are not rounded to bfloat16 any more; a smaller `workspace` takes "
-    "less memory"
-}
-"""Arguments of earlier versions, and what to do without them."""
+FROM_0_TO_1 = NUMBER.of(lambda x: 0 <= x <= 1, "a number from 0 to 1")
+FROM_0_TO_1_OR_NONE = NUMBER_OR_NONE.of(lambda x: x is None or 0 <= x <= 1, FROM_0_TO_1.values)
+NOT_NEGATIVE = NUMBER.of(lambda x: 0 <= x < math.inf, "a finite number, 0 or more")
+NOT_ZERO = NUMBER.of(lambda x: 0 < abs(x) < math.inf, "a finite number other than 0")
+POSITIVE_OR_NONE = NUMBER_OR_NONE.of(
+    lambda x: x is None or 0 < x < math.inf, "a finite number above 0, or None"
+)
+# an operator takes an integer in place of None
+INTEGER_OR_NONE = Type("int", (*INTEGERS, NONE), "an integer or None").of(
+    lambda x: x is None or -(1 << 63) <= x < 1 << 63, "an integer of 64 bits"
+)
 
 
-def check_type(name: str, value: Any) -> None:
-    """Raise TypeError unless the argument called `name` is of its type in `ARGUMENT_TYPES`.
-
-    A name that is not there is that of no argument.
-    """
-    if name not in ARGUMENT_TYPES:
-        raise TypeError(
-            f"{name}: got {_shown(value)}, expected no such argument{REMOVED.get(name, '')}"
-        )
-    types, expected = ARGUMENT_TYPES[name]
-    # a string is a sequence, a bool an integer
-    wrong_kind = any(isinstance(value, kind) and kind not in types for kind in (bool, str))
-    if wrong_kind or not isinstance(value, types):
-        raise TypeError(f"{name}: got {_shown(value)}, expected {expected}")
+def one_of(names: tuple[str, ...]) -> Type:
+    """Return the type of an argument that names one of several things."""
+    return STRING.of(lambda x: x in names, f"one of {names}")
 
 
-def check_types(**arguments: Any) -> None:
-    """Raise TypeError for the first argument that is not of its type."""
-    for name, value in arguments.items():
-        check_type(name, value)
-    for rows in arguments.get("shards") or ():
-        if isinstance(rows, bool) or not isinstance(rows, INTEGERS):
-            raise TypeError(f"shards: got {_shown(rows)} among them, expected integers")
+def shown(value: Any) -> str:
+    """Return a short form of a wrong argument: its value if it has a short one."""
+    text = repr(value)
+    kind = type(value).__name__
+    return f"{text} ({kind})" if len(text) <= 40 and "\n" not in text else f"a value of type {kind}"
 
 
-def type_error(**arguments: Any) -> TypeError | None:
-    """Return the error of the first argument that is not of its type, None if all are."""
-    try:
-        check_types(**arguments)
-    except TypeError as error:
-        return error
-    return None
+def check_type(name: str, value: Any, type: Type) -> None:
+    """Raise TypeError unless the argument called `name` is of its type."""
+    is_wrong = not isinstance(value, type.types)
+    if isinstance(value, (bool, str)):  # a string is a sequence, a bool an integer
+        is_wrong = not any(isinstance(value, kind) for kind in (bool, str) if kind in type.types)
+    if is_wrong:
+        raise TypeError(f"{name}: got {shown(value)}, expected {type.expected}")
+    for x in value or () if type is SIZES_OR_NONE else ():
+        if isinstance(x, bool) or not isinstance(x, INTEGERS):
+            raise TypeError(f"{name}: got {shown(x)} among them, expected integers")
+
+
+def check_value(name: str, value: Any, type: Type) -> None:
+    """Raise ValueError unless a number or a string is a right one of its type."""
+    if type.contains is not None and not type.contains(value):
+        got = repr(value) if isinstance(value, str) else value
+        raise ValueError(f"{name}: got {got}, expected {type.values}")
 
 
 def check_transform(name: str) -> None:
@@ -126,53 +97,19 @@ def check_transform(name: str) -> None:
         )
 
 
-def _shown(value: Any) -> str:
-    """Return a short form of a wrong argument: its value if it has a short one."""
-    text = repr(value)
-    kind = type(value).__name__
-    return f"{text} ({kind})" if len(text) <= 40 and "\n" not in text else f"a value of type {kind}"
-
-
-def check_tensors(h: Tensor, w: Tensor, y: Tensor, parts: int = 1) -> None:
-    """Raise TypeError or ValueError unless h (..., D), w (V, D) and y (...) fit together.
-
-    `parts` is the number of ranks whose h, one after another, have the tokens of y.
-    """
-    for name, x in (("input", h), ("linear_weight", w), ("target", y)):
-        check_type(name, x)
-        if torch_compat.is_dtensor(x):
-            raise TypeError(
-                f"{name}: got a DTensor with placements {x.placements}, expected a plain tensor; "
-                f"pass {name}.full_tensor(), or call cutefce.linear_cross_entropy with a "
-                "linear_weight that is sharded over the vocabulary"
-            )
-        check_layout(name, x)
-    _check_head_dtypes(h, w)
-    if y.dtype == torch.bool or y.is_floating_point() or y.is_complex():
-        raise TypeError(f"target: got dtype {y.dtype}, expected integers (class indices)")
-    _check_shapes(h, w, y, parts)
-    _check_device("linear_weight", w, h)
-    _check_device("target", y, h)
-
-
-def check_head(h: Tensor, w: Tensor) -> None:
-    """Raise TypeError or ValueError unless h (..., D) and w (V, D), maybe to be cast, fit."""
-    for name, x in (("input", h), ("linear_weight", w)):
-        check_type(name, x)
-        check_layout(name, x)
-    is_cast = w.dtype == torch.float32 and h.dtype.itemsize == 2
-    _check_head_dtypes(h, h if is_cast else w)
-    _check_widths(h, w)
-    _check_device("linear_weight", w, h)
-
-
-def check_accumulates(linear_weight: Tensor) -> None:
-    """Raise unless the weight has a gradient that a backward can add to a buffer."""
-    if not linear_weight.requires_grad:
-        raise ValueError(
-            "accumulate_into: got a buffer for a linear_weight that does not require grad, "
-            "expected None"
-        )
+def workspace_bytes(workspace: int | str | None) -> int:
+    """Return the budget in bytes that `workspace` means: bytes, "min", "max" or None."""
+    check_type("workspace", workspace, BYTES)
+    if isinstance(workspace, str):
+        named = {"min": budget.MINIMUM, "max": budget.MAXIMUM}
+        if workspace not in named:
+            raise ValueError(f'workspace: got {workspace!r}, expected bytes, "min", "max" or None')
+        return named[workspace]
+    if workspace is None:
+        return budget.DEFAULT
+    if not 0 <= workspace < 1 << 63:
+        raise ValueError(f'workspace: got {workspace}, expected bytes from 0 to 2**63 - 1 or "max"')
+    return min(workspace, budget.MAXIMUM)
 
 
 def check_layout(name: str, x: Tensor) -> None:
@@ -183,9 +120,11 @@ def check_layout(name: str, x: Tensor) -> None:
         raise TypeError(f"{name}: got layout {x.layout}, expected {torch.strided}")
 
 
-def _check_device(name: str, x: Tensor, h: Tensor) -> None:
-    if x.device != h.device:
-        raise ValueError(f"{name}: got device {x.device}, expected that of input, {h.device}")
+def check_constant(name: str, x: Tensor) -> None:
+    """Raise TypeError or ValueError unless x is strided and requires no gradient."""
+    check_layout(name, x)
+    if x.requires_grad:
+        raise ValueError(f"{name}: got one that requires grad, expected {name}.detach()")
 
 
 def check_dtype(name: str, x: Tensor) -> None:
@@ -196,49 +135,15 @@ def check_dtype(name: str, x: Tensor) -> None:
         raise TypeError(f"{name}: got dtype {x.dtype}, expected {expected}{hint}")
 
 
-def _check_head_dtypes(h: Tensor, w: Tensor) -> None:
-    check_dtype("input", h)
-    if w.dtype != h.dtype:
-        raise TypeError(
-            f"linear_weight: got dtype {w.dtype}, expected that of input, {h.dtype}; "
-            "cast one of them, or call under torch.autocast"
-        )
+def has_integers(x: Tensor) -> bool:
+    """Whether x has a dtype of integers, of any width."""
+    return not (x.dtype == torch.bool or x.is_floating_point() or x.is_complex())
 
 
-def _check_widths(h: Tensor, w: Tensor) -> None:
-    if w.ndim != 2 or 0 in w.shape:
-        raise ValueError(
-            f"linear_weight: got shape {tuple(w.shape)}, expected (V, D) with V >= 1 and D >= 1; "
-            "gather it first if it is a sharded parameter"
-        )
-    if h.ndim == 0 or not are_equal("input", h.shape[-1:], w.shape[1:]):
-        if h.ndim > 0 and h.shape[-1] == w.shape[0]:
-            raise ValueError(
-                f"linear_weight: got shape {tuple(w.shape)}, expected (V, {h.shape[-1]}) to match "
-                f"input of shape {tuple(h.shape)}; pass linear_weight.t()"
-            )
-        raise ValueError(
-            f"input: got shape {tuple(h.shape)}, expected (..., {w.shape[1]}) "
-            f"to match linear_weight of shape {tuple(w.shape)}"
-        )
-
-
-def _check_shapes(h: Tensor, w: Tensor, y: Tensor, parts: int) -> None:
-    _check_widths(h, w)
-    if parts > 1 and h.ndim == 1:
-        raise ValueError(f"input: got shape {tuple(h.shape)}, expected a dimension of tokens first")
-    tokens = token_shape(h, parts)
-    if not are_equal("target", y.shape, tokens):
-        shared = f", of which {parts} ranks hold a part each" if parts > 1 else ""
-        raise ValueError(
-            f"target: got shape {tuple(y.shape)}, expected {tokens} "
-            f"to match input of shape {tuple(h.shape)}{shared}"
-        )
-
-
-def token_shape(h: Tensor, parts: int) -> tuple[int, ...]:
-    """Return the shape (...) of all tokens; `parts` ranks have h (..., D), one after another."""
-    return (parts * h.shape[0], *h.shape[1:-1]) if h.ndim > 1 else ()
+def check_device(name: str, x: Tensor, h: Tensor, of: str = "input") -> None:
+    """Raise ValueError unless x is on the device of h, the argument `of`."""
+    if x.device != h.device:
+        raise ValueError(f"{name}: got device {x.device}, expected that of {of}, {h.device}")
 
 
 def are_equal(name: str, got: tuple[int, ...], expected: tuple[int, ...]) -> bool:
@@ -259,60 +164,119 @@ def are_equal(name: str, got: tuple[int, ...], expected: tuple[int, ...]) -> boo
     return True
 
 
-def check_reduction(reduction: str) -> None:
-    """Raise ValueError for an unknown reduction."""
-    if reduction not in REDUCTIONS:
-        raise ValueError(f"reduction: got {reduction!r}, expected one of {REDUCTIONS}")
+class Operands(NamedTuple):
+    """What the tensors among the options are checked against."""
+
+    h: Tensor
+    """(..., D) hidden states."""
+    w: Tensor
+    """(V, D) the weight of this rank, or (V, d_1, ..., d_K, D)."""
+    tokens: tuple[int, ...]
+    """The shape (...) of the targets."""
+    vocab: int
+    """Classes of all ranks."""
+    input: str = "input"
+    """The argument that h is, as errors name it."""
 
 
-def check_ignore_index(ignore_index: int) -> None:
-    """Raise TypeError or ValueError unless it is an integer of 64 bits."""
-    check_type("ignore_index", ignore_index)
-    if not -(1 << 63) <= ignore_index < 1 << 63:
-        raise ValueError(f"ignore_index: got {ignore_index}, expected an integer of 64 bits")
+def check_bias(name: str, x: Tensor, of: Operands) -> None:
+    """Raise TypeError or ValueError unless x is floating-point, of each of this rank's classes."""
+    check_layout(name, x)
+    _check_floats(name, x, of, of.w.shape[:-1])
 
 
-def workspace_bytes(workspace: int | str | None) -> int:
-    """Return the budget in bytes that `workspace` means: bytes, "min", "max" or None."""
-    check_type("workspace", workspace)
-    if isinstance(workspace, str):
-        named = {"min": budget.MINIMUM, "max": budget.MAXIMUM}
-        if workspace not in named:
-            raise ValueError(f'workspace: got {workspace!r}, expected bytes, "min", "max" or None')
-        return named[workspace]
-    if workspace is None:
-        return budget.DEFAULT
-    if not 0 <= workspace < 1 << 63:
-        raise ValueError(f'workspace: got {workspace}, expected bytes from 0 to 2**63 - 1 or "max"')
-    return min(workspace, budget.MAXIMUM)
+def check_class_factors(name: str, x: Tensor, of: Operands) -> None:
+    """Raise TypeError or ValueError unless x is a floating-point constant of each class."""
+    check_constant(name, x)
+    _check_floats(name, x, of, (of.vocab,))
 
 
-def rank_count(group: str | None, shards: Sequence[int] | None, sequence_parallel: bool) -> int:
-    """Return the number of ranks that share a call; raise ValueError for what needs a group."""
-    if group is not None:
-        return torch_compat.resolve_process_group(group).size()
-    for name, value in (("shards", shards), ("sequence_parallel", sequence_parallel)):
-        if value:
-            raise ValueError(f"{name}: got {value} without a group, expected a group")
-    return 1
+def check_token_factors(name: str, x: Tensor, of: Operands) -> None:
+    """Raise TypeError or ValueError unless x is a floating-point constant of each token."""
+    check_constant(name, x)
+    _check_floats(name, x, of, of.tokens)
 
 
-def check_shards(group: str | None, shards: Sequence[int] | None, w: Tensor) -> None:
-    """Raise ValueError unless `shards` are sizes of all ranks' weights, w (V_k, D) being here."""
-    if group is None or shards is None:
-        return
-    process_group = torch_compat.resolve_process_group(group)
-    rank, ranks = process_group.rank(), process_group.size()
-    if len(shards) != ranks or min(shards) < 1 or shards[rank] != w.shape[0]:
+def check_temperature(name: str, x: Tensor, of: Operands) -> None:
+    """Raise TypeError or ValueError unless x is one constant for all tokens, or one for each."""
+    if x.ndim and tuple(x.shape) != tuple(of.tokens):
+        expected = f"() or {tuple(of.tokens)}"
+        raise ValueError(f"{name}: got shape {tuple(x.shape)}, expected {expected}")
+    check_constant(name, x)
+    _check_floats(name, x, of, x.shape)
+
+
+def check_scalar(name: str, x: Tensor, of: Operands) -> None:
+    """Raise TypeError or ValueError unless x is one real constant, on h's device or a CPU."""
+    check_constant(name, x)
+    if x.is_complex() or x.dtype == torch.bool:
+        raise TypeError(f"{name}: got dtype {x.dtype}, expected a real one")
+    if x.shape not in ((), (1,)):
+        raise ValueError(f"{name}: got shape {tuple(x.shape)}, expected () or (1,)")
+    if x.device not in (of.h.device, torch.device("cpu")):
+        or_cpu = "" if of.h.device.type == "cpu" else ", or cpu"
         raise ValueError(
-            f"shards: got {list(shards)}, expected the rows of linear_weight of {ranks} ranks, "
-            f"each at least 1, and {w.shape[0]} for rank {rank}"
+            f"{name}: got device {x.device}, expected that of {of.input}, {of.h.device}{or_cpu}"
         )
 
 
-def refuse_options(options: Any) -> None:
-    """Raise NotImplementedError for chunking options of torch that ask for something."""
-    if options is not None and (not isinstance(options, (int, float, tuple, list)) or options):
-        raise NotImplementedError(
-            f"options: got {_shown(options)}, expected None: `workspace` bounds the memory"
-        )
+def check_buffer(name: str, x: Tensor, of: Operands) -> None:
+    """Raise TypeError or ValueError unless the gradient of w (V, D) can be added to x."""
+    check_layout(name, x)
+    check_apart(name, x, linear_weight=of.w, input=of.h)
+    check_constant(name, x)
+    dtypes = dict.fromkeys((torch.promote_types(of.w.dtype, torch.float32), of.w.dtype))
+    if x.dtype not in dtypes:
+        raise TypeError(f"{name}: got dtype {x.dtype}, expected {' or '.join(map(str, dtypes))}")
+    _check_place(name, x, of, of.w.shape)
+    if not x.is_contiguous():
+        raise ValueError(f"{name}: got strides {x.stride()}, expected a contiguous tensor")
+
+
+def check_apart(name: str, x: Tensor, **others: Tensor) -> None:
+    """Raise ValueError if x shares memory with one of the `others`, by name."""
+    for other, y in others.items():
+        if _overlap(x, y):
+            raise ValueError(f"{name}: got the memory of {other}, expected its own")
+
+
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    """Return whether a byte of b lies between the first and the last one of a, or the reverse."""
+    if not (a.numel() and b.numel() and torch_compat.shares_memory(a, b)):
+        return False
+    (first_a, end_a), (first_b, end_b) = _bytes_of(a), _bytes_of(b)
+    return bool(first_a < end_b and first_b < end_a)
+
+
+def _bytes_of(x: Tensor) -> tuple[Any, Any]:
+    """Return the first byte of x in its storage, and that behind its last one."""
+    first, size = x.storage_offset(), x.element_size()
+    last = first + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
+    return first * size, (last + 1) * size
+
+
+def _check_floats(name: str, x: Tensor, of: Operands, shape: Sequence[int]) -> None:
+    check_dtype(name, x)
+    _check_place(name, x, of, shape)
+
+
+def _check_place(name: str, x: Tensor, of: Operands, shape: Sequence[int]) -> None:
+    if tuple(x.shape) != tuple(shape):
+        raise ValueError(f"{name}: got shape {tuple(x.shape)}, expected {tuple(shape)}")
+    check_device(name, x, of.h, of.input)
+
+
+BIAS = TENSOR_OR_NONE.checked_by(check_bias)
+OF_CLASSES = TENSOR_OR_NONE.checked_by(check_class_factors)
+OF_TOKENS = TENSOR_OR_NONE.checked_by(check_token_factors)
+BUFFER = TENSOR_OR_NONE.checked_by(check_buffer)
+TEMPERATURE = (
+    Type("Tensor?", (Tensor, *NUMBERS), "a number or a tensor")
+    .of(lambda x: 0 < x < math.inf, "a finite number above 0")
+    .checked_by(check_temperature)
+)
+SCALAR = Type("Tensor?", (Tensor, *NUMBERS, NONE), "a number, a tensor or None").checked_by(
+    check_scalar
+)
+UPSTREAM = SCALAR.of(lambda x: -math.inf < x < math.inf, "a finite number")
+DIVISOR = SCALAR.of(lambda x: 0 <= x < math.inf, "a finite number, 0 or more")

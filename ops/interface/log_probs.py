@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from cutefce.ops.interface import checks, option_checks
-from cutefce.ops.interface.api import raise_named
+from cutefce.ops.interface import checks
+from cutefce.ops.interface.options import OUTPUTS, check_arguments, check_outputs
 from cutefce.ops.interface.scalars import with_tensors
+from cutefce.ops.interface.signature import runs
 from cutefce.ops.interface.soft_targets import one_class
-from cutefce.ops.parallel.consistency import report_errors
-from cutefce.ops.parallel.dtensor import localize, localize_options
+from cutefce.ops.parallel.dtensor import localize
 from cutefce.ops.rows.outputs import stat_rows
 
 
@@ -35,7 +35,45 @@ class LogProbs(NamedTuple):
     """int64: the class of the largest logit; the target if `is_top1`."""
 
 
-def linear_log_probs(
+def _log_probs(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor | None = None,
+    **given: Any,
+) -> LogProbs:
+    """Return what `linear_log_probs` returns; `given` are its other arguments."""
+    checks.check_transform("linear_log_probs")
+    check_arguments(given)
+    outputs, workspace = given.pop("outputs", ()), given.pop("workspace", None)
+    check_outputs(outputs)
+    if "argmax" in outputs and linear_weight.shape[0] > 1 << 24:  # a class is a float32
+        raise ValueError(
+            f"outputs: got 'argmax' with {linear_weight.shape[0]} classes, expected at most 2^24"
+        )
+    checks.workspace_bytes(workspace)
+    call = localize(input, linear_weight, one_class(target, given), given)
+    names = [name for name in OUTPUTS if name in outputs]
+    own, lse, entropy, *stored = torch.ops.cutefce.log_probs(
+        call.h,
+        call.w,
+        None if target is None else call.y,
+        outputs=",".join(names) or "lse",
+        workspace=workspace,
+        **with_tensors(call.options, call.h),
+    )
+    rows = dict(zip(stat_rows(names), stored, strict=True))
+    rows |= {"lse": lse, "entropy": entropy}  # those that have gradients
+    found = {name: rows[name].movedim(0, call.dim) for name in names}
+    if "is_top1" in found:
+        found["is_top1"] = found["is_top1"].bool()
+    if "argmax" in found:
+        found["argmax"] = found["argmax"].long()
+    others = (found.get(name) for name in OUTPUTS)
+    return LogProbs(own.movedim(0, call.dim), *others)
+
+
+@runs(_log_probs)
+def linear_log_probs(  # type: ignore[empty-body]
     input: Tensor,
     linear_weight: Tensor,
     target: Tensor | None = None,
@@ -93,63 +131,3 @@ def linear_log_probs(
     Raises:
         TypeError, ValueError, NotImplementedError: as `linear_cross_entropy`.
     """
-    report = report_errors.of(group, linear_weight)
-    try:
-        checks.check_transform("linear_log_probs")
-        checks.check_type("outputs", outputs)
-        option_checks.check_vocab(linear_weight, outputs)
-        option_checks.check_outputs(outputs, softcap)
-        checks.check_types(logit_scale=logit_scale, softcap=softcap, samples=samples)
-        checks.workspace_bytes(workspace)
-        if ignore_index is not None:
-            checks.check_ignore_index(ignore_index)
-        given: dict[str, Any] = {"linear_bias": linear_bias, "accumulate_into": accumulate_into}
-        if target_indices is not None:
-            given["target_indices"] = target_indices
-            checks.check_type("target_indices", target_indices)
-        if type(temperature) is not float or temperature != 1:
-            given["temperature"] = temperature
-        some = one_class(target, given)
-        call = localize(input, linear_weight, some, group, shards, sequence_parallel)
-        tensors = localize_options(call, with_tensors(given, input))
-        names = [name for name in checks.OUTPUTS if name in outputs]
-        own, lse, entropy, *stored = torch.ops.cutefce.log_probs(
-            call.h,
-            call.w,
-            None if target is None else call.y,
-            outputs=",".join(names) or "lse",
-            ignore_index=-100 if ignore_index is None else ignore_index,
-            logit_scale=logit_scale,
-            softcap=softcap,
-            gradient=gradient,
-            samples=samples,
-            workspace=workspace,
-            group=call.group,
-            shards=call.shards,
-            sequence_parallel=call.sequence_parallel,
-            **tensors,
-        )
-    except Exception as error:
-        operands = {"input": input, "linear_weight": linear_weight}
-        if target is not None:
-            operands["target"] = target
-        named: dict[str, Any] = {
-            "target_indices": target_indices,
-            "linear_bias": linear_bias,
-            "accumulate_into": accumulate_into,
-            "logit_scale": logit_scale,
-            "softcap": softcap,
-            "gradient": gradient,
-            "samples": samples,
-        }
-        named |= {"temperature": temperature, "workspace": workspace, "shards": shards}
-        raise_named(error, report, **operands, **named, sequence_parallel=sequence_parallel)
-    rows = dict(zip(stat_rows(names), stored, strict=True))
-    rows |= {"lse": lse, "entropy": entropy}  # those that have gradients
-    found = {name: rows[name].movedim(0, call.dim) for name in names}
-    if "is_top1" in found:
-        found["is_top1"] = found["is_top1"].bool()
-    if "argmax" in found:
-        found["argmax"] = found["argmax"].long()
-    others = (found.get(name) for name in checks.OUTPUTS)
-    return LogProbs(own.movedim(0, call.dim), *others)

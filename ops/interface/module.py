@@ -6,8 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cutefce.ops.interface import checks, option_checks
-from cutefce.ops.interface.api import linear_cross_entropy
+from cutefce.ops.interface import checks
+from cutefce.ops.interface.api import linear_cross_entropy, refuse_chunking
+from cutefce.ops.interface.options import LossOptions, check_arguments, check_types, refuse
+
+KEPT = *LossOptions.names(public=True), "workspace"
+"""The arguments that a module keeps, as attributes."""
+DEFAULTS = LossOptions()
 
 
 class LinearCrossEntropyLoss(nn.Module):
@@ -62,37 +67,7 @@ class LinearCrossEntropyLoss(nn.Module):
     ) -> None:
         """Make the head; the parameters are those of torch's module and of the function."""
         super().__init__()
-        numbers: dict[str, Any] = {
-            "label_smoothing": label_smoothing,
-            "z_loss": z_loss,
-            "logit_scale": logit_scale,
-            "softcap": softcap,
-        }
-        for name, value in {
-            "reduction": reduction,
-            "bias": bias,
-            "gradient": gradient,
-            "samples": samples,
-            **numbers,
-            **removed,
-        }.items():
-            checks.check_type(name, value)
-        option_checks.check_sizes(in_features, num_classes, out_features)
-        checks.check_type("weight", weight)
-        if weight is not None:
-            option_checks.check_factors("weight", weight, weight, (num_classes,))
-        if ignore_index is not None:
-            checks.check_ignore_index(ignore_index)
-        checks.check_reduction(reduction)
-        checks.workspace_bytes(workspace)
-        checks.refuse_options(options)
-        option_checks.check_numbers(**numbers)
-        option_checks.check_sampling(gradient, samples)
-        self.out_features = tuple(out_features)
-        rows = math.prod(self.out_features, start=num_classes)
-        self.linear = nn.Linear(in_features, rows, bias=bias, device=device, dtype=dtype)
-        self.register_buffer("weight", weight)
-        self.num_classes = num_classes
+        refuse(removed)
         self.reduction = reduction
         self.ignore_index = ignore_index
         self.label_smoothing = label_smoothing
@@ -102,6 +77,29 @@ class LinearCrossEntropyLoss(nn.Module):
         self.gradient = gradient
         self.samples = samples
         self.workspace = workspace
+        kept = self._kept()
+        sizes = {"in_features": in_features, "num_classes": num_classes}
+        check_arguments(kept | sizes | {"bias": bias, "weight": weight})
+        check_types(out_features=out_features)
+        for x in out_features:
+            if isinstance(x, bool) or not isinstance(x, checks.INTEGERS):
+                raise TypeError(f"out_features: got {x!r} among them, expected integers")
+            checks.check_value("out_features", x, checks.SIZE)
+        LossOptions.from_keywords({n: x for n, x in kept.items() if x is not None}).check()
+        checks.workspace_bytes(workspace)
+        refuse_chunking(options)
+        if weight is not None:
+            of = checks.Operands(weight, weight, (), num_classes)
+            checks.check_class_factors("weight", weight, of)
+        self.num_classes = num_classes
+        self.out_features = tuple(out_features)
+        rows = math.prod(self.out_features, start=num_classes)
+        self.linear = nn.Linear(in_features, rows, bias=bias, device=device, dtype=dtype)
+        self.register_buffer("weight", weight)
+
+    def _kept(self) -> dict[str, Any]:
+        """Return the arguments that the module keeps."""
+        return {name: getattr(self, name) for name in KEPT}
 
     def forward(
         self,
@@ -120,15 +118,15 @@ class LinearCrossEntropyLoss(nn.Module):
         A floating-point target is (..., num_classes).  More than eight parameters: those of the
         function that differ from call to call.
         """
-        option_checks.check_linear(self.linear)
+        _check_linear(self.linear)
         weight: Tensor = self.linear.weight
-        option_checks.check_features(input, weight.shape[1])
+        _check_features(input, weight.shape[1])
         bias: Tensor | None = self.linear.bias
         if self.out_features:
             sizes = self.num_classes, *self.out_features
             weight = weight.reshape(*sizes, -1)
             bias = None if bias is None else bias.reshape(sizes)
-        return linear_cross_entropy(
+        loss: Tensor = linear_cross_entropy(
             input,
             weight,
             target,
@@ -136,41 +134,48 @@ class LinearCrossEntropyLoss(nn.Module):
             target_probs=target_probs,
             linear_bias=bias,
             weight=self.weight,
-            reduction=self.reduction,
-            ignore_index=self.ignore_index,
-            label_smoothing=self.label_smoothing,
             token_weights=token_weights,
-            z_loss=self.z_loss,
-            logit_scale=self.logit_scale,
-            softcap=self.softcap,
             temperature=temperature,
-            gradient=self.gradient,
-            samples=self.samples,
-            workspace=self.workspace,
             denominator=denominator,
             accumulate_into=accumulate_into,
             grad_output=grad_output,
+            **self._kept(),
         )
+        return loss
 
     def extra_repr(self) -> str:
         """Show the common options, and others that are not at their defaults."""
-        shown = {
-            name: getattr(self, name)
-            for name, default in (
-                ("out_features", ()),
-                ("label_smoothing", 0.0),
-                ("z_loss", 0.0),
-                ("logit_scale", 1.0),
-                ("softcap", None),
-                ("gradient", "exact"),
-                ("samples", 256),
-            )
-            if getattr(self, name) != default
-        }
+        kept, always = self._kept(), ("reduction", "ignore_index", "workspace")
+        shown: dict[str, Any] = {name: kept.pop(name) for name in always}
+        if self.out_features:
+            shown["out_features"] = self.out_features
+        shown |= {name: x for name, x in kept.items() if x != getattr(DEFAULTS, name)}
         if self.out_features:
             shown["num_classes"] = self.num_classes
-        more = "".join(f", {name}={value!r}" for name, value in shown.items())
-        return (
-            f"reduction={self.reduction!r}, ignore_index={self.ignore_index}, "
-            f"workspace={self.workspace!r}{more}"
+        return ", ".join(f"{name}={value!r}" for name, value in shown.items())
+
+
+def _check_linear(linear: Any) -> None:
+    """Raise TypeError unless the head is a plain `nn.Linear`, whose parameters alone are used."""
+    hooks = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
+    if not isinstance(linear, nn.Linear) or type(linear).forward is not nn.Linear.forward:
+        got = type(linear).__name__
+    elif any(getattr(linear, name) for name in hooks):
+        got = "hooks"
+    else:
+        return
+    raise TypeError(
+        f"linear: got {got}, expected a torch.nn.Linear without hooks: the loss uses its "
+        "parameters and does not call it; merge an adapter into the weight, apply fully_shard to "
+        "the module that holds it, call torch.nn.utils.prune.remove, or take weight_norm of "
+        "torch.nn.utils.parametrizations"
+    )
+
+
+def _check_features(input: Tensor, in_features: int) -> None:
+    """Raise ValueError unless hidden states (..., D) fit a module's D."""
+    if isinstance(input, Tensor) and input.shape[-1:] != (in_features,):
+        raise ValueError(
+            f"input: got shape {tuple(input.shape)}, expected (..., {in_features}), the "
+            "in_features of the module"
         )

@@ -1,50 +1,90 @@
-"""What a call asks for beside its tensors: one frozen record a kind of option.
+"""What a call asks for beside its tensors: the table of options, one frozen record a group.
 
-Each record has its checks, and its part of the operators' schemas.
-A new option is a field here, and code in the one home of its kind:
+An entry has the name, the type and the default of an option, its values or the check of a tensor,
+the part of the loss that it changes, and a sentence.  From it come the errors of arguments, the
+schemas of the operators, the keys of caches, and what the module keeps; the public signatures and
+`docs/api.md` are compared with it.  A new option is an entry, and code in the home of its kind:
 
-    row coefficient    `ops.rows.loss_terms`: the loss of a token and its coefficients
-    rank one           `ops.rows.loss_terms`: a term of the class row and its gradients
-    logit transform    `ops.rows.logit_map`, and `cute_kernels.common.logit_transform`
-    row reduction      `cute_kernels.variant.RowReductions` and `ops.rows.outputs`
+    Kind.ROW         `ops.rows.loss_terms`: the loss of a token and its coefficients
+    Kind.RANK_ONE    `ops.rows.loss_terms`: a term of the class row and its gradients
+    Kind.LOGITS      `ops.rows.logit_map`, and `cute_kernels.common.logit_transform`
+    Kind.REDUCTION   `cute_kernels.variant.RowReductions` and `ops.rows.outputs`
 """
 
 import dataclasses
+import enum
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 
+from cutefce.ops import torch_compat
 from cutefce.ops.dtypes import sum_dtype
-from cutefce.ops.interface import checks, option_checks
-from cutefce.ops.interface.checks import OF_ALL, OF_OTHERS
-from cutefce.ops.schema import OperatorRecord, argument
+from cutefce.ops.interface import checks
+from cutefce.ops.interface.checks import (
+    BOOL,
+    INTEGER,
+    TENSOR,
+    TENSOR_OR_NONE,
+    Operands,
+    one_of,
+)
+from cutefce.ops.sampling.sample_sizes import MAX_SAMPLES, MIN_SAMPLES
+from cutefce.ops.schema import Argument, OperatorRecord, argument
+
+REDUCTIONS = ("mean", "sum", "none")
+REDUCTION, GRADIENT = one_of(REDUCTIONS), one_of(("exact", "sampled"))
+SAMPLES = INTEGER.of(
+    lambda x: MIN_SAMPLES <= x <= MAX_SAMPLES, f"an integer from {MIN_SAMPLES} to {MAX_SAMPLES}"
+)
+OUTPUTS = ("lse", "entropy", "sum_p_squared", "mean_logit", "is_top1", "argmax")
+"""What `linear_log_probs` can return beside the log-probabilities."""
+OF_ALL = {"entropy", "sum_p_squared"}
+"""Those of sums over all classes."""
+OF_OTHERS = {"is_top1", "argmax"}
+"""Those of reductions over all classes but the target."""
+
+
+class Kind(enum.Enum):
+    """The part of the loss that an option changes, if it changes one."""
+
+    ROW = "row coefficients"
+    RANK_ONE = "rank one"
+    LOGITS = "logit transform"
+    REDUCTION = "row reductions"
 
 
 @dataclass(frozen=True)
 class LossOptions(OperatorRecord):
     """Options that are constants of a compiled graph."""
 
-    reduction: str = argument("str", default="mean")
-    """"mean" over active tokens, "sum" or "none"."""
-    ignore_index: int = argument("int", default=-100)
-    """Tokens with this target have loss 0 and gradient 0; any integer will do."""
-
-    label_smoothing: float = argument("float", default=0.0)
-    """ε: part of the target's probability that all classes share."""
-    z_loss: float = argument("float", default=0.0)
-    """λ: factor of lse², which is added to the loss of a token."""
-    logit_scale: float = argument("float", default=1.0)
-    """a: factor of the products of hidden states and weight."""
-    softcap: float | None = argument("float?", default=None)
-    """c: bound of the logits, c tanh(x / c); None for no bound."""
-    gradient: str = argument("str", default="exact")
-    """"exact", or "sampled": unbiased estimates of the gradients."""
-    samples: int = argument("int", default=256)
-    """1/θ: entries of the softmax that a token's sampled gradients expect to keep, at most."""
-    outputs: str = argument("str", is_public=False, default="")
-    """What a call with reduction "outputs" returns, separated by commas."""
+    reduction: str = argument(
+        REDUCTION, "mean", None, '"mean" over the targets that are not ignored'
+    )
+    ignore_index: int = argument(
+        checks.INTEGER_OR_NONE, -100, None, "targets with this value have loss 0 and gradient 0"
+    )
+    label_smoothing: float = argument(
+        checks.FROM_0_TO_1, 0.0, Kind.RANK_ONE, "what all classes share of a target's probability"
+    )
+    z_loss: float = argument(
+        checks.NOT_NEGATIVE, 0.0, Kind.ROW, "λ: λ lse² is added to the loss of a token"
+    )
+    logit_scale: float = argument(
+        checks.NOT_ZERO, 1.0, Kind.LOGITS, "factor of the products of input and linear_weight"
+    )
+    softcap: float | None = argument(
+        checks.POSITIVE_OR_NONE, None, Kind.LOGITS, "bound c of the logits, c tanh(x / c)"
+    )
+    gradient: str = argument(
+        GRADIENT, "exact", None, '"sampled": unbiased estimates of the gradients'
+    )
+    samples: int = argument(SAMPLES, 256, None, "expected number of entries of a token, at most")
+    outputs: str = argument(
+        checks.STRINGS, "", Kind.REDUCTION, 'names, of reduction "outputs"', is_public=False
+    )
 
     @property
     def is_scalar(self) -> bool:
@@ -79,7 +119,7 @@ class LossOptions(OperatorRecord):
     @property
     def is_plain(self) -> bool:
         """Whether losses are plain cross entropies of the products of hidden states and weight."""
-        return not (self.label_smoothing or self.z_loss or self.transforms_logits)
+        return self.kinds.isdisjoint((Kind.ROW, Kind.RANK_ONE, Kind.LOGITS))
 
     @property
     def is_sampled(self) -> bool:
@@ -89,12 +129,12 @@ class LossOptions(OperatorRecord):
     @property
     def scales_rows(self) -> bool:
         """Whether tokens' exponentials have factors beside upstream / T, of any sign."""
-        return self.z_loss != 0
+        return Kind.ROW in self.kinds
 
     @property
     def transforms_logits(self) -> bool:
         """Whether logits are not the products of hidden states and weight."""
-        return self.logit_scale != 1 or self.softcap is not None
+        return Kind.LOGITS in self.kinds
 
     def per_token(self) -> "LossOptions":
         """Return the same with a loss for each token."""
@@ -107,17 +147,31 @@ class LossOptions(OperatorRecord):
 
     def check_entropy_gradient(self) -> None:
         """Raise NotImplementedError unless entropy, as an output, has a gradient."""
-        option_checks.check_entropy_gradient(self.softcap, self.gradient)
+        for name, got, expected in (
+            ("softcap", "one" if self.softcap is not None else None, None),
+            ("gradient", self.gradient, "exact"),
+        ):
+            if got != expected:
+                raise NotImplementedError(
+                    f"{name}: got {got} with 'entropy' in outputs, which has no gradient then; "
+                    f"expected {name}={expected!r}, or entropy.detach()"
+                )
 
     def check(self) -> None:
-        """Raise ValueError for an argument out of its range."""
-        if not self.outputs:
-            checks.check_reduction(self.reduction)
-        option_checks.check_outputs(self.output_names, self.softcap)
-        option_checks.check_sampling(self.gradient, self.samples)
-        option_checks.check_numbers(
-            self.label_smoothing, self.z_loss, self.logit_scale, self.softcap
-        )
+        """Raise ValueError for a value out of its range, NotImplementedError for a combination."""
+        for name, value in self.given().items():
+            if not (name == "reduction" and self.outputs):
+                checks.check_value(name, value, self.arguments()[name].type)
+        check_outputs(self.output_names)
+        if self.softcap is None:
+            return
+        together = f"with softcap={self.softcap}, which cutefce does not serve together"
+        if "mean_logit" in self.output_names:
+            raise NotImplementedError(f"outputs: got 'mean_logit' {together}; expected one of them")
+        if self.label_smoothing:
+            raise NotImplementedError(
+                f"label_smoothing: got {self.label_smoothing} {together}; expected one of them"
+            )
 
 
 @dataclass(frozen=True)
@@ -127,28 +181,39 @@ class TensorOptions(OperatorRecord):
     OF_CLASSES: ClassVar[tuple[str, ...]] = "linear_bias", "accumulate_into"
     """Those of which a rank of a group has the rows of its own classes."""
 
-    linear_bias: Tensor | None = argument("Tensor?", default=None)
-    """(V,) addend of the logits, before the softcap."""
-    weight: Tensor | None = argument("Tensor?", default=None)
-    """(V,) factor of each class's losses; of all ranks' classes."""
-    token_weights: Tensor | None = argument("Tensor?", default=None)
-    """(N,) factor of each token's loss; a token with 0 is ignored."""
-    temperature: Tensor | None = argument("Tensor?", default=None)
-    """() or (N,) divisor of the logits, after the softcap."""
-    denominator: Tensor | None = argument("Tensor?", default=None)
-    """() divisor of "mean"; None for the sum of the active tokens' weights."""
-    accumulate_into: Tensor | None = argument("Tensor?", default=None)
-    """(V, D) buffer to which dW is added; dW is not returned then."""
-    grad_output: Tensor | None = argument("Tensor?", default=None)
-    """() gradient that the loss's backward will get, so that a forward may add dW to the buffer."""
-    target_indices: Tensor | None = argument("Tensor?", default=None)
-    """(N, K) classes of each token's soft targets; without probabilities those of outputs."""
-    target_probs: Tensor | None = argument("Tensor?", default=None)
-    """(N, K) their probabilities, 0 of a class that does not count."""
-    seed: Tensor | None = argument("Tensor?", is_public=False, default=None)
-    """(2,) int32 seed of sampled gradients, drawn from torch's generator; None for exact ones."""
-    weight_cast: Tensor | None = argument("Tensor?", is_public=False, default=None)
-    """(V, D) a float32 weight in the dtype of 16-bit hidden states; its gradient is float32."""
+    linear_bias: Tensor | None = argument(
+        checks.BIAS, None, Kind.LOGITS, "(V,) added to the logits before the softcap"
+    )
+    weight: Tensor | None = argument(
+        checks.OF_CLASSES, None, Kind.ROW, "(V,) factor of each class's losses"
+    )
+    token_weights: Tensor | None = argument(
+        checks.OF_TOKENS, None, Kind.ROW, "(N,) factor of each token's loss; one with 0 is ignored"
+    )
+    temperature: Tensor | None = argument(
+        checks.TEMPERATURE, None, Kind.LOGITS, "() or (N,) divisor of the logits, after the softcap"
+    )
+    denominator: Tensor | None = argument(
+        checks.DIVISOR, None, None, '() divisor of "mean" in place of the number of targets'
+    )
+    accumulate_into: Tensor | None = argument(
+        checks.BUFFER, None, None, "(V, D) buffer to which the backward adds the weight's gradient"
+    )
+    grad_output: Tensor | None = argument(
+        checks.UPSTREAM, None, None, "() gradient that the backward of this loss will get"
+    )
+    target_indices: Tensor | None = argument(
+        TENSOR_OR_NONE, None, None, "(N, K) classes of each token's soft targets"
+    )
+    target_probs: Tensor | None = argument(
+        TENSOR_OR_NONE, None, Kind.ROW, "(N, K) their probabilities, 0 or more"
+    )
+    seed: Tensor | None = argument(
+        TENSOR_OR_NONE, None, None, "(2,) int32 seed of sampled gradients", is_public=False
+    )
+    weight_cast: Tensor | None = argument(
+        TENSOR_OR_NONE, None, None, "(V, D) a float32 weight in 16 bits", is_public=False
+    )
 
     @cached_property
     def is_plain(self) -> bool:
@@ -157,17 +222,13 @@ class TensorOptions(OperatorRecord):
 
     def given(self) -> dict[str, Tensor]:
         """Return those that are given, by name."""
-        if self.is_plain:
-            return {}
-        pairs = zip(self.names(), self.pack(), strict=True)
-        return {name: x for name, x in pairs if x is not None}
+        return {} if self.is_plain else super().given()
 
     @property
     def scales_rows(self) -> bool:
         """Whether tokens differ in the factors of their losses or logits."""
         per_token = self.temperature is not None and self.temperature.ndim > 0
-        factors = self.weight, self.token_weights, self.target_probs
-        return per_token or any(x is not None for x in factors)
+        return per_token or Kind.ROW in self.kinds
 
     @property
     def output_classes(self) -> int:
@@ -180,23 +241,25 @@ class TensorOptions(OperatorRecord):
         given = {"target_indices": self.target_indices, "target_probs": self.target_probs}
         return {name: x for name, x in given.items() if x is not None}
 
-    def check(self, h: Tensor, w: Tensor, y: Tensor, options: LossOptions, vocab: int) -> None:
-        """Raise TypeError or ValueError that names the argument; `vocab` is that of all ranks."""
-        if self.denominator is not None:
-            option_checks.check_denominator(self.denominator, h, options.reduction)
-        if self.linear_bias is not None:
-            option_checks.check_bias(self.linear_bias, h, w)
-        if self.weight is not None:
-            option_checks.check_factors("weight", self.weight, h, (vocab,))
-        if self.token_weights is not None:
-            option_checks.check_factors("token_weights", self.token_weights, h, y.shape)
-        if self.temperature is not None:
-            option_checks.check_temperature(self.temperature, h, y.shape)
-        if self.accumulate_into is not None:
-            option_checks.check_buffer(self.accumulate_into, h, w, self.linear_bias)
-        if self.grad_output is not None:
-            adds = self.accumulate_into is not None
-            option_checks.check_grad_output(self.grad_output, h, options.reduction, adds)
+    def check(self, of: Operands, reduction: str) -> None:
+        """Raise TypeError or ValueError that names the argument."""
+        for name, x in self.given().items():
+            check = self.arguments()[name].type.check
+            if check is not None:
+                check(name, x, of)
+        if self.denominator is not None and reduction != "mean":
+            raise ValueError(f'denominator: got one with reduction={reduction!r}, expected "mean"')
+        buffer = self.accumulate_into
+        if buffer is not None and self.linear_bias is not None:
+            checks.check_apart("accumulate_into", buffer, linear_bias=self.linear_bias)
+        if self.grad_output is None:
+            return
+        if buffer is None:
+            raise ValueError("grad_output: got one without accumulate_into, expected None")
+        if reduction not in ("mean", "sum"):
+            raise ValueError(
+                f'grad_output: got one with reduction={reduction!r}, expected "mean" or "sum"'
+            )
 
     def computed_weight(self, w: Tensor) -> Tensor:
         """Return the weight that products are computed with, where w (V, D) was given."""
@@ -204,26 +267,21 @@ class TensorOptions(OperatorRecord):
 
     def prepared(self, h: Tensor) -> "TensorOptions":
         """Return the same with tokens' values as vectors (N,), scalars as () on h's device."""
-        weights, temperature = self.token_weights, self.temperature
-        if weights is not None:
-            weights = weights.reshape(-1)
-        if temperature is not None and temperature.ndim:
-            temperature = temperature.reshape(-1)
-        scalars = {"denominator": self.denominator, "grad_output": self.grad_output}
-        for name, x in scalars.items():
+        given: dict[str, Any] = dict(self.soft_targets)
+        for name, x in given.items():
+            given[name] = x.reshape(-1, x.shape[-1])
+        if "target_indices" in given:  # of any integers; kernels read contiguous rows
+            given = {name: x.contiguous() for name, x in given.items()}
+            given["target_indices"] = given["target_indices"].long()
+        for name in ("token_weights", "temperature"):
+            x = getattr(self, name)
+            if x is not None and x.ndim:
+                given[name] = x.reshape(-1)
+        for name in ("denominator", "grad_output"):
+            x = getattr(self, name)
             if x is not None and (x.ndim or x.device != h.device):
-                scalars[name] = scalar_beside(x, h)
-        soft = {name: x.reshape(-1, x.shape[-1]) for name, x in self.soft_targets.items()}
-        if "target_indices" in soft:  # of any integers; kernels read contiguous rows
-            soft = {name: x.contiguous() for name, x in soft.items()}
-            soft["target_indices"] = soft["target_indices"].long()
-        return dataclasses.replace(
-            self,
-            token_weights=weights,
-            temperature=temperature,
-            **scalars,
-            **soft,
-        )
+                given[name] = scalar_beside(x, h)
+        return dataclasses.replace(self, **given)
 
 
 def scalar_beside(x: Tensor, h: Tensor) -> Tensor:
@@ -240,16 +298,24 @@ def scalar_beside(x: Tensor, h: Tensor) -> Tensor:
 class Sharding(OperatorRecord):
     """How a vocabulary, and tokens, are sharded over the ranks of a group."""
 
-    group: str | None = argument("str?", default=None)
-    """Name of the process group; None on one device."""
-    shards: list[int] | None = argument("int[]?", default=None)
-    """Rows of every rank's weight; None if they are equal."""
-    sequence_parallel: bool = argument("bool", default=False)
-    """Whether h holds this rank's equal share of the tokens."""
+    group: str | None = argument(
+        checks.GROUP, None, None, "ranks that hold a shard (V_k, D) of the weight each"
+    )
+    shards: list[int] | None = argument(
+        checks.SIZES_OR_NONE, None, None, "V_k of every rank; None if all are equal"
+    )
+    sequence_parallel: bool = argument(
+        BOOL, False, None, "whether input is this rank's equal share of the first dimension"
+    )
 
     def ranks(self) -> int:
-        """Return the number of ranks that share the call; raise for what needs a group."""
-        return checks.rank_count(self.group, self.shards, self.sequence_parallel)
+        """Return the number of ranks that share the call; raise ValueError if it lacks a group."""
+        if self.group is not None:
+            return torch_compat.resolve_process_group(self.group).size()
+        for name in ("shards", "sequence_parallel"):
+            if value := getattr(self, name):
+                raise ValueError(f"{name}: got {value} without a group, expected a group")
+        return 1
 
     def vocab(self, w: Tensor) -> int:
         """Return the classes of all ranks' weights, w (V, D) being here."""
@@ -257,26 +323,89 @@ class Sharding(OperatorRecord):
 
     def check(self, w: Tensor) -> None:
         """Raise ValueError unless `shards` are the rows of all ranks' weights, w being here."""
-        checks.check_shards(self.group, self.shards, w)
+        if self.group is None or self.shards is None:
+            return
+        process_group = torch_compat.resolve_process_group(self.group)
+        rank, ranks = process_group.rank(), process_group.size()
+        if len(self.shards) != ranks or min(self.shards) < 1 or self.shards[rank] != w.shape[0]:
+            raise ValueError(
+                f"shards: got {list(self.shards)}, expected the rows of linear_weight of {ranks} "
+                f"ranks, each at least 1, and {w.shape[0]} for rank {rank}"
+            )
 
 
 @dataclass(frozen=True)
 class StepOptions(OperatorRecord):
     """What the plan of a training step depends on, beside sizes and the options of the loss."""
 
-    budget: int = argument("int")
-    """Bytes that the step may take beyond inputs and gradients."""
-    grad_hidden: bool = argument("bool")
-    """Whether dX is computed."""
-    grad_weight: bool = argument("bool")
-    """Whether dW is computed."""
-    grad_bias: bool = argument("bool")
-    """Whether the gradient of the bias is computed."""
-    copied_hidden: int = argument("int", default=0)
-    """Bytes per element of the hidden states of which the operator gets a copy; 0 if of none."""
-    copied_weight: int = argument("int", default=0)
-    """The same of the weight."""
+    budget: int = argument(
+        INTEGER, meaning="bytes that the step may take beyond inputs and gradients"
+    )
+    grad_hidden: bool = argument(BOOL, meaning="whether dX is computed")
+    grad_weight: bool = argument(BOOL, meaning="whether dW is computed")
+    grad_bias: bool = argument(BOOL, meaning="whether the gradient of the bias is computed")
+    copied_hidden: int = argument(
+        INTEGER, 0, None, "bytes per element of hidden states that the operator copies"
+    )
+    copied_weight: int = argument(INTEGER, 0, None, "the same of the weight")
 
 
 OPTIONS = LossOptions, TensorOptions, Sharding
 """The records of a call, in the order of the operators' arguments."""
+
+OTHERS = {
+    **dict.fromkeys(("input", "linear_weight", "target"), Argument(TENSOR)),
+    **dict.fromkeys(("student_input", "student_weight"), Argument(TENSOR)),
+    **dict.fromkeys(("teacher_input", "teacher_weight"), Argument(TENSOR)),
+    **dict.fromkeys(("student_bias", "teacher_bias"), Argument(TENSOR_OR_NONE)),
+    **dict.fromkeys(("bias", "return_lse", "enabled", "evaluation"), Argument(BOOL)),
+    **dict.fromkeys(("in_features", "num_classes"), Argument(checks.SIZE)),
+    "out_features": Argument(checks.SIZES),
+    "workspace": Argument(checks.BYTES),
+    "divergence": Argument(checks.STRING),
+    "beta": Argument(checks.FROM_0_TO_1_OR_NONE),
+}
+"""Arguments of public functions that are no options of the loss."""
+
+ARGUMENTS: dict[str, Argument] = OTHERS | {
+    name: own for record in OPTIONS for name, own in record.arguments().items()
+}
+"""The arguments of all public functions, by name."""
+
+REMOVED = {
+    "accum_dtype": ": sums of dW are not rounded to bfloat16 any more; a smaller `workspace` takes "
+    "less memory"
+}
+"""Arguments of earlier versions, and what to do without them."""
+
+
+def check_types(**arguments: Any) -> None:
+    """Raise TypeError for the first argument that is not of its type in `ARGUMENTS`."""
+    for name, value in arguments.items():
+        if name in ARGUMENTS:  # others are of any type
+            checks.check_type(name, value, ARGUMENTS[name].type)
+
+
+def check_arguments(arguments: Mapping[str, Any]) -> None:
+    """Raise TypeError or ValueError for the first argument of a wrong type or value.
+
+    What a tensor has to fit, its check in the table says.
+    """
+    check_types(**arguments)
+    for name, value in arguments.items():
+        if name in ARGUMENTS and not isinstance(value, Tensor):
+            checks.check_value(name, value, ARGUMENTS[name].type)
+
+
+def check_outputs(names: Sequence[str]) -> None:
+    """Raise ValueError for an unknown output."""
+    for name in names:
+        if name not in OUTPUTS:
+            raise ValueError(f"outputs: got {name!r}, expected some of {OUTPUTS}")
+
+
+def refuse(arguments: Mapping[str, Any]) -> None:
+    """Raise TypeError for the first of `arguments`, which a function does not have."""
+    for name, value in arguments.items():
+        hint = REMOVED.get(name, "")
+        raise TypeError(f"{name}: got {checks.shown(value)}, expected no such argument{hint}")

@@ -1,6 +1,5 @@
 """How a call would run: on which backend, and by which plan."""
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,14 +7,16 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from cutefce.ops.interface import checks, option_checks
-from cutefce.ops.interface.options import LossOptions, Sharding, StepOptions, TensorOptions
+from cutefce.ops.interface import checks
+from cutefce.ops.interface.call import checked_call
+from cutefce.ops.interface.heads import check_head, token_shape
+from cutefce.ops.interface.options import Sharding, check_arguments, check_types
 from cutefce.ops.interface.probabilities import is_probabilities
-from cutefce.ops.interface.scalars import as_tensor
-from cutefce.ops.interface.soft_targets import check_soft_targets
+from cutefce.ops.interface.scalars import with_tensors
+from cutefce.ops.interface.signature import runs
 from cutefce.ops.operators.context import autocast, is_mixed
-from cutefce.ops.operators.plans import copied_item_bytes, plan_for
-from cutefce.ops.parallel.dtensor import localize, localize_options
+from cutefce.ops.operators.plans import plan_for
+from cutefce.ops.parallel.dtensor import localize
 from cutefce.ops.primitives import dispatch
 from cutefce.ops.primitives.dispatch import Backend
 from cutefce.ops.program.plan import Plan
@@ -27,7 +28,7 @@ def set_strict(enabled: bool) -> None:
     Raises:
         TypeError: for what is no bool.
     """
-    checks.check_type("enabled", enabled)
+    check_types(enabled=enabled)
     dispatch.set_strict(enabled)
 
 
@@ -37,15 +38,46 @@ def backend_for(input: Tensor, linear_weight: Tensor) -> Backend:
     Raises:
         TypeError, ValueError: for what `linear_cross_entropy` would not take.
     """
-    for name, x in (("input", input), ("linear_weight", linear_weight)):
-        checks.check_type(name, x)
+    check_types(input=input, linear_weight=linear_weight)
     h, w = autocast(input, linear_weight)
-    checks.check_head(h, w)
+    check_head(h, w, is_cast=True)
+    checks.check_device("linear_weight", w, h)
     h = h if h.ndim == 2 else h.reshape(-1, h.shape[-1])
     return dispatch.backend_of(h, w.detach().to(h.dtype) if is_mixed(h, w) else w)
 
 
-def plan(
+def _plan(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor | None = None,
+    **given: Any,
+) -> Plan:
+    """Return what `plan` returns; `given` are its other arguments."""
+    check_types(input=input, linear_weight=linear_weight)
+    check_arguments(given)
+    workspace = given.pop("workspace", None)
+    if is_probabilities(target):
+        raise NotImplementedError(
+            "target: got probabilities of all classes, whose loss has no plan, expected class "
+            "indices or None"
+        )
+    if target is not None:
+        check_types(target=target)
+    some = torch.empty(input.shape[:-1], dtype=torch.long, device=input.device)
+    part = localize(input, linear_weight, some if target is None else target, given)
+    local = with_tensors(part.options, part.h)
+    y = target
+    if "target_indices" not in given and "target_probs" not in given:
+        sharding = Sharding.from_keywords(local)
+        tokens = token_shape(part.h, sharding.ranks() if sharding.sequence_parallel else 1)
+        y = some.new_empty(tokens)
+    call = checked_call(part.h, part.w, y, workspace, local)
+    w = call.tensors.computed_weight(call.w)
+    return plan_for(call.h, w, call.step, call.options, call.tensors, call.sharding)
+
+
+@runs(_plan)
+def plan(  # type: ignore[empty-body]
     input: Tensor,
     linear_weight: Tensor,
     target: Tensor | None = None,
@@ -96,64 +128,3 @@ def plan(
     Raises:
         TypeError, ValueError, NotImplementedError: as the call does.
     """
-    checks.check_types(
-        input=input,
-        linear_weight=linear_weight,
-        reduction=reduction,
-        label_smoothing=label_smoothing,
-        gradient=gradient,
-        samples=samples,
-        accumulate_into=accumulate_into,
-        grad_output=grad_output,
-        target_indices=target_indices,
-        target_probs=target_probs,
-        shards=shards,
-        sequence_parallel=sequence_parallel,
-        **removed,
-    )
-    if target is not None:
-        checks.check_type("target", target)
-    some = torch.empty(input.shape[:-1], dtype=torch.long, device=input.device)
-    given = some if target is None else target
-    call = localize(input, linear_weight, given, group, shards, sequence_parallel)
-    options = LossOptions(
-        reduction,
-        label_smoothing=label_smoothing,
-        gradient=gradient,
-        samples=samples,
-    )
-    tensors = TensorOptions()
-    sharding = Sharding(call.group, call.shards, call.sequence_parallel)
-    options.check()
-    sharding.ranks()
-    h, w = autocast(call.h, call.w)
-    if is_mixed(h, w):
-        w = w.detach().to(h.dtype).requires_grad_(w.requires_grad)
-        tensors = TensorOptions(weight_cast=w if w.requires_grad else None)
-    parts = sharding.ranks() if sharding.sequence_parallel else 1
-    if is_probabilities(target):
-        raise NotImplementedError(
-            "target: got probabilities of all classes, whose loss has no plan, expected class "
-            "indices or None"
-        )
-    checks.check_tensors(h, w, some.new_empty(h.shape[:-1]))
-    if accumulate_into is not None:
-        option_checks.check_buffer(accumulate_into, h, w)
-        if torch.is_grad_enabled():
-            checks.check_accumulates(call.w)
-        tensors = dataclasses.replace(tensors, accumulate_into=accumulate_into)
-    if grad_output is not None:
-        number = as_tensor("grad_output", grad_output, h)
-        option_checks.check_grad_output(number, h, reduction, accumulate_into is not None)
-        tensors = dataclasses.replace(tensors, grad_output=number)
-    soft = {"target_indices": target_indices, "target_probs": target_probs}
-    if any(x is not None for x in soft.values()):
-        tensors = dataclasses.replace(tensors, **localize_options(call, soft))
-        check_soft_targets(target, h, options, tensors, parts)
-    sharding.check(w)
-    rows, budget = h.reshape(-1, h.shape[-1]), checks.workspace_bytes(workspace)
-    copied = copied_item_bytes(call.h, rows), copied_item_bytes(call.w, w)
-    grad = torch.is_grad_enabled()
-    trained = grad and h.requires_grad, grad and w.requires_grad
-    step = StepOptions(budget, *trained, False, *copied)
-    return plan_for(rows, w, step, options, tensors, sharding)

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from cutefce.ops.dtypes import sum_dtype
-from cutefce.ops.interface import checks, option_checks
+from cutefce.ops.interface import checks
+from cutefce.ops.interface.options import ARGUMENTS, check_types
 from cutefce.ops.interface.probabilities import is_probabilities
 from cutefce.ops.interface.soft_targets import one_class
 
@@ -19,19 +20,16 @@ def loss_of_positions(
     linear_weight: Tensor,
     target: Tensor | None,
     given: dict[str, Any],
-    *arguments: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Return the loss and lse of all positions, from `loss` of one of them after another.
 
     Args:
-        loss: of (input, linear_weight, target, given, *arguments), for one position; it returns
-            a loss, and an lse or None.
+        loss: `linear_cross_entropy` for one position; it returns a loss, or one with its lse.
         input: (N, D).
         linear_weight: (V, d_1, ..., d_K, D).
         target: (N, d_1, ..., d_K).
         given: options by name, of which `linear_bias` (V, d_1, ..., d_K), `token_weights` and
             `temperature` (N, d_1, ..., d_K) have a value for every position.
-        arguments: the others, the same at every position.
     """
     target = _checked_target(input, linear_weight, target, given)
     reduction, ignore_index = given.get("reduction", "mean"), given.get("ignore_index", -100)
@@ -46,21 +44,15 @@ def loss_of_positions(
         each["denominator"] = [weight] * count
     heads, targets = linear_weight.flatten(1, -2).unbind(1), target.flatten(1).unbind(1)
     results = [
-        loss(
-            input,
-            heads[i],
-            targets[i],
-            {name: values[i] for name, values in each.items()},
-            *arguments,
-        )
+        loss(input, heads[i], targets[i], **{name: values[i] for name, values in each.items()})
         for i in range(count)
     ]
-    losses, lses = zip(*results, strict=True)
-    total, lse = torch.stack(losses, -1), None
-    total = total.reshape(target.shape) if reduction == "none" else total.sum()
-    if lses[0] is not None:
-        lse = torch.stack(lses, -1).reshape(target.shape)
-    return total, lse
+    lse = None
+    if isinstance(results[0], tuple):
+        lse = torch.stack([lse for _, lse in results], -1).reshape(target.shape)
+        results = [loss for loss, _ in results]
+    total = torch.stack(results, -1)
+    return total.reshape(target.shape) if reduction == "none" else total.sum(), lse
 
 
 def _checked_target(
@@ -78,7 +70,7 @@ def _checked_target(
             f"target: got probabilities with linear_weight of shape "
             f"{tuple(linear_weight.shape)}, expected class indices with losses of K dimensions"
         )
-    checks.check_types(input=input, target=target, **given)
+    check_types(input=input, target=target)
     for name, x in (("input", input), ("linear_weight", linear_weight), ("target", target)):
         checks.check_layout(name, x)
     if given.get("accumulate_into") is not None:
@@ -86,7 +78,6 @@ def _checked_target(
             f"accumulate_into: got a buffer with linear_weight of shape "
             f"{tuple(linear_weight.shape)}, expected None with losses of K dimensions"
         )
-    checks.check_ignore_index(given.get("ignore_index", -100))
     sizes = linear_weight.shape[1:-1]
     if 0 in sizes:
         raise ValueError(
@@ -99,14 +90,11 @@ def _checked_target(
             f"expected (N, {', '.join(map(str, sizes))}) with (N, D), to match linear_weight of "
             f"shape {tuple(linear_weight.shape)}; a linear_weight (V, D) has no more dimensions"
         )
-    if "linear_bias" in given:
-        option_checks.check_bias(given["linear_bias"], input, linear_weight)
-    if isinstance(given.get("temperature"), Tensor):
-        option_checks.check_temperature(given["temperature"], input, target.shape)
-    factors = {"weight": linear_weight.shape[:1], "token_weights": target.shape}
-    for name, shape in factors.items():
-        if name in given:
-            option_checks.check_factors(name, given[name], input, shape)
+    of = checks.Operands(input, linear_weight, target.shape, linear_weight.shape[0])
+    for name, x in given.items():
+        check = ARGUMENTS[name].type.check
+        if check is not None and isinstance(x, Tensor):
+            check(name, x, of)
     return target
 
 

@@ -5,11 +5,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cutefce.ops.interface import checks
-from cutefce.ops.interface.options import LossOptions, TensorOptions
+from cutefce.ops.interface import checks, heads
+from cutefce.ops.interface.options import LossOptions, StepOptions, TensorOptions
 from cutefce.ops.interface.soft_targets import check_soft_targets
+from cutefce.ops.operators import probabilities  # noqa: F401  (registers)
 from cutefce.ops.operators.context import autocast
-from cutefce.ops.operators.probabilities import block_rows
 
 IGNORED = LossOptions().ignore_index
 UNSERVED = {
@@ -49,23 +49,15 @@ def loss_of_probabilities(
         check_soft_targets(target, h, options, tensors, 1)
     _check(target, h, w, arguments)
     options.check()
-    tensors.check(h, w, h[..., 0], options, len(w))
+    tensors.check(checks.Operands(h, w, h.shape[:-1], len(w)), options.reduction)
     tensors, rows, token = tensors.prepared(h), h.reshape(-1, h.shape[-1]), tensors.token_weights
     if token is not None:
         rows = torch.where((token == 0)[:, None], 0, rows)  # what they hold does not matter
+    grad, bias = torch.is_grad_enabled(), tensors.linear_bias
+    wanted = (grad and x is not None and x.requires_grad for x in (h, w, bias))
+    step = StepOptions(checks.workspace_bytes(workspace), *wanted)
     losses, lse = torch.ops.cutefce.losses_of_probabilities(
-        rows,
-        w,
-        target.reshape(-1, len(w)),
-        tensors.linear_bias,
-        token,
-        tensors.weight,
-        tensors.temperature,
-        options.label_smoothing,
-        options.z_loss,
-        options.logit_scale,
-        options.softcap,
-        block_rows(checks.workspace_bytes(workspace), len(w), h.dtype),
+        rows, w, target.reshape(-1, len(w)), *step.pack(), *options.pack(), *tensors.pack()
     )
     if token is not None:
         lse = torch.where(token == 0, 0, lse)
@@ -103,7 +95,8 @@ def _check(target: Tensor, h: Tensor, w: Tensor, arguments: dict[str, Any]) -> N
 
     `arguments` are those that are given by name.
     """
-    checks.check_head(h, w)
+    heads.check_head(h, w, is_cast=True)
+    checks.check_device("linear_weight", w, h)
     checks.check_layout("target", target)
     tokens = tuple(h.shape[:-1])
     expected = *tokens, w.shape[0]
@@ -122,5 +115,4 @@ def _check(target: Tensor, h: Tensor, w: Tensor, arguments: dict[str, Any]) -> N
             "target: got probabilities that require grad, expected target.detach(): cutefce has no "
             "gradient of them"
         )
-    if target.device != h.device:
-        raise ValueError(f"target: got device {target.device}, expected that of input, {h.device}")
+    checks.check_device("target", target, h)

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from cutefce.ops.dtypes import sum_dtype
-from cutefce.ops.interface import checks, option_checks
-from cutefce.ops.parallel.dtensor import replicated
+from cutefce.ops.interface.options import ARGUMENTS
 
 SMALLEST = 2.0**-149
 """The smallest float32 above 0."""
@@ -16,14 +15,10 @@ SMALLEST = 2.0**-149
 
 def with_tensors(given: dict[str, Any], h: Tensor) -> dict[str, Any]:
     """Return options by name, those that may be numbers as tensors; h (..., D) is the input."""
-    result = dict(given)
-    for name in ("denominator", "grad_output"):
-        if name in given:
-            result[name] = as_tensor(name, given[name], h)
-    temperature: Any = given.get("temperature")
-    if "temperature" in given and not isinstance(temperature, Tensor):
-        result["temperature"] = as_tensor("temperature", temperature, h)
-    return result
+    return {
+        name: as_tensor(name, x, h) if ARGUMENTS[name].type.schema == "Tensor?" else x
+        for name, x in given.items()
+    }
 
 
 def as_tensor(name: str, value: Tensor | float, h: Tensor) -> Tensor:
@@ -32,12 +27,10 @@ def as_tensor(name: str, value: Tensor | float, h: Tensor) -> Tensor:
     Some devices have no float64, so that a number is rounded before it gets there.
 
     Raises:
-        TypeError, ValueError: for another type, or a number out of the argument's range.
+        ValueError: for a number that is no float.
     """
-    checks.check_type(name, value)
     if isinstance(value, Tensor):
-        return replicated(name, value)
-    option_checks.check_range(name, value)
+        return value
     dtype = sum_dtype(h.dtype)
     if name == "denominator" and 0 < value < SMALLEST and dtype != torch.float64:
         value = SMALLEST  # 0 stands for no token; the reciprocals of both are infinite

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from cutefce.cute_kernels.spec import PrepareSoftSpec
-from cutefce.ops.interface import checks
+from cutefce.ops.interface import checks, heads
 from cutefce.ops.interface.options import LossOptions, TensorOptions
 
 MAX_CLASSES = PrepareSoftSpec.MAX_CLASSES
@@ -49,8 +49,7 @@ def check_soft_targets(
     assert indices is not None and probs is not None
     check_indices(indices, h, parts)
     checks.check_dtype("target_probs", probs)
-    if probs.requires_grad:
-        raise ValueError("target_probs: got one that requires grad, expected target_probs.detach()")
+    checks.check_constant("target_probs", probs)
     if not checks.are_equal("target_probs", probs.shape, indices.shape):
         raise ValueError(
             f"target_probs: got shape {tuple(probs.shape)}, expected that of target_indices, "
@@ -102,9 +101,9 @@ def check_indices(indices: Tensor, h: Any, parts: int) -> None:
     `parts` is as for `check_soft_targets`.
     """
     _check_place("target_indices", indices, h)
-    if indices.dtype == torch.bool or indices.is_floating_point() or indices.is_complex():
+    if not checks.has_integers(indices):
         raise TypeError(f"target_indices: got dtype {indices.dtype}, expected integers")
-    tokens = checks.token_shape(h, parts)
+    tokens = heads.token_shape(h, parts)
     fits = indices.ndim == len(tokens) + 1
     if not fits or not checks.are_equal("target_indices", indices.shape[:-1], tokens):
         raise ValueError(
@@ -120,5 +119,4 @@ def check_indices(indices: Tensor, h: Any, parts: int) -> None:
 
 def _check_place(name: str, x: Tensor, h: Any) -> None:
     checks.check_layout(name, x)
-    if x.device != h.device:
-        raise ValueError(f"{name}: got device {x.device}, expected that of input, {h.device}")
+    checks.check_device(name, x, h)

@@ -22,14 +22,14 @@ def agreed_forward(
     grads: tuple[bool, ...] = NO_GRADIENTS,
 ) -> dict[str, Any]:
     """Return what all ranks must agree on in a forward."""
-    given = dict(zip(TensorOptions.names(), tensors.pack(), strict=True))
+    given = tensors.by_name()
     own = {name: given.pop(name) for name in TensorOptions.OF_CLASSES}
     del given["seed"]  # all ranks take that of the first one
     return {
         "operator": "forward",
         "requires_grad of (input, linear_weight, linear_bias)": list(grads),
         **({} if tensors.soft_targets else {"target": y}),
-        **dict(zip(LossOptions.names(), options.pack(), strict=True)),
+        **options.by_name(),
         **given,
         **{f"{name} given": x is not None for name, x in own.items()},
     }

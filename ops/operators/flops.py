@@ -16,6 +16,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from cutefce.ops.interface.options import StepOptions
 from cutefce.ops.operators.operators import STEP
+from cutefce.ops.operators.probabilities import RECORDS
 from cutefce.ops.schema import unpack
 
 
@@ -63,5 +64,7 @@ def _probabilities_flop(h_shape: Any, w_shape: Any, *_: Any, out_shape: Any = No
 def _probabilities_backward_flop(
     upstream_shape: Any, h_shape: Any, w_shape: Any, *rest: Any, out_shape: Any = None
 ) -> int:
-    *_, grad_weight, _ = rest
-    return (1 + bool(grad_weight)) * _product(w_shape, h_shape)
+    _, *arguments = rest
+    step: StepOptions
+    step, *_ = unpack(arguments, *RECORDS)
+    return (1 + step.grad_weight) * _product(w_shape, h_shape)

@@ -16,37 +16,23 @@ import torch
 from torch import Tensor
 
 from cutefce.ops.dtypes import sum_dtype
+from cutefce.ops.interface.options import LossOptions, StepOptions, TensorOptions
 from cutefce.ops.operators.autograd import differentiate
 from cutefce.ops.operators.context import isolated_context
 from cutefce.ops.operators.operators import IMPLS, LIBRARY
 from cutefce.ops.primitives.dispatch import report
 from cutefce.ops.primitives.portable_gradients import matmul_into
 from cutefce.ops.rows.blocks import blocks
+from cutefce.ops.schema import unpack
 
 COPIES = 7
 """Tensors of the size of a block's logits, in the dtype of sums, that a step makes at most."""
 MIN_ROWS, MAX_ROWS = 64, 4096
 """Tokens of a block."""
-OPERANDS = "Tensor h, Tensor w, Tensor probs"
-FACTORS = (
-    "Tensor? bias, Tensor? token_weights, Tensor? weight, Tensor? temperature, "
-    "float label_smoothing, float z_loss, float logit_scale, float? softcap, int block"
-)
-
-
-class Factors(NamedTuple):
-    """The options of a loss."""
-
-    bias: Tensor | None
-    token_weights: Tensor | None
-    weight: Tensor | None
-    temperature: Tensor | None
-    label_smoothing: float
-    z_loss: float
-    logit_scale: float
-    softcap: float | None
-    block: int
-    """Tokens of a block."""
+RECORDS = StepOptions, LossOptions, TensorOptions
+"""Those of an operator's arguments behind h, w and probs."""
+BIAS = 3 + sum(len(record.names()) for record in RECORDS[:2])
+"""The place of the bias among an operator's arguments."""
 
 
 class Block(NamedTuple):
@@ -68,11 +54,11 @@ def block_rows(budget: int, vocab: int, dtype: torch.dtype) -> int:
 
 
 def losses_of_probabilities(
-    h: Tensor, w: Tensor, probs: Tensor, *factors: Any
+    h: Tensor, w: Tensor, probs: Tensor, *arguments: Any
 ) -> tuple[Tensor, Tensor]:
     """Return losses and log-sum-exps (N,) of h (N, D), w (V, D) and probs (N, V).
 
-    The others are those of `Factors`.
+    The others are those of `RECORDS`.
 
     Raises:
         RuntimeError: in strict mode.
@@ -80,7 +66,7 @@ def losses_of_probabilities(
     if len(h):
         report("target: got probabilities (N, V), expected class indices", h.is_cuda)
     losses, lse = h.new_empty(2, len(h), dtype=sum_dtype(h.dtype))
-    for rows, u, b, z in _blocks(h, w, probs, Factors(*factors)):
+    for rows, u, b, z in _blocks(h, w, probs, *unpack(arguments, *RECORDS)):
         lse[rows] = u.logsumexp(1)
         # where b is 0, a class may have the logit -inf
         losses[rows] = u.log_softmax(1).mul_(b).masked_fill_(b == 0, 0).sum(1).neg_()
@@ -89,58 +75,61 @@ def losses_of_probabilities(
 
 
 def losses_of_probabilities_backward(
-    upstream: Tensor, h: Tensor, w: Tensor, probs: Tensor, *given: Any
+    upstream: Tensor, h: Tensor, w: Tensor, probs: Tensor, *arguments: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of h, w and bias, the last two without rows if they are not wanted.
-
-    `given` are those of `Factors`, and whether the gradients of w and bias are wanted.
-    """
-    *factors, grad_weight, grad_bias = given
-    options = Factors(*factors)
+    """Return the gradients of h, w and bias, the last two without rows if they are not wanted."""
+    step, options, tensors = unpack(arguments, *RECORDS)
     own, dx = w.to(h.dtype), torch.empty_like(h)
-    dw = upstream.new_zeros(len(w) if grad_weight else 0, w.shape[1])
-    dbias = upstream.new_zeros(len(w) if grad_bias else 0)
+    dw = upstream.new_zeros(len(w) if step.grad_weight else 0, w.shape[1])
+    dbias = upstream.new_zeros(len(w) if step.grad_bias else 0)
     largest = upstream.abs().amax() if len(upstream) else upstream.new_ones(())
     # float16 lacks the range of upstream gradients
     unit = torch.where(largest == 0, 1, largest).log2().ceil().exp2()
-    for rows, u, b, z in _blocks(h, w, probs, options):
+    for rows, u, b, z in _blocks(h, w, probs, step, options, tensors):
         g = (upstream[rows] / unit)[:, None]
         total = b.sum(1) + 2 * z * u.logsumexp(1)
         du = u.softmax(1).mul_(g * total[:, None]).sub_(b.mul_(g))
-        divisor = _column(options.temperature, rows)
+        divisor = _column(tensors.temperature, rows)
         if options.softcap is not None:
             du.mul_(1 - (u * divisor / options.softcap).square_())
         du.div_(divisor)
-        if grad_bias:
+        if step.grad_bias:
             dbias += du.sum(0)
         dt = du.mul_(options.logit_scale).to(h.dtype)
         part = upstream.new_empty(len(dt), w.shape[1])
         matmul_into(part, dt, own, accumulate=False)
         dx[rows] = part.mul_(unit)
-        if grad_weight:
+        if step.grad_weight:
             matmul_into(dw, dt.t(), h[rows], accumulate=True)
-    bias_dtype = w.dtype if options.bias is None else options.bias.dtype
+    bias_dtype = (w if tensors.linear_bias is None else tensors.linear_bias).dtype
     return dx, dw.mul_(unit).to(w.dtype), dbias.mul_(unit).to(bias_dtype)
 
 
-def _blocks(h: Tensor, w: Tensor, probs: Tensor, options: Factors) -> Iterator[Block]:
+def _blocks(
+    h: Tensor,
+    w: Tensor,
+    probs: Tensor,
+    step: StepOptions,
+    options: LossOptions,
+    tensors: TensorOptions,
+) -> Iterator[Block]:
     dtype, own = sum_dtype(h.dtype), w.to(h.dtype).t()
-    for rows in blocks(len(h), options.block):
+    for rows in blocks(len(h), block_rows(step.budget, len(w), h.dtype)):
         u = h.new_empty(rows.stop - rows.start, len(w), dtype=dtype)
         matmul_into(u, h[rows], own, accumulate=False)
         u.mul_(options.logit_scale)
-        if options.bias is not None:
-            u.add_(options.bias)
+        if tensors.linear_bias is not None:
+            u.add_(tensors.linear_bias)
         if options.softcap is not None:
             u.div_(options.softcap).tanh_().mul_(options.softcap)
-        u.div_(_column(options.temperature, rows))
+        u.div_(_column(tensors.temperature, rows))
         b = probs[rows].to(dtype) * (1 - options.label_smoothing)
         b.add_(options.label_smoothing / len(w))
-        if options.weight is not None:
-            b.mul_(options.weight)
+        if tensors.weight is not None:
+            b.mul_(tensors.weight)
         z: Tensor | float = options.z_loss
-        if options.token_weights is not None:
-            token = options.token_weights[rows].to(dtype)
+        if tensors.token_weights is not None:
+            token = tensors.token_weights[rows].to(dtype)
             b.mul_(token[:, None]).masked_fill_((token == 0)[:, None], 0)
             z = z * token
         yield Block(rows, u, b, z)
@@ -159,39 +148,45 @@ def _fake(h: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 
 
 def _fake_backward(
-    upstream: Tensor, h: Tensor, w: Tensor, probs: Tensor, bias: Tensor | None, *rest: Any
+    upstream: Tensor, h: Tensor, w: Tensor, probs: Tensor, *arguments: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    *_, grad_weight, grad_bias = rest
-    dbias = (w if bias is None else bias).new_empty(len(w) if grad_bias else 0)
-    return torch.empty_like(h), w.new_empty(len(w) if grad_weight else 0, w.shape[1]), dbias
+    step, _, tensors = unpack(arguments, *RECORDS)
+    like = w if tensors.linear_bias is None else tensors.linear_bias
+    dw = w.new_empty(len(w) if step.grad_weight else 0, w.shape[1])
+    return torch.empty_like(h), dw, like.new_empty(len(w) if step.grad_bias else 0)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, smoothing, z_loss, scale, softcap, block = inputs
-    ctx.numbers = smoothing, z_loss, scale, softcap, block
+    h, w, probs, *arguments = inputs
+    ctx.step, ctx.options, tensors = unpack(arguments, *RECORDS)
     ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(*tensors)
+    ctx.save_for_backward(h, w, probs, *tensors.pack())
 
 
 def _backward(ctx: Any, upstream: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    grad_hidden, grad_weight, _, grad_bias, *others = ctx.needs_input_grad
-    given = *ctx.saved_tensors, *ctx.numbers, grad_weight, grad_bias
-    dx, dw, dbias = differentiate(losses_of_probabilities_backward, (upstream, *given))
-    gradients = dx if grad_hidden else None, dw if grad_weight else None, None
-    return *gradients, dbias if grad_bias else None, *[None] * len(others)
+    h, w, probs, *given = ctx.saved_tensors
+    records = ctx.step, ctx.options, TensorOptions(*given)
+    arguments = (x for record in records for x in record.pack())
+    operands = upstream, h, w, probs, *arguments
+    dx, dw, dbias = differentiate(losses_of_probabilities_backward, operands)
+    found = {0: dx, 1: dw, BIAS: dbias}
+    wanted = enumerate(ctx.needs_input_grad)
+    return (*(found.get(place) if is_wanted else None for place, is_wanted in wanted),)
 
 
-for function, fake, schema in (
-    (losses_of_probabilities, _fake, f"{OPERANDS}, {FACTORS}) -> (Tensor, Tensor"),
+_OPERANDS = "Tensor h, Tensor w, Tensor probs"
+_RECORDS = ", ".join(record.schema() for record in RECORDS)
+for function, fake, operands, results in (
+    (losses_of_probabilities, _fake, _OPERANDS, "Tensor, Tensor"),
     (
         losses_of_probabilities_backward,
         _fake_backward,
-        f"Tensor upstream, {OPERANDS}, {FACTORS}, bool grad_weight, bool grad_bias"
-        ") -> (Tensor, Tensor, Tensor",
+        f"Tensor upstream, {_OPERANDS}",
+        "Tensor, Tensor, Tensor",
     ),
 ):
     name = function.__name__
-    LIBRARY.define(f"{name}({schema})")
+    LIBRARY.define(f"{name}({operands}, {_RECORDS}) -> ({results})")
     IMPLS[function] = isolated_context(function)
     LIBRARY.impl(name, IMPLS[function], "CompositeExplicitAutograd")
     torch.library.register_fake(f"cutefce::{name}", fake, lib=LIBRARY)

@@ -24,30 +24,13 @@ class LocalCall(NamedTuple):
     h: Tensor
     w: Tensor
     y: Tensor
-    group: str | None
-    shards: list[int] | None
-    sequence_parallel: bool
+    options: dict[str, Any]
+    """The others by name, as far as they are given."""
     dim: int
     """Dimension of the user's y, and of an unreduced loss, that is the first one here."""
 
 
-def check_group(group: Any) -> None:
-    """Raise TypeError unless it is a process group or None."""
-    if group is not None and not isinstance(group, ProcessGroup):
-        raise TypeError(
-            f"group: got {group!r} ({type(group).__name__}), expected a ProcessGroup that this "
-            "rank is in"
-        )
-
-
-def localize(
-    h: Tensor,
-    w: Tensor,
-    y: Tensor,
-    group: ProcessGroup | None,
-    shards: Sequence[int] | None,
-    sequence_parallel: bool,
-) -> LocalCall:
+def localize(h: Tensor, w: Tensor, y: Tensor, given: dict[str, Any]) -> LocalCall:
     """Return this rank's part of the tensors, and the group that their placements select.
 
     Args:
@@ -55,19 +38,18 @@ def localize(
         w: (V, D), plain, or sharded over V, which selects a group if `h` is distributed too: by its
             placements alone, a parameter that FSDP2 has sharded looks the same.
         y: (...), plain or replicated.
-        group: for a plain w, or for a plain h beside a sharded w.
-        shards: rows of all ranks' parts of a plain w.
-        sequence_parallel: whether a plain h is a share of the tokens.
+        given: the other arguments of the call, by name.  Of these `group` is for a plain w, or for
+            a plain h beside a sharded w, `shards` for a plain w, `sequence_parallel` for a plain h.
 
     Raises:
         TypeError, ValueError: naming the argument; on every rank, because all know all placements.
     """
-    check_group(group)
     if not torch_compat.is_dtensor(w):
-        sizes = None if shards is None else list(shards)
-        named = None if group is None else group.group_name
-        return LocalCall(h, w, y, named, sizes, sequence_parallel, 0)
+        return LocalCall(h, w, y, _local_options(given, 0), 0)
     _check_weight(w)
+    group: ProcessGroup | None = given.get("group")
+    shards: Sequence[int] | None = given.get("shards")
+    sequence_parallel: bool = given.get("sequence_parallel", False)
     name = w.device_mesh.get_group().group_name
     if group is None and not torch_compat.is_dtensor(h):
         raise TypeError(
@@ -112,7 +94,9 @@ def localize(
             f"dimension, of which dimension {dim} is sharded"
         )
     y = y.movedim(dim, 0)
-    return LocalCall(h, w.to_local(), y, name, _shards(w), sequence_parallel, dim)
+    options = _local_options(given, dim) | {"group": name, "shards": _shards(w)}
+    options["sequence_parallel"] = sequence_parallel
+    return LocalCall(h, w.to_local(), y, options, dim)
 
 
 def replicated(name: str, x: Tensor) -> Tensor:
@@ -131,17 +115,21 @@ def replicated(name: str, x: Tensor) -> Tensor:
     return x.to_local()
 
 
-def localize_options(call: LocalCall, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the tensor arguments of `TensorOptions`, by name, as this rank's plain tensors."""
-    local = dict(arguments)
-    for name in ("weight", "token_weights", "temperature", "target_indices", "target_probs"):
-        x = local.get(name)
-        if isinstance(x, Tensor):
+def _local_options(given: dict[str, Any], dim: int) -> dict[str, Any]:
+    """Return arguments as operators take them: plain tensors, the first of them of dimension `dim`.
+
+    Groups are names, shards lists.
+    """
+    local = dict(given)
+    for name, x in given.items():
+        if isinstance(x, ProcessGroup):
+            local[name] = x.group_name
+        elif name == "shards":
+            local[name] = list(x)
+        elif isinstance(x, Tensor) and name not in TensorOptions.OF_CLASSES:
             x = replicated(name, x)
-            local[name] = x.movedim(call.dim, 0) if 0 < call.dim < x.ndim else x
-    for name in TensorOptions.OF_CLASSES:
-        x = local.get(name)
-        if torch_compat.is_dtensor(x):
+            local[name] = x.movedim(dim, 0) if 0 < dim < x.ndim else x
+        elif torch_compat.is_dtensor(x):
             if not _is_sharded(x):
                 raise TypeError(
                     f"{name}: got a DTensor with placements {x.placements}, expected "

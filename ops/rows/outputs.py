@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from cutefce.cute_kernels.workspace import NUM_STATS
-from cutefce.ops.interface.checks import OF_ALL
+from cutefce.ops.interface.options import OF_ALL
 
 STORED = "lse", "entropy", "sum_p_squared", "mean_logit", "is_top1", "argmax"
 """Outputs that are rows of the statistics; lse only beside others `OF_ALL` classes, else it follows

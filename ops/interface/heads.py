@@ -1,0 +1,97 @@
+"""Errors of hidden states, weights and targets that do not fit together."""
+
+from torch import Tensor
+
+from cutefce.ops import torch_compat
+from cutefce.ops.interface import checks
+from cutefce.ops.interface.checks import TENSOR
+from cutefce.ops.operators.context import is_mixed
+
+SHARDED = (
+    "call cutefce.linear_cross_entropy with a linear_weight that is sharded over the vocabulary"
+)
+"""What else than a plain tensor is served."""
+
+
+def check_tensors(h: Tensor, w: Tensor, y: Tensor, parts: int = 1) -> None:
+    """Raise TypeError or ValueError unless h (..., D), w (V, D) and y (...) fit together.
+
+    `parts` is the number of ranks whose h, one after another, have the tokens of y.
+    """
+    check_head(h, w)
+    check_plain("target", y, SHARDED)
+    if not checks.has_integers(y):
+        raise TypeError(f"target: got dtype {y.dtype}, expected integers (class indices)")
+    if parts > 1 and h.ndim == 1:
+        raise ValueError(f"input: got shape {tuple(h.shape)}, expected a dimension of tokens first")
+    tokens = token_shape(h, parts)
+    if not checks.are_equal("target", y.shape, tokens):
+        shared = f", of which {parts} ranks hold a part each" if parts > 1 else ""
+        raise ValueError(
+            f"target: got shape {tuple(y.shape)}, expected {tokens} "
+            f"to match input of shape {tuple(h.shape)}{shared}"
+        )
+    checks.check_device("linear_weight", w, h)
+    checks.check_device("target", y, h)
+
+
+def check_head(
+    h: Tensor,
+    w: Tensor,
+    names: tuple[str, str] = ("input", "linear_weight"),
+    hint: str = SHARDED,
+    is_cast: bool = False,
+) -> None:
+    """Raise TypeError or ValueError unless h (..., D) and w (V, D), called `names`, fit together.
+
+    `hint` says what to do with a DTensor, `is_cast` whether a float32 weight is cast to 16 bits.
+    """
+    of_h, of_w = names
+    check_plain(of_h, h, hint)
+    check_plain(of_w, w, hint)
+    checks.check_dtype(of_h, h)
+    if w.dtype != h.dtype and not (is_cast and is_mixed(h, w)):
+        raise TypeError(
+            f"{of_w}: got dtype {w.dtype}, expected that of {of_h}, {h.dtype}; "
+            "cast one of them, or call under torch.autocast"
+        )
+    if w.ndim != 2 or 0 in w.shape:
+        raise ValueError(
+            f"{of_w}: got shape {tuple(w.shape)}, expected (V, D) with V >= 1 and D >= 1; "
+            "gather it first if it is a sharded parameter"
+        )
+    if h.ndim == 0 or not checks.are_equal(of_h, h.shape[-1:], w.shape[1:]):
+        if h.ndim > 0 and h.shape[-1] == w.shape[0]:
+            raise ValueError(
+                f"{of_w}: got shape {tuple(w.shape)}, expected (V, {h.shape[-1]}) to match "
+                f"{of_h} of shape {tuple(h.shape)}; pass {of_w}.t()"
+            )
+        raise ValueError(
+            f"{of_h}: got shape {tuple(h.shape)}, expected (..., {w.shape[1]}) "
+            f"to match {of_w} of shape {tuple(w.shape)}"
+        )
+
+
+def check_plain(name: str, x: Tensor, hint: str) -> None:
+    """Raise TypeError unless x is a plain, strided tensor; `hint` is about DTensors."""
+    checks.check_type(name, x, TENSOR)
+    if torch_compat.is_dtensor(x):
+        raise TypeError(
+            f"{name}: got a DTensor with placements {x.placements}, expected a plain tensor; "
+            f"pass {name}.full_tensor(), or {hint.format(name)}"
+        )
+    checks.check_layout(name, x)
+
+
+def check_accumulates(linear_weight: Tensor) -> None:
+    """Raise unless the weight has a gradient that a backward can add to a buffer."""
+    if not linear_weight.requires_grad:
+        raise ValueError(
+            "accumulate_into: got a buffer for a linear_weight that does not require grad, "
+            "expected None"
+        )
+
+
+def token_shape(h: Tensor, parts: int) -> tuple[int, ...]:
+    """Return the shape (...) of all tokens; `parts` ranks have h (..., D), one after another."""
+    return (parts * h.shape[0], *h.shape[1:-1]) if h.ndim > 1 else ()
