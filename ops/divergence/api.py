@@ -9,8 +9,10 @@ from torch.distributed import ProcessGroup
 
 from cutefce.ops.divergence import operators  # noqa: F401  (registers)
 from cutefce.ops.divergence.checks import checked_call
+from cutefce.ops.divergence.options import Divergence, DivergenceTensors
 from cutefce.ops.divergence.plan import DivergencePlan, make_plan, problem_of
 from cutefce.ops.interface.checks import check_transform
+from cutefce.ops.interface.options import Sharding
 from cutefce.ops.interface.signature import runs
 
 
@@ -29,12 +31,10 @@ def _divergence(
     loss, _ = torch.ops.cutefce.divergence(
         *(x for head in call.heads for x in head),
         call.target,
-        **call.tensors.by_name(),
-        **call.options.by_name(),
-        **call.sharding.by_name(),
+        **call.arguments,
     )
     result: Tensor = loss
-    return result if call.options.is_scalar else result.reshape(call.tokens)
+    return result.reshape(call.tokens) if result.ndim else result
 
 
 @runs(_divergence)
@@ -124,13 +124,16 @@ def _plan_divergence(
     """Return what `plan_divergence` returns; `given` are its other arguments."""
     sides = student_input, student_weight, teacher_input, teacher_weight
     call = checked_call(sides, target, given)
+    tensors = DivergenceTensors.from_keywords(call.arguments)
+    options = Divergence.from_keywords(call.arguments)
+    sharding = Sharding.from_keywords(call.arguments)
     counted = len(call.heads[0][0])
     if call.target is not None:
         if call.target.is_meta:
             raise ValueError("target: got one on meta, which has no values, expected None")
-        counted = int((call.target != call.options.ignore_index).sum())
-    problem = problem_of(call.heads, counted, call.tensors, call.options, call.sharding)
-    return make_plan(problem, call.options.budget)
+        counted = int((call.target != options.ignore_index).sum())
+    problem = problem_of(call.heads, counted, tensors, options, sharding)
+    return make_plan(problem, options.budget)
 
 
 @runs(_plan_divergence)

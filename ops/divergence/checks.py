@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cutefce.ops.divergence.options import DIVERGENCES, Divergence, DivergenceTensors
+from cutefce.ops.divergence.options import DIVERGENCES
 from cutefce.ops.dtypes import sum_dtype
 from cutefce.ops.interface import checks
 from cutefce.ops.interface.checks import Operands
@@ -14,8 +14,8 @@ from cutefce.ops.interface.heads import check_head
 from cutefce.ops.interface.options import (
     LossOptions,
     Sharding,
-    TensorOptions,
     check_arguments,
+    check_divides,
     check_types,
     scalar_beside,
 )
@@ -24,6 +24,7 @@ from cutefce.ops.operators.context import autocast
 from cutefce.ops.parallel.dtensor import replicated
 
 NAMES = "student_input", "student_weight", "teacher_input", "teacher_weight"
+DEFAULTS = LossOptions()
 PAIRS = {"logit_scale": 1.0, "softcap": None, "temperature": 1.0}
 """Options that the sides may have different values of, with their defaults."""
 Heads = Sequence[tuple[Tensor, Tensor]]
@@ -37,9 +38,8 @@ class CheckedCall(NamedTuple):
     """(N, D) and (V, D)"""
     target: Tensor | None
     """(N,) int64"""
-    tensors: DivergenceTensors
-    options: Divergence
-    sharding: Sharding
+    arguments: dict[str, Any]
+    """The others by name: the fields of `options.RECORDS`."""
     tokens: tuple[int, ...]
     """The shape (...) of the tokens."""
 
@@ -53,15 +53,15 @@ def checked_call(
     """
     check_types(**dict(zip(NAMES, sides, strict=True)))
     check_arguments({name: x for name, x in given.items() if name not in PAIRS})
-    scales, softcaps, temperatures = (
+    scales, softcaps, temperatures = [
         pair(name, given.get(name, default)) for name, default in PAIRS.items()
-    )
+    ]
     heads = autocast(*sides[:2]), autocast(*sides[2:])
     check_heads(*heads)
     h, w = heads[0]
     group, shards = given.get("group"), given.get("shards")
-    names = None if group is None else group.group_name, None if shards is None else list(shards)
-    sharding = Sharding(*names)
+    shards = None if shards is None else list(shards)
+    sharding = Sharding(None if group is None else group.group_name, shards)
     sharding.ranks()
     sharding.check(w)
     of = Operands(h, w, h.shape[:-1], sharding.vocab(w), "student_input")
@@ -72,24 +72,34 @@ def checked_call(
             checks.check_bias(name, bias, of)
     divergence = given.get("divergence", "forward_kl")
     share = checked_share(divergence, given.get("beta"))
-    loss = LossOptions.from_keywords({x: given[x] for x in given.keys() - PAIRS.keys()})
-    divided = checked_temperature(temperatures[0], of), checked_temperature(temperatures[1], of)
-    divisor = checked_denominator(given.get("denominator"), of, loss.reduction)
-    budget = checks.workspace_bytes(given.get("workspace"))
-    wanted = [gradients(*head, bias) for head, bias in zip(heads, biases, strict=True)]
-    known = form(divergence, share), share, loss.reduction, loss.ignore_index, budget
+    reduction = given.get("reduction", DEFAULTS.reduction)
+    ignored = given.get("ignore_index", DEFAULTS.ignore_index)
+    arguments = {  # no record, whose methods a graph compiler cannot trace
+        "student_bias": biases[0],
+        "teacher_bias": biases[1],
+        "student_temperature": checked_temperature(temperatures[0], of),
+        "teacher_temperature": checked_temperature(temperatures[1], of),
+        "denominator": checked_denominator(given.get("denominator"), of, reduction),
+        "divergence": form(divergence, share),
+        "beta": share,
+        "reduction": reduction,
+        "ignore_index": ignored,
+        "budget": checks.workspace_bytes(given.get("workspace")),
+        "student_scale": scales[0],
+        "teacher_scale": scales[1],
+        "student_softcap": softcaps[0],
+        "teacher_softcap": softcaps[1],
+        "student_gradients": gradients(*heads[0], biases[0]),
+        "teacher_gradients": gradients(*heads[1], biases[1]),
+        "group": sharding.group,
+        "shards": shards,
+    }
     if target is not None:
         if target.dtype == torch.bool:
-            target = torch.where(target, loss.ignore_index ^ 1, loss.ignore_index)
+            target = torch.where(target, ignored ^ 1, ignored)
         target = target.reshape(-1).long()
-    return CheckedCall(
-        [(h.reshape(-1, h.shape[-1]), w) for h, w in heads],
-        target,
-        DivergenceTensors(*biases, *divided, divisor),
-        Divergence(*known, *scales, *softcaps, *wanted),
-        sharding,
-        of.tokens,
-    )
+    flat = [(h.reshape(-1, h.shape[-1]), w) for h, w in heads]
+    return CheckedCall(flat, target, arguments, of.tokens)
 
 
 def checked_temperature(temperature: Tensor | float, of: Operands) -> Tensor | None:
@@ -112,7 +122,8 @@ def checked_denominator(
     if denominator is None:
         return None
     x = replicated("denominator", as_tensor("denominator", denominator, of.h))
-    TensorOptions(denominator=x).check(of, reduction)
+    checks.check_scalar("denominator", x, of)
+    check_divides(reduction)
     return scalar_beside(x, of.h)
 
 

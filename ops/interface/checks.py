@@ -68,10 +68,10 @@ def shown(value: Any) -> str:
 
 def check_type(name: str, value: Any, type: Type) -> None:
     """Raise TypeError unless the argument called `name` is of its type."""
-    is_wrong = not isinstance(value, type.types)
+    kinds: Sequence[Any] = type.types
     if isinstance(value, (bool, str)):  # a string is a sequence, a bool an integer
-        is_wrong = not any(isinstance(value, kind) for kind in (bool, str) if kind in type.types)
-    if is_wrong:
+        kinds = [kind for kind in (bool, str) if kind in kinds]
+    if not any(isinstance(value, kind) for kind in kinds):  # as a graph compiler can trace
         raise TypeError(f"{name}: got {shown(value)}, expected {type.expected}")
     for x in value or () if type is SIZES_OR_NONE else ():
         if isinstance(x, bool) or not isinstance(x, INTEGERS):

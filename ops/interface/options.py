@@ -247,8 +247,8 @@ class TensorOptions(OperatorRecord):
             check = self.arguments()[name].type.check
             if check is not None:
                 check(name, x, of)
-        if self.denominator is not None and reduction != "mean":
-            raise ValueError(f'denominator: got one with reduction={reduction!r}, expected "mean"')
+        if self.denominator is not None:
+            check_divides(reduction)
         buffer = self.accumulate_into
         if buffer is not None and self.linear_bias is not None:
             checks.check_apart("accumulate_into", buffer, linear_bias=self.linear_bias)
@@ -395,6 +395,12 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
     for name, value in arguments.items():
         if name in ARGUMENTS and not isinstance(value, Tensor):
             checks.check_value(name, value, ARGUMENTS[name].type)
+
+
+def check_divides(reduction: str) -> None:
+    """Raise ValueError unless a reduction has a denominator."""
+    if reduction != "mean":
+        raise ValueError(f'denominator: got one with reduction={reduction!r}, expected "mean"')
 
 
 def check_outputs(names: Sequence[str]) -> None:

@@ -5,7 +5,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar, cast
 
-from cutefce.ops.interface.options import check_types, refuse
+from cutefce.ops.interface.options import ARGUMENTS, check_types, refuse
 from cutefce.ops.parallel.consistency import report_errors
 
 P = ParamSpec("P")
@@ -19,12 +19,15 @@ def runs(run: Callable[..., R]) -> Callable[[Callable[P, R]], Callable[P, R]]:
     positional arguments as they are, and of those by name the ones that are not at their defaults:
     a call without options pays for none.  An error is raised on all ranks of the call's group; one
     of a positional argument of another type names it, which an error of the dispatcher does not.
+    Other names are refused, those of another function's arguments only if it declares no `**`.
     """
 
     def decorator(declaration: Callable[P, R]) -> Callable[P, R]:
         parameters = inspect.signature(declaration).parameters.values()
         defaults = {x.name: x.default for x in parameters if x.kind is not x.VAR_KEYWORD}
         names = [x.name for x in parameters if x.kind is x.POSITIONAL_OR_KEYWORD]
+        takes_others = any(x.kind is x.VAR_KEYWORD for x in parameters)
+        known = {*defaults, *ARGUMENTS} if takes_others else {*defaults}
 
         @functools.wraps(declaration)
         def call(*operands: Any, **arguments: Any) -> R:
@@ -37,7 +40,7 @@ def runs(run: Callable[..., R]) -> Callable[[Callable[P, R]], Callable[P, R]]:
             report = report_errors.of(given.get("group"), weight)
             try:
                 if given:
-                    refuse({name: x for name, x in given.items() if name not in defaults})
+                    refuse({name: x for name, x in given.items() if name not in known})
                 return run(*operands, **given)
             except Exception as error:
                 named = given | dict(zip(names, operands, strict=False))
