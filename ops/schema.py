@@ -96,6 +96,10 @@ class OperatorRecord:
 
     def given(self) -> dict[str, Any]:
         """Return the arguments that are not at their defaults, by name."""
+        return self._given
+
+    @cached_property
+    def _given(self) -> dict[str, Any]:
         given = {}
         for (name, default), x in zip(_defaults(cast(Any, type(self))), self.pack(), strict=True):
             if x is not default and (default is None or x != default):

@@ -25,7 +25,7 @@ from cutefce.ops.parallel.dtensor import replicated
 
 NAMES = "student_input", "student_weight", "teacher_input", "teacher_weight"
 DEFAULTS = LossOptions()
-PAIRS = {"logit_scale": 1.0, "softcap": None, "temperature": 1.0}
+PAIRS: dict[str, Any] = {"logit_scale": 1.0, "softcap": None, "temperature": 1.0}
 """Options that the sides may have different values of, with their defaults."""
 Heads = Sequence[tuple[Tensor, Tensor]]
 """Hidden states and weight, of the student and of the teacher."""
@@ -54,7 +54,8 @@ def checked_call(
     check_types(**dict(zip(NAMES, sides, strict=True)))
     check_arguments({name: x for name, x in given.items() if name not in PAIRS})
     scales, softcaps, temperatures = [
-        pair(name, given.get(name, default)) for name, default in PAIRS.items()
+        pair(name, given[name]) if name in given else (default, default)
+        for name, default in PAIRS.items()
     ]
     heads = autocast(*sides[:2]), autocast(*sides[2:])
     check_heads(*heads)

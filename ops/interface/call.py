@@ -129,8 +129,8 @@ def _evaluate(
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Return the loss, and further results of `loss_forward` if they are wanted."""
     call = checked_call(input, linear_weight, target, workspace, arguments)
-    h, w, y, step, options, tensors, sharding = call
-    needs_grad = step.grad_hidden or step.grad_weight or step.grad_bias
+    h, w, y, _, grads, options, tensors, sharding = call
+    needs_grad = True in grads
     if tensors.target_indices is not None and tensors.target_probs is not None:
         soft = tensors.target_indices, tensors.target_probs
         direct = can_bypass_dispatcher(h, w, y, *tensors.given().values())
@@ -149,6 +149,7 @@ def _evaluate(
     if not needs_grad and not with_stats:
         result = run(forward, (h, w, rows), (options, tensors, sharding))
     else:
+        step = call.step(input, linear_weight)
         trained = row_outputs if options.reduction == OUTPUTS else loss_and_stats
         result, *rest = trained(h, w, rows, step, options, tensors, sharding)
     if options.reduction == "none":
@@ -165,10 +166,19 @@ class CheckedCall(NamedTuple):
     """(V, D) of h's dtype, or float32 beside the `weight_cast` of the tensors."""
     y: Tensor
     """(...)"""
-    step: StepOptions
+    budget: int
+    """Bytes that it may take."""
+    grads: tuple[bool, bool, bool]
+    """Whether dX, dW and the gradient of the bias are computed."""
     options: LossOptions
     tensors: TensorOptions
     sharding: Sharding
+
+    def step(self, input: Tensor, linear_weight: Tensor) -> StepOptions:
+        """Return what its plan depends on, where these tensors were given."""
+        w = self.tensors.computed_weight(self.w)
+        copied = copied_item_bytes(input, self.h), copied_item_bytes(linear_weight, w)
+        return StepOptions(self.budget, *self.grads, *copied)
 
 
 def checked_call(
@@ -223,9 +233,8 @@ def checked_call(
             tensors = dataclasses.replace(tensors, grad_output=None)
         budget = checks.workspace_bytes(workspace)
     rows = h if h.ndim == 2 else h.reshape(-1, w.shape[1])
-    copied = copied_item_bytes(input, rows), copied_item_bytes(linear_weight, w)
-    step = StepOptions(budget, grad_hidden, grad_weight, grad_bias, *copied)
-    return CheckedCall(rows, own, target, step, options, tensors, sharding)
+    grads = grad_hidden, grad_weight, grad_bias
+    return CheckedCall(rows, own, target, budget, grads, options, tensors, sharding)
 
 
 def needs_operator(h: Tensor, w: Tensor, y: Tensor, *, is_plain: bool) -> bool:

@@ -73,7 +73,8 @@ def _plan(
         y = some.new_empty(tokens)
     call = checked_call(part.h, part.w, y, workspace, local)
     w = call.tensors.computed_weight(call.w)
-    return plan_for(call.h, w, call.step, call.options, call.tensors, call.sharding)
+    step = call.step(part.h, part.w)
+    return plan_for(call.h, w, step, call.options, call.tensors, call.sharding)
 
 
 @runs(_plan)

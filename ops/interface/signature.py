@@ -39,8 +39,9 @@ def runs(run: Callable[..., R]) -> Callable[[Callable[P, R]], Callable[P, R]]:
             weight = operands[1] if len(operands) > 1 else given.get("linear_weight")
             report = report_errors.of(given.get("group"), weight)
             try:
-                if given:
-                    refuse({name: x for name, x in given.items() if name not in known})
+                for name in given:
+                    if name not in known:
+                        refuse({name: given[name]})
                 return run(*operands, **given)
             except Exception as error:
                 named = given | dict(zip(names, operands, strict=False))

@@ -122,11 +122,13 @@ def _local_options(given: dict[str, Any], dim: int) -> dict[str, Any]:
     """
     local = dict(given)
     for name, x in given.items():
-        if isinstance(x, ProcessGroup):
+        if name == "group":
             local[name] = x.group_name
         elif name == "shards":
             local[name] = list(x)
-        elif isinstance(x, Tensor) and name not in TensorOptions.OF_CLASSES:
+        elif not isinstance(x, Tensor):
+            continue
+        elif name not in TensorOptions.OF_CLASSES:
             x = replicated(name, x)
             local[name] = x.movedim(dim, 0) if 0 < dim < x.ndim else x
         elif torch_compat.is_dtensor(x):
