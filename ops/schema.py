@@ -109,7 +109,8 @@ class OperatorRecord:
     @cached_property
     def kinds(self) -> set[Any]:
         """Those of the arguments that are not at their defaults."""
-        return {self.arguments()[name].kind for name in self.given()}
+        own = self.arguments()
+        return {own[name].kind for name in self.given()}
 
     @classmethod
     def from_keywords(cls: type[R], keywords: Mapping[str, Any]) -> R:

@@ -99,14 +99,14 @@ def check_transform(name: str) -> None:
 
 def workspace_bytes(workspace: int | str | None) -> int:
     """Return the budget in bytes that `workspace` means: bytes, "min", "max" or None."""
+    if workspace is None:
+        return budget.DEFAULT
     check_type("workspace", workspace, BYTES)
     if isinstance(workspace, str):
         named = {"min": budget.MINIMUM, "max": budget.MAXIMUM}
         if workspace not in named:
             raise ValueError(f'workspace: got {workspace!r}, expected bytes, "min", "max" or None')
         return named[workspace]
-    if workspace is None:
-        return budget.DEFAULT
     if not 0 <= workspace < 1 << 63:
         raise ValueError(f'workspace: got {workspace}, expected bytes from 0 to 2**63 - 1 or "max"')
     return min(workspace, budget.MAXIMUM)

@@ -159,9 +159,10 @@ class LossOptions(OperatorRecord):
 
     def check(self) -> None:
         """Raise ValueError for a value out of its range, NotImplementedError for a combination."""
+        own = self.arguments()
         for name, value in self.given().items():
             if not (name == "reduction" and self.outputs):
-                checks.check_value(name, value, self.arguments()[name].type)
+                checks.check_value(name, value, own[name].type)
         check_outputs(self.output_names)
         if self.softcap is None:
             return
