@@ -153,6 +153,8 @@ def _families(
     if not (p.needs_gradients and p.stores):
         yield [Layout(tokens, widths[0])]
         return
+    if may_chunk and p.can_chunk:  # the first, so that others are compared with few plans of them
+        yield from _chunks(p, every, backend.skips_far)
     for window in widths:
         # float32 sums are worth their memory where few windows add to them
         for low in (*_bits(p, window), *[0] * (window == widths[0])) or (0,):
@@ -161,8 +163,6 @@ def _families(
                 some = [Layout(tokens, window, x, aliased, low) for x in range(0, rest, window)]
                 # no window is computed again, of whatever width
                 yield [*some, Layout(tokens, widths[0], round_up(rest, block), aliased, low)]
-    if may_chunk and p.can_chunk:
-        yield from _chunks(p, every, backend.skips_far)
 
 
 def _bits(p: Problem, window: int) -> list[int]:

@@ -43,30 +43,32 @@ def fastest_within(families: Sequence[Sequence[L]], planned: Callable[[L], P], b
             made[x] = planned(x)
         return made[x]
 
-    parts = [part for x in families for part in (x[:1], x[-1:], x[1:-1]) if part]
     found = None
     if budget != MINIMUM:
-        found = _fastest(parts, of, budget)
+        found = _fastest(families, of, budget)
     if found is None:
-        least = min(of(x).workspace_bytes for part in parts for x in (part[0], part[-1]))
+        ends = {x for family in families for x in (*family[:2], family[-1])}
+        least = min(of(x).workspace_bytes for x in ends)
         limit = least * WORTH[0] // WORTH[1] + FREE if budget == MINIMUM else least
-        found = _fastest(parts, of, limit)
+        found = _fastest(families, of, limit)
     assert found is not None, "the least fits"
     return found
 
 
-def _fastest(parts: Sequence[Sequence[L]], of: Callable[[L], P], limit: int) -> P | None:
+def _fastest(families: Sequence[Sequence[L]], of: Callable[[L], P], limit: int) -> P | None:
     """Return the fastest plan of at most `limit` bytes, the smallest one of those; None if none is.
 
-    Each layout of a part takes more memory, and less time, than the one before.
+    A family whose last layouts are not faster than a plan that fits has none that is.
     """
     best = None
-    for part in parts:
-        if best is not None and of(part[-1]).seconds >= best.seconds:
+    for family in families:
+        if best is not None and all(of(x).seconds >= best.seconds for x in family[:-3:-1]):
             continue
-        found = _most_within(part, limit, lambda x: of(x).workspace_bytes)
-        if found is not None and (best is None or _cost(of(found)) < _cost(best)):
-            best = of(found)
+        found = [x for x in (family[-1], family[0]) if of(x).workspace_bytes <= limit][:1]
+        most = _most_within(family[1:-1], limit, lambda x: of(x).workspace_bytes)
+        for x in (*found, *most):
+            if best is None or _cost(of(x)) < _cost(best):
+                best = of(x)
     return best
 
 
@@ -74,16 +76,16 @@ def _cost(x: Costed) -> tuple[float, int]:
     return x.seconds, x.workspace_bytes
 
 
-def _most_within(family: Sequence[L], limit: int, size: Callable[[L], int]) -> L | None:
-    """Return the last layout of at most `limit` bytes.
+def _most_within(family: Sequence[L], limit: int, size: Callable[[L], int]) -> Sequence[L]:
+    """Return the last layout of at most `limit` bytes, if there is one.
 
     Bytes grow about linearly, so that a guess between two that are known is nearly right.
     """
+    if not family or size(family[0]) > limit:
+        return []
     low, high = 0, len(family) - 1
     if size(family[high]) <= limit:
-        return family[high]
-    if size(family[low]) > limit:
-        return None
+        return family[high:]
     while high - low > 1:
         least, most = size(family[low]), size(family[high])
         guess = low + (limit - least) * (high - low) // max(most - least, 1)
@@ -94,4 +96,4 @@ def _most_within(family: Sequence[L], limit: int, size: Callable[[L], int]) -> L
                 break
         else:
             high = guess
-    return family[low]
+    return family[low : low + 1]
