@@ -42,7 +42,7 @@ SIGNATURES = {
     "LogProbs": "log_probs lse entropy sum_p_squared mean_logit is_top1 argmax",
     "plan": "input linear_weight target reduction label_smoothing gradient samples workspace "
     "accumulate_into grad_output target_indices target_probs group shards sequence_parallel "
-    "removed",
+    "others",
     "plan_divergence": "student_input student_weight teacher_input teacher_weight target "
     "divergence beta student_bias teacher_bias temperature reduction ignore_index workspace group "
     "shards",

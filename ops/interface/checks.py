@@ -108,7 +108,9 @@ def workspace_bytes(workspace: int | str | None) -> int:
             raise ValueError(f'workspace: got {workspace!r}, expected bytes, "min", "max" or None')
         return named[workspace]
     if not 0 <= workspace < 1 << 63:
-        raise ValueError(f'workspace: got {workspace}, expected bytes from 0 to 2**63 - 1 or "max"')
+        raise ValueError(
+            f'workspace: got {workspace}, expected bytes from 0 to 2**63 - 1, "min", "max" or None'
+        )
     return min(workspace, budget.MAXIMUM)
 
 

@@ -373,6 +373,9 @@ ARGUMENTS: dict[str, Argument] = OTHERS | {
 }
 """The arguments of all public functions, by name."""
 
+LOSS_OPTIONS = [name for record in OPTIONS for name in record.names(public=True)]
+"""Options of the loss that its callers know."""
+
 REMOVED = {
     "accum_dtype": ": sums of dW are not rounded to bfloat16 any more; a smaller `workspace` takes "
     "less memory"

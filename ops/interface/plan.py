@@ -95,7 +95,7 @@ def plan(  # type: ignore[empty-body]
     group: ProcessGroup | None = None,
     shards: Sequence[int] | None = None,
     sequence_parallel: bool = False,
-    **removed: Any,
+    **others: Any,
 ) -> Plan:
     """Return how `linear_cross_entropy` would run with these arguments; print it to read it.
 
@@ -119,7 +119,7 @@ def plan(  # type: ignore[empty-body]
         group: process group over which the vocabulary is sharded.
         shards: rows of every rank's weight.
         sequence_parallel: whether input holds this rank's share of the tokens.
-        **removed: arguments of earlier versions, which are refused.
+        **others: other options of the call, which change its memory a little or not at all.
 
     More than eight parameters: they are arguments of the call.
 

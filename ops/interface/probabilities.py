@@ -1,5 +1,6 @@
 """Probabilities of all classes as the target, as of `torch.nn.functional.cross_entropy`."""
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -50,8 +51,11 @@ def loss_of_probabilities(
     _check(target, h, w, arguments)
     options.check()
     tensors.check(checks.Operands(h, w, h.shape[:-1], len(w)), options.reduction)
-    tensors, rows, token = tensors.prepared(h), h.reshape(-1, h.shape[-1]), tensors.token_weights
+    tensors, rows = tensors.prepared(h), h.reshape(-1, h.shape[-1])
+    token = tensors.token_weights
     if token is not None:
+        token = token.reshape(-1)  # of one token, too
+        tensors = dataclasses.replace(tensors, token_weights=token)
         rows = torch.where((token == 0)[:, None], 0, rows)  # what they hold does not matter
     grad, bias = torch.is_grad_enabled(), tensors.linear_bias
     wanted = (grad and x is not None and x.requires_grad for x in (h, w, bias))

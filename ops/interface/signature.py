@@ -5,7 +5,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar, cast
 
-from cutefce.ops.interface.options import ARGUMENTS, check_types, refuse
+from cutefce.ops.interface.options import LOSS_OPTIONS, check_types, refuse
 from cutefce.ops.parallel.consistency import report_errors
 
 P = ParamSpec("P")
@@ -19,7 +19,7 @@ def runs(run: Callable[..., R]) -> Callable[[Callable[P, R]], Callable[P, R]]:
     positional arguments as they are, and of those by name the ones that are not at their defaults:
     a call without options pays for none.  An error is raised on all ranks of the call's group; one
     of a positional argument of another type names it, which an error of the dispatcher does not.
-    Other names are refused, those of another function's arguments only if it declares no `**`.
+    Other names are refused; if it declares `**`, options of the loss are not.
     """
 
     def decorator(declaration: Callable[P, R]) -> Callable[P, R]:
@@ -27,7 +27,8 @@ def runs(run: Callable[..., R]) -> Callable[[Callable[P, R]], Callable[P, R]]:
         defaults = {x.name: x.default for x in parameters if x.kind is not x.VAR_KEYWORD}
         names = [x.name for x in parameters if x.kind is x.POSITIONAL_OR_KEYWORD]
         takes_others = any(x.kind is x.VAR_KEYWORD for x in parameters)
-        known = {*defaults, *ARGUMENTS} if takes_others else {*defaults}
+        known = {*defaults, *(LOSS_OPTIONS if takes_others else ())}
+        run.__qualname__ = declaration.__qualname__  # python's errors name it
 
         @functools.wraps(declaration)
         def call(*operands: Any, **arguments: Any) -> R:

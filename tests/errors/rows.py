@@ -635,7 +635,7 @@ WRONG: dict[str, list[Row]] = {
         Row({}, TypeError, f"got {{}} (dict), {BYTES}"),
         Row(b"max", TypeError, f"got b'max' (bytes), {BYTES}"),
         Row("huge", ValueError, """got 'huge', expected bytes, "min", "max" or None"""),
-        Row(-1, ValueError, """got -1, expected bytes from 0 to 2**63 - 1 or "max\""""),
+        Row(-1, ValueError, """got -1, expected bytes from 0 to 2**63 - 1, "min", "max" or None"""),
         *(
             Row(
                 size,

@@ -271,5 +271,11 @@ def test_shapes_and_dtypes(device: str) -> None:
     torch.testing.assert_close(head(h, probs.double()), want)
     torch.testing.assert_close(head(h, probs.mT.contiguous().mT), want)
     torch.testing.assert_close(head(h[0, 0], probs[0, 0]), want[0, 0])
+    weights = torch.tensor([0.0, 1.0, 2.0, 3.0], device=device).expand(3, 4)
+    weighted = head(h, probs, token_weights=weights)
+    torch.testing.assert_close(weighted, want * weights)
+    torch.testing.assert_close(
+        head(h[0, 2], probs[0, 2], token_weights=weights[0, 2]), 2 * want[0, 2]
+    )
     empty = cutefce.linear_cross_entropy(h[:0], head.linear.weight, probs[:0])
     assert empty.item() == 0
