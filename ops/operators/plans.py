@@ -5,13 +5,14 @@ comparison of sizes, and one graph serves all of them.
 """
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from cutefce.cute_kernels.problem import Problem as Operands
 from cutefce.cute_kernels.problem import can_keep
-from cutefce.cute_kernels.process_cache import process_cache
+from cutefce.cute_kernels.process_cache import MAX_ENTRIES, on_reset
 from cutefce.ops import torch_compat
 from cutefce.ops.dtypes import sum_dtype
 from cutefce.ops.interface.options import LossOptions, Sharding, StepOptions, TensorOptions
@@ -59,7 +60,45 @@ class Request:
         return replace(self, problem=problem, operands=operands, copies=copies)
 
 
+_plans: dict[Any, Plan] = {}
+on_reset(_plans.clear)
+
+
 def plan_for(
+    h: Tensor,
+    w: Tensor,
+    step: StepOptions,
+    options: LossOptions,
+    tensors: TensorOptions,
+    sharding: Sharding,
+    counted: int | None = None,
+    leaves_out: bool = False,
+) -> Plan:
+    """Return the plan of this rank's part of a step, which is made once for a layout of operands.
+
+    The arguments are those of `make_plan`.
+    """
+    operands = layout_of(h), layout_of(w), *map(layout_of, tensors.given().values())
+    records = step, options, *tensors.given(), sharding.group, *(sharding.shards or ())
+    key = operands, records, sharding.sequence_parallel, counted, leaves_out
+    found = _plans.get(key)
+    if found is None:
+        given = h, w, step, options, tensors, sharding
+        found = make_plan(*given, counted, leaves_out)
+        # kernels that do not serve a call in a graph's capture may serve the next one
+        if found.backend.operands.arch is not None or not h.is_cuda:
+            if len(_plans) >= MAX_ENTRIES:
+                _plans.clear()
+            _plans[key] = found
+    return found
+
+
+def layout_of(x: Tensor) -> tuple[Any, ...]:
+    """Return what plans depend on of a tensor."""
+    return x.dtype, x.shape, x.stride(), x.data_ptr() % 16, x.device
+
+
+def make_plan(
     h: Tensor,
     w: Tensor,
     step: StepOptions,
@@ -85,10 +124,11 @@ def plan_for(
         leading = own.of_ranks(widest, tensors.grad_output is not None)
     if counted is not None and counted < own.problem.tokens:
         part = leading.of_tokens(counted)
-        limit = _make_plan(leading, leading, *more).workspace_bytes
-        if leaves_out or _make_plan(part, part, *more).workspace_bytes <= limit:
+        limit = _plan(leading, *more).workspace_bytes
+        if leaves_out or _plan(part, *more).workspace_bytes <= limit:
             leading, own = part, own.of_tokens(counted)
-    return _make_plan(leading, own, *more)
+    made = _plan(leading, *more)
+    return made if leading == own else _plan(own, *more, made.layout)
 
 
 def request_of(
@@ -184,13 +224,6 @@ def _copies(of: Operands, h: Tensor, w: Tensor, copied: tuple[int, int]) -> Copi
     accepts = is_dense if of.arch is None else has_aligned_rows
     gathered = (w,) if of.sequence_parallel else (h, w)
     return Copies(*copied, sum(x.nbytes for x in gathered if not accepts(x)))
-
-
-@process_cache
-def _make_plan(leading: Request, own: Request, device: torch.device, budget: int) -> Plan:
-    """Plan for `leading`, which is the same on all ranks, then for this rank's `own` problem."""
-    made = _plan(leading, device, budget)
-    return made if leading == own else _plan(own, device, budget, made.layout)
 
 
 def _plan(x: Request, device: torch.device, budget: int, like: Layout | None = None) -> Plan:

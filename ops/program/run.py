@@ -76,6 +76,8 @@ class Call(Interpreter[LossInputs]):
     parts: dict[Range, LossInputs] = field(default_factory=dict)
     views: dict[tuple[str, int | None], Tensor] = field(default_factory=dict)
     """Buffers as matrices."""
+    flat: dict[tuple[Home, int], Tensor] = field(default_factory=dict)
+    """Homes of buffers, flat, in the dtype of elements of so many bytes."""
 
     def part(self, rows: Range) -> LossInputs:
         """Return the operands of some tokens, whose losses are not reduced."""
@@ -106,8 +108,11 @@ class Call(Interpreter[LossInputs]):
     def _flat(self, b: Buffer) -> Tensor:
         """Return the memory of a buffer's home in the dtype of the buffer."""
         assert b.home is not None
-        memory, dtype = self.memory[b.home], self.dtype_of(b)
-        return memory if memory.dtype == dtype else memory.view(-1).view(dtype)
+        found = self.flat.get((b.home, b.item))
+        if found is None:
+            found = self.memory[b.home].view(-1).view(self.dtype_of(b))
+            self.flat[b.home, b.item] = found
+        return found
 
     def dtype_of(self, b: Buffer) -> torch.dtype:
         """Return the dtype of a buffer's elements."""
@@ -120,3 +125,4 @@ class Call(Interpreter[LossInputs]):
         """Run steps, whose views are of no use after them."""
         super().run(steps, scratch, table)
         self.views.clear()
+        self.flat.clear()
