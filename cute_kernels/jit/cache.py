@@ -50,6 +50,14 @@ _lock = threading.Lock()
 _loaded: dict[KernelSpec, Any] = {}
 
 
+class CompilerError(RuntimeError):
+    """A kernel could not be compiled, or what was compiled could not be loaded."""
+
+    def __init__(self, kernel: KernelSpec, cause: Exception) -> None:
+        super().__init__(f"the kernels' compiler failed: {type(cause).__name__}: {cause}")
+        self.arch = kernel.arch
+
+
 class _Thread(threading.local):
     """What this thread's calls of `compiled` mean."""
 
@@ -87,7 +95,11 @@ def _launch_nothing(*_: Any) -> None:
 
 
 def compiled(kernel: KernelSpec) -> Any:
-    """Return the function that launches `kernel` on torch's current stream."""
+    """Return the function that launches `kernel` on torch's current stream.
+
+    Raises:
+        CompilerError: if it is not stored and cannot be compiled.
+    """
     if _thread.recorded is not None:
         _thread.recorded[kernel] = None
         return _launch_nothing
@@ -205,9 +217,11 @@ def _load_or_compile(kernel: KernelSpec) -> Any:
         make(kernel)
         return _load_or_compile(kernel)
     try:
-        return _load(store(kernel, lambda: _compile(kernel)))
-    except OSError:
+        with contextlib.suppress(OSError):
+            return _load(store(kernel, lambda: _compile(kernel)))
         return _compile(kernel)
+    except Exception as error:  # a compiler may raise anything
+        raise CompilerError(kernel, error) from error
 
 
 def _compile(kernel: KernelSpec) -> Any:

@@ -25,6 +25,7 @@ from cutefce.ops.operators.context import isolated_context
 from cutefce.ops.operators.operators import LIBRARY
 from cutefce.ops.parallel.consistency import report_errors
 from cutefce.ops.parallel.shard import Unsharded, shard_of
+from cutefce.ops.primitives.dispatch import falls_back
 from cutefce.ops.rows.logit_map import LogitMap
 from cutefce.ops.schema import unpack
 
@@ -230,7 +231,7 @@ for name, schema, function, fake, derivative, setup in (
     ),
 ):
     LIBRARY.define(f"{name}{schema}", tags=_TAGS)
-    LIBRARY.impl(name, isolated_context(function), "CompositeExplicitAutograd")
+    LIBRARY.impl(name, isolated_context(falls_back(function)), "CompositeExplicitAutograd")
     torch.library.register_fake(f"cutefce::{name}", fake, lib=LIBRARY)
     torch.library.register_autograd(
         f"cutefce::{name}", derivative, setup_context=setup, lib=LIBRARY

@@ -31,7 +31,7 @@ from cutefce.ops.operators.operators import LIBRARY, forward
 from cutefce.ops.operators.plans import copied_item_bytes
 from cutefce.ops.operators.seed import draw_seed
 from cutefce.ops.parallel.consistency import report_errors
-from cutefce.ops.primitives.dispatch import arch_of
+from cutefce.ops.primitives.dispatch import arch_of, try_compiler
 from cutefce.ops.rows.classes.output_classes import class_leads
 from cutefce.ops.rows.statistics import RowStats
 from cutefce.ops.rows.targets import OUTPUTS
@@ -135,7 +135,10 @@ def _evaluate(
         soft = tensors.target_indices, tensors.target_probs
         direct = can_bypass_dispatcher(h, w, y, *tensors.given().values())
         w_rows = tensors.computed_weight(w)
-        arch = arch_of(h, w_rows, SOFT_TARGETS) if direct else None  # compilers know no kernels
+        arch = None  # graph compilers know no kernels
+        if direct:
+            try_compiler(h.device, h.dtype)  # no operator chooses the classes, and falls back
+            arch = arch_of(h, w_rows, SOFT_TARGETS)
         y = chosen_leads(*soft, sharding.vocab(w), options.ignore_index, arch).reshape(y.shape)
     elif tensors.target_indices is not None:
         given = tensors.target_indices, sharding.vocab(w), options.ignore_index

@@ -38,6 +38,7 @@ from cutefce.ops.operators.kept import Kept
 from cutefce.ops.operators.operands import NO_GRADIENTS, plan_of, prepare, resume
 from cutefce.ops.parallel.shard import shard_of
 from cutefce.ops.planning.budget import MINIMUM
+from cutefce.ops.primitives.dispatch import falls_back
 from cutefce.ops.program import calls as programs
 from cutefce.ops.program.inputs import LossInputs
 from cutefce.ops.program.plan import Plan
@@ -278,8 +279,9 @@ def _rounded(dbias: Tensor | None, w: Tensor, tensors: TensorOptions) -> Tensor:
 
 
 IMPLS = {
-    function: isolated_context(function)
-    for function in (forward, loss_forward, loss_forward_into, loss_backward, loss_backward_into)
+    **{f: isolated_context(falls_back(f)) for f in (forward, loss_forward, loss_backward)},
+    # these may have added to the caller's buffer before a kernel failed to compile
+    **{f: isolated_context(f) for f in (loss_forward_into, loss_backward_into)},
 }
 """The implementations as eager autograd calls them: operands, and records of the others."""
 

@@ -20,6 +20,7 @@ from cutefce.ops.planning.device import device_of
 from cutefce.ops.primitives.dispatch import (
     options_unsupported_reason,
     problem_of,
+    try_compiler,
     window_configs_for,
 )
 from cutefce.ops.primitives.portable_projection import is_dense
@@ -84,6 +85,8 @@ def plan_for(
     found = _plans.get(key)
     if found is None:
         given = h, w, step, options, tensors, sharding
+        if sharding.group is not None:  # ranks cannot fall back once they have agreed
+            try_compiler(h.device, h.dtype)
         found = make_plan(*given, counted, leaves_out)
         # kernels that do not serve a call in a graph's capture may serve the next one
         if found.backend.operands.arch is not None or not h.is_cuda:

@@ -1,9 +1,11 @@
 """Which implementation of the primitives serves a call, and why."""
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -14,11 +16,11 @@ from cutefce.cute_kernels.arch import ARCHS, arch_for, arch_named
 from cutefce.cute_kernels.arch.base import TILE_K, Arch
 from cutefce.cute_kernels.config import KernelConfigs, PortableTiles, WindowConfig
 from cutefce.cute_kernels.gpu import Gpu
-from cutefce.cute_kernels.jit.cache import compiled
+from cutefce.cute_kernels.jit.cache import CompilerError, compiled
 from cutefce.cute_kernels.kernel_set import KernelSet
 from cutefce.cute_kernels.parts import FORWARD, SAMPLES, SOFT_TARGETS, STEP
 from cutefce.cute_kernels.problem import MAX_SELECTED, Problem
-from cutefce.cute_kernels.process_cache import process_cache, warn_once
+from cutefce.cute_kernels.process_cache import on_reset, process_cache, reset, warn_once
 from cutefce.cute_kernels.sampling_set import MAX_SAMPLE_SLOTS
 from cutefce.cute_kernels.variant import PLAIN, KernelVariant
 from cutefce.ops.dtypes import dtype_name
@@ -36,7 +38,12 @@ VERIFY = "cutefce verify"
 META_ARCH = arch_named("sm_90a")
 """The architecture that tensors on `meta` are planned for."""
 
+F = TypeVar("F", bound=Callable[..., Any])
+
 _strict = False
+_compiler_failures: dict[str, str] = {}
+"""Why the kernels of an architecture cannot be compiled in this process."""
+on_reset(_compiler_failures.clear)
 
 
 @dataclass(frozen=True)
@@ -57,6 +64,7 @@ def set_strict(enabled: bool) -> None:
 
 def backend_of(h: Tensor, w: Tensor, tokens: int | None = None) -> Backend:
     """Return which backend serves h (N, D), or a share of `tokens`, and w (V, D), and why."""
+    try_compiler(h.device, h.dtype)
     reason = _unsupported_reason(h, w, STEP, tokens)
     if reason is not None:
         return Backend("torch", reason)
@@ -280,8 +288,10 @@ def _device_unsupported_reason(device: torch.device, dtype: torch.dtype) -> str 
     name = dtype_name(dtype)
     if name not in arch.dtypes:
         return f"input: got dtype {dtype}, expected one of {', '.join(arch.dtypes)}"
-    return _compiler_unsupported_reason(arch, name) or _failed_reason(
-        gpu_of(device), verdicts.failure(gpu_of(device), name)
+    return (
+        _missing_reason()
+        or _compiler_failures.get(arch.name)
+        or _failed_reason(gpu_of(device), verdicts.failure(gpu_of(device), name))
     )
 
 
@@ -352,18 +362,48 @@ def _failed_reason(gpu: Gpu, verdict: verdicts.Verdict | None) -> str | None:
     return f"the kernels failed on {gpu.name} ({verdict.reason}); to try again: {VERIFY}"
 
 
-def _compiler_unsupported_reason(arch: Arch, dtype: str) -> str | None:
-    """Return why kernels for `arch` cannot be compiled or loaded; tries one."""
+def _missing_reason() -> str | None:
+    """Return which package that compiles or loads kernels is not installed, None if all are."""
     for module in ("cutlass", "tvm_ffi"):
         if find_spec(module) is None:
             return (
                 f"{module} is not installed: pip install 'nvidia-cutlass-dsl[cu13]' apache-tvm-ffi"
             )
-    try:
-        compiled(spec.TargetLogitSpec(arch.name, dtype))
-    except Exception as error:  # a compiler may raise anything; the portable path still works
-        return f"the kernels' compiler failed: {type(error).__name__}: {error}"
     return None
+
+
+def try_compiler(device: torch.device, dtype: torch.dtype) -> None:
+    """Compile or load a kernel for `dtype` on `device`: calls do without kernels if that fails.
+
+    It is for those who cannot do so once they launch kernels.
+    """
+    if device_unsupported_reason(device, dtype) is None:
+        try:
+            compiled(spec.TargetLogitSpec(gpu_of(device).arch.name, dtype_name(dtype)))
+        except CompilerError as error:
+            _do_without(error)
+
+
+def falls_back(function: F) -> F:
+    """Return a `function` that runs again, in plain torch, if its kernels cannot be compiled."""
+
+    @functools.wraps(function)
+    def run(*arguments: Any, **more: Any) -> Any:
+        try:
+            return function(*arguments, **more)
+        except CompilerError as error:
+            if error.arch in _compiler_failures:  # what an earlier call kept needs kernels
+                raise
+            _do_without(error)
+        return function(*arguments, **more)
+
+    return cast(F, run)
+
+
+def _do_without(error: CompilerError) -> None:
+    """Serve calls without kernels of an architecture from now on."""
+    reset()
+    _compiler_failures[error.arch] = str(error)
 
 
 @process_cache

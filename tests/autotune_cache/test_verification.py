@@ -129,7 +129,7 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: fake.ranks > 1)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: fake.ranks)
-    monkeypatch.setattr(dispatch, "_compiler_unsupported_reason", lambda arch, dtype: None)
+    monkeypatch.setattr(dispatch, "_missing_reason", lambda: None)
     process_cache.reset()
     yield fake
     process_cache.reset()

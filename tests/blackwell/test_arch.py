@@ -115,7 +115,7 @@ def test_only_verified_kernels_are_dispatched(arch: Arch, monkeypatch: pytest.Mo
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: arch.capability)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(dispatch, "_compiler_unsupported_reason", lambda *_: None)
+    monkeypatch.setattr(dispatch, "_missing_reason", lambda: None)
     monkeypatch.setattr(verdicts, "known", lambda *_: None)
     answers = iter((verdicts.Verdict(False, "it hung"), verdicts.Verdict(True)))
     monkeypatch.setattr(verify, "verify_call", lambda *_: next(answers))

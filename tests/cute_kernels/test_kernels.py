@@ -804,16 +804,15 @@ def test_partials_of_all_ranks_are_gathered() -> None:
     assert joined.sums.is_contiguous() and joined.semaphores is semaphores
 
 
-def test_a_compiler_that_fails_is_a_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+def test_a_compiler_that_fails_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     def fail(kernel: Any) -> None:
         raise ValueError("no such target")
 
     monkeypatch.setenv(cache_files.CACHE_VARIABLE, str(tmp_path))
     monkeypatch.setattr(jit_cache, "_loaded", {})
     monkeypatch.setattr(jit_cache, "compile_kernel", fail)
-    reason = dispatch._compiler_unsupported_reason(Sm90(), "bfloat16")
-    assert reason is not None
-    assert "failed: ValueError: no such target" in reason
+    with pytest.raises(jit_cache.CompilerError, match="failed: ValueError: no such target"):
+        jit_cache.compiled(spec.TargetLogitSpec("sm_90a", "bfloat16"))
 
 
 def test_cpu_tensors_take_the_portable_path() -> None:

@@ -1,6 +1,7 @@
-"""Tuning on first use sees the problems of calls, and no others."""
+"""First calls: tuning sees their problems alone; without a compiler they run in plain torch."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -8,9 +9,11 @@ import torch
 import cutefce
 from cutefce.autotune_cache import lookup
 from cutefce.autotune_cache.tuning import first_use
+from cutefce.cute_kernels.jit.cache import CompilerError
 from cutefce.cute_kernels.problem import Problem
+from cutefce.cute_kernels.spec import KernelSpec
 from tests.support.layouts import Layout, pinned
-from tests.support.reference import random_case
+from tests.support.reference import ours, random_case
 from tests.support.stand_in_gpu import served_by_kernels
 from tests.support.tiers import rest_slow
 
@@ -46,3 +49,33 @@ def test_gradients_in_forward_tune_no_other_problem(tuned: list[Problem]) -> Non
     with pinned(Layout(in_chunks=True, window=1024, kept=3072, chunk=512)):
         cutefce.linear_cross_entropy(h, w, case.y).backward()
     assert {(p.tokens, p.hidden, p.vocab) for p in tuned} == {(1100, 16, 3000)}
+
+
+@pytest.mark.parametrize("options", [{}, {"softcap": 3.0}, {"gradient": "sampled"}], ids=str)
+def test_a_compiler_that_fails_leaves_plain_torch(options: dict[str, Any]) -> None:
+    tried: list[KernelSpec] = []
+
+    def fail(kernel: KernelSpec) -> None:
+        tried.append(kernel)
+        raise CompilerError(kernel, ValueError("no such target"))
+
+    case = random_case(300, 16, 1000, dtype=torch.bfloat16)
+    with served_by_kernels("cpu", fail):
+        for _ in range(2):
+            losses = ours(case, **options).loss
+        assert len(tried) == 1
+        backend = cutefce.backend_for(case.h, case.w)
+    assert torch.equal(losses, ours(case, **options).loss)
+    assert backend.name == "torch"
+    assert backend.reason.endswith("the kernels' compiler failed: ValueError: no such target")
+
+
+def test_a_buffer_is_not_added_to_twice_without_a_compiler() -> None:
+    def fail(kernel: KernelSpec) -> None:
+        raise CompilerError(kernel, ValueError("no such target"))
+
+    case = random_case(300, 16, 1000, dtype=torch.bfloat16)
+    h, w, buffer = case.h.requires_grad_(), case.w.requires_grad_(), torch.zeros_like(case.w)
+    given = {"accumulate_into": buffer, "grad_output": 1.0}
+    with served_by_kernels("cpu", fail), pytest.raises(CompilerError):
+        cutefce.linear_cross_entropy(h, w, case.y, **given)

@@ -688,6 +688,6 @@ def use_models(
 ) -> None:
     """Launch the models, or another replacement, in the place of compiled kernels: unverified."""
     monkeypatch.setattr(dispatch, "_unproven_reason", lambda *_: None)
-    modules = cute_projection, cute_gradients, cute_rowwise
+    modules = cute_projection, cute_gradients, cute_rowwise, dispatch
     for module in (*modules, row_selection, sampling, logits, row_kernel, soft_rows, soft_kernels):
         monkeypatch.setattr(module, "compiled", replacement)

@@ -48,7 +48,8 @@ def served_by_kernels(
 
 
 def _unsupported_reason(device: torch.device, dtype: torch.dtype) -> str | None:
-    return None if dtype.itemsize == 2 else f"input: got dtype {dtype}"
+    failed: str | None = dispatch._compiler_failures.get("sm_90a")
+    return failed if dtype.itemsize == 2 else f"input: got dtype {dtype}"
 
 
 def _checked(launch: Callable[..., None]) -> Callable[..., None]:
