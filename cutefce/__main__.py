@@ -11,6 +11,7 @@ from cutefce.commands.compile import compile_kernels
 from cutefce.commands.info import info
 from cutefce.commands.tune import tune
 from cutefce.commands.verify import verify
+from cutefce.commands.warmup import warmup
 from cutefce.version import __version__
 
 
@@ -36,7 +37,7 @@ def main() -> None:
             stream.reconfigure(errors="backslashreplace")  # names and reasons hold any character
 
 
-for command in (compile_kernels, info, cache, tune, verify):
+for command in (compile_kernels, warmup, info, cache, tune, verify):
     main.add_command(command)
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -20,7 +21,7 @@ from cutefce.autotune_cache.table_io import file_name
 from cutefce.autotune_cache.tuning import runner, targets, verify
 from cutefce.autotune_cache.tuning.tuner import Outcome
 from cutefce.autotune_cache.tuning.verify import Check
-from cutefce.commands import cache, info, tune
+from cutefce.commands import cache, info, tune, warmup
 from cutefce.commands import compile as compile_command
 from cutefce.commands import verify as verify_command
 from cutefce.commands.common import make_console, read_table
@@ -34,6 +35,7 @@ from cutefce.cute_kernels.variant import LogitTransform
 from cutefce.version import __version__
 from tests.support.fake_tuner import RUNNER, TARGET, InlineWorker, InProcess, job
 from tests.support.faulty_candidates import Kind, config
+from tests.support.stand_in_gpu import served_by_kernels
 from tests.support.tables import ENTRY, GPU, TABLE
 from tests.support.tiers import rest_slow
 
@@ -338,6 +340,25 @@ def test_compile_into_a_file_is_an_error(folder: Path, monkeypatch: pytest.Monke
     assert result.output.startswith("Error: [Errno") and result.output.count("\n") == 1
 
 
+def test_warmup_runs_a_step_of_each_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(warmup, "this_gpu", lambda: (GPU, "cpu"))
+    given = "warmup", "--shapes", "300x16x1000", "--shapes", "40x16x700"
+    with served_by_kernels("cpu"):
+        result = CliRunner().invoke(main, given)
+    assert result.exit_code == 0, result.output
+    first, second, folder = result.output.splitlines()
+    assert re.fullmatch(r"300x16x1000: \d+\.\d s", first)
+    assert second.startswith("40x16x700: ")
+    assert folder.startswith(f"kernels for {GPU.name}: ")
+
+
+def test_warmup_says_why_no_kernels_serve_a_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(warmup, "this_gpu", lambda: (GPU, "cpu"))
+    result = CliRunner().invoke(main, ["warmup", "--shapes", "300x16x1000"])
+    assert result.exit_code == 1
+    assert "300x16x1000: the kernels do not serve it: input: got device cpu" in result.output
+
+
 @pytest.mark.slow
 def test_compile_without_the_compiler_says_what_to_install(folder: Path) -> None:
     blocked = folder / "blocked"
@@ -587,7 +608,7 @@ def test_help_lists_whole_sentences(arguments: list[str]) -> None:
 
 
 def test_help_of_every_command() -> None:
-    commands = ["compile", "info", "tune", "verify", "cache"]
+    commands = ["compile", "warmup", "info", "tune", "verify", "cache"]
     assert sorted(main.commands) == sorted(commands)
     for name in commands:
         assert CliRunner().invoke(main, [name, "--help"]).exit_code == 0

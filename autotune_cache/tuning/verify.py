@@ -22,8 +22,8 @@ from cutefce.cute_kernels import cache_files, process_cache
 from cutefce.cute_kernels.config import KernelConfigs
 from cutefce.cute_kernels.gpu import Gpu
 from cutefce.cute_kernels.jit import build
+from cutefce.cute_kernels.jit.notices import announce
 from cutefce.cute_kernels.jit.subprocess_worker import SubprocessWorker, WorkerError
-from cutefce.cute_kernels.notices import announce
 from cutefce.cute_kernels.parts import PARTS, has_gradients, part_configs, parts_of
 from cutefce.cute_kernels.spec import KernelSpec
 

@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from cutefce.cute_kernels.jit import cache, compiler
+from cutefce.cute_kernels.jit.notices import CompilingNotice
 from cutefce.cute_kernels.jit.subprocess_worker import SubprocessWorker, WorkerError
-from cutefce.cute_kernels.notices import CompilingNotice
 from cutefce.cute_kernels.spec import KernelSpec
 
 BUILD_SECONDS = 300
@@ -64,10 +64,12 @@ def build(
                     process.ask(functools.partial(compile_one, kernel), BUILD_SECONDS)
                 except (WorkerError, RuntimeError) as error:
                     failed[kernel] = f"compiling {type(kernel).__name__}: {error}"
+                notice.advance()
                 advance()
 
     builders = max(1, min(os.cpu_count() or 1, MAX_BUILDERS, len(kernels)))
     arch = kernels[0].arch if kernels else ""
-    with CompilingNotice(len(kernels), arch), ThreadPoolExecutor(builders) as pool:
+    notice = CompilingNotice(len(kernels), arch)
+    with notice, ThreadPoolExecutor(builders) as pool:
         list(pool.map(compile_waiting, range(builders)))
     return failed

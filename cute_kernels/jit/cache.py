@@ -32,7 +32,7 @@ from cutefce.cute_kernels import cache_files
 from cutefce.cute_kernels.cache_files import CacheError
 from cutefce.cute_kernels.jit.canonical import canonical_source
 from cutefce.cute_kernels.jit.compiler import OPTIONS, SYMBOL, Report, compile_kernel, report
-from cutefce.cute_kernels.notices import CompilingNotice
+from cutefce.cute_kernels.jit.notices import CompilingNotice
 from cutefce.cute_kernels.process_cache import process_cache, warn_once
 from cutefce.cute_kernels.spec import KernelSpec
 

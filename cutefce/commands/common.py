@@ -9,6 +9,7 @@ from rich.console import Console
 
 from cutefce.autotune_cache import table_io, verdicts
 from cutefce.autotune_cache.table import Candidate, Table
+from cutefce.autotune_cache.tuning.shapes import Sizes, parse
 from cutefce.cute_kernels.arch import ARCHS, arch_for
 from cutefce.cute_kernels.config import GemmConfig
 from cutefce.cute_kernels.gpu import Gpu
@@ -37,6 +38,16 @@ def read_table(path: Path) -> Table:
         return table_io.read(path)
     except (OSError, ValueError) as error:
         raise click.ClickException(printable(f"{path}: {error}")) from error
+
+
+def parse_shapes(
+    context: click.Context, option: click.Parameter, given: tuple[str, ...]
+) -> tuple[Sizes, ...]:
+    """Return the sizes of all given sets, each once."""
+    try:
+        return tuple(dict.fromkeys(sizes for text in given for sizes in parse(text)))
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from error
 
 
 def has_gpu() -> bool:

@@ -13,12 +13,13 @@ from rich.table import Table
 from cutefce.autotune_cache import lookup, table, table_io
 from cutefce.autotune_cache.tuning import runner, targets, tuner
 from cutefce.autotune_cache.tuning import verify as verification
-from cutefce.autotune_cache.tuning.shapes import NAMED, Sizes, parse
+from cutefce.autotune_cache.tuning.shapes import NAMED, Sizes
 from cutefce.autotune_cache.tuning.tuner import Job, Outcome
 from cutefce.commands.common import (
     describe,
     has_gpu,
     make_console,
+    parse_shapes,
     printable,
     read_table,
     require_passed,
@@ -28,16 +29,6 @@ from cutefce.cute_kernels.arch import ARCHS
 from cutefce.cute_kernels.gpu import Gpu
 from cutefce.cute_kernels.jit import build
 from cutefce.cute_kernels.jit.subprocess_worker import SubprocessWorker
-
-
-def _parse_shapes(
-    context: click.Context, option: click.Parameter, given: tuple[str, ...]
-) -> tuple[Sizes, ...]:
-    """Return the sizes of all given sets, each once."""
-    try:
-        return tuple(dict.fromkeys(sizes for text in given for sizes in parse(text)))
-    except ValueError as error:
-        raise click.BadParameter(str(error)) from error
 
 
 def _check_minutes(context: click.Context, option: click.Parameter, given: float) -> float:
@@ -53,7 +44,7 @@ def _check_minutes(context: click.Context, option: click.Parameter, given: float
     multiple=True,
     default=tuple(NAMED),
     metavar="SET|NxDxV",
-    callback=_parse_shapes,
+    callback=parse_shapes,
     help=f"Problems: {', '.join(NAMED)}, or tokens x hidden x vocab; repeatable."
     "  [default: all sets]",
 )

@@ -278,7 +278,7 @@ def _rounded(dbias: Tensor | None, w: Tensor, tensors: TensorOptions) -> Tensor:
     return bias.new_empty(0) if dbias is None else dbias.to(bias.dtype)
 
 
-IMPLS = {
+IMPLS: dict[Callable[..., Any], Callable[..., Any]] = {
     **{f: isolated_context(falls_back(f)) for f in (forward, loss_forward, loss_backward)},
     # these may have added to the caller's buffer before a kernel failed to compile
     **{f: isolated_context(f) for f in (loss_forward_into, loss_backward_into)},

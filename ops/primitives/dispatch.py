@@ -68,7 +68,7 @@ def backend_of(h: Tensor, w: Tensor, tokens: int | None = None) -> Backend:
     reason = _unsupported_reason(h, w, STEP, tokens)
     if reason is not None:
         return Backend("torch", reason)
-    capability = torch.cuda.get_device_capability(h.device)
+    capability = gpu_of(h.device).arch.capability
     return Backend("cute", f"{h.dtype} on compute capability {capability[0]}.{capability[1]}")
 
 

@@ -7,6 +7,7 @@ change with the kernels' code, not with its text.
 import errno
 import hashlib
 import inspect
+import io
 import os
 import re
 import shutil
@@ -23,8 +24,9 @@ from click.testing import CliRunner
 pytest.importorskip("cutlass")
 
 from cutefce.__main__ import main
-from cutefce.cute_kernels import cache_files, notices, process_cache, spec
+from cutefce.cute_kernels import cache_files, process_cache, spec
 from cutefce.cute_kernels.jit import cache as jit_cache
+from cutefce.cute_kernels.jit import notices
 from cutefce.cute_kernels.jit.compiler import compile_kernel
 from tests.support.tiers import rest_slow
 
@@ -112,7 +114,8 @@ def test_long_compilations_are_announced_on_stderr(silenced: bool, folder: Path)
     code = f"""
 import logging
 import time
-from cutefce.cute_kernels import notices, spec
+from cutefce.cute_kernels import spec
+from cutefce.cute_kernels.jit import notices
 from cutefce.cute_kernels.jit import cache as jit_cache
 jit_cache._write = lambda path, function: None
 jit_cache._load, notices.NOTICE_SECONDS = lambda path: None, 0
@@ -153,6 +156,23 @@ def test_long_compilations_are_announced_once_a_process(
         jit_cache.compiled(spec.TargetLogitSpec("sm_90a", dtype))
     (message,) = announced
     assert message.startswith("cutefce: compiles 1 kernel for sm_90a")
+
+
+def test_a_terminal_sees_the_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(notices, "NOTICE_SECONDS", 0)
+    with notices.CompilingNotice(2, "sm_90a") as notice:
+        time.sleep(0.2)
+        notice.advance()
+        time.sleep(0.3)
+    assert "compiling 2 kernels for sm_90a" in terminal.getvalue()
+    assert "1/2" in terminal.getvalue()
 
 
 def test_a_call_that_misses_a_kernel_compiles_all_of_it_at_once(

@@ -1,6 +1,6 @@
 """First calls: tuning sees their problems alone; without a compiler they run in plain torch."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -55,7 +55,7 @@ def test_gradients_in_forward_tune_no_other_problem(tuned: list[Problem]) -> Non
 def test_a_compiler_that_fails_leaves_plain_torch(options: dict[str, Any]) -> None:
     tried: list[KernelSpec] = []
 
-    def fail(kernel: KernelSpec) -> None:
+    def fail(kernel: KernelSpec) -> Callable[..., None]:
         tried.append(kernel)
         raise CompilerError(kernel, ValueError("no such target"))
 
@@ -71,11 +71,10 @@ def test_a_compiler_that_fails_leaves_plain_torch(options: dict[str, Any]) -> No
 
 
 def test_a_buffer_is_not_added_to_twice_without_a_compiler() -> None:
-    def fail(kernel: KernelSpec) -> None:
+    def fail(kernel: KernelSpec) -> Callable[..., None]:
         raise CompilerError(kernel, ValueError("no such target"))
 
     case = random_case(300, 16, 1000, dtype=torch.bfloat16)
     h, w, buffer = case.h.requires_grad_(), case.w.requires_grad_(), torch.zeros_like(case.w)
-    given = {"accumulate_into": buffer, "grad_output": 1.0}
     with served_by_kernels("cpu", fail), pytest.raises(CompilerError):
-        cutefce.linear_cross_entropy(h, w, case.y, **given)
+        cutefce.linear_cross_entropy(h, w, case.y, accumulate_into=buffer, grad_output=1.0)

@@ -19,7 +19,7 @@ from cutefce.autotune_cache.tuning import first_use
 from cutefce.cute_kernels import cache_files, process_cache
 from cutefce.cute_kernels.config import PortableTiles
 from cutefce.cute_kernels.jit import cache as jit_cache
-from cutefce.cute_kernels.notices import LOGGER
+from cutefce.cute_kernels.jit.notices import LOGGER
 from cutefce.ops.primitives import elementwise
 from tests.support import backends
 from tests.support.backends import Backend
