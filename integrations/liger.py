@@ -21,24 +21,6 @@ from cutefce.ops.interface.options import check_arguments
 
 TESTED = "liger-kernel 0.8.5"
 PATH = "liger_kernel.transformers.functional:liger_fused_linear_cross_entropy"
-PARAMETERS = (
-    "input",
-    "weight",
-    "target",
-    "bias",
-    "ce_weight",
-    "ignore_index",
-    "lse_square_scale",
-    "label_smoothing",
-    "reduction",
-    "softcap",
-    "return_z_loss",
-    "accum_dtype",
-    "use_token_scaling",
-    "return_token_accuracy",
-    "return_predicted_tokens",
-    "chunk_mem_const",
-)
 
 
 def enable() -> None:
@@ -48,18 +30,8 @@ def enable() -> None:
         ImportError: if Liger is not installed.
         RuntimeError: if it is enabled already, or a function of Liger has other parameters.
     """
-
-    def apply(*arguments: Any) -> Any:
-        return liger_distillation.fused_linear_jsd(own, *arguments)
-
-    hooks.replace(PATH, fused_linear_cross_entropy, parameters=PARAMETERS, tested=TESTED)
-    own = hooks.replace(
-        f"{liger_distillation.FUNCTION}.apply",
-        apply,
-        parameters=liger_distillation.PARAMETERS,
-        tested=TESTED,
-        signature=f"{liger_distillation.FUNCTION}.forward",
-    )
+    hooks.replace(PATH, fused_linear_cross_entropy, tested=TESTED)
+    hooks.replace(liger_distillation.PATH, liger_distillation.fused_linear_jsd, tested=TESTED)
 
 
 def fused_linear_cross_entropy(

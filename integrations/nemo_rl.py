@@ -8,8 +8,6 @@
 Call them in the policy's workers, before the first step.
 """
 
-from typing import Any
-
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -22,18 +20,6 @@ from cutefce.ops.interface.log_probs import linear_log_probs
 
 TESTED = "nemo-rl 0.6.0"
 PATH = "nemo_rl.distributed.model_utils:from_parallel_hidden_states_to_logprobs"
-PARAMETERS = (
-    "tensor_parallel_hidden_states",
-    "output_weight_layer",
-    "runtime_gather_output",
-    "target",
-    "vocab_start_index",
-    "vocab_end_index",
-    "tp_group",
-    "inference_only",
-    "cp_group",
-    "chunk_size",
-)
 
 
 def enable() -> None:
@@ -43,7 +29,7 @@ def enable() -> None:
         ImportError: if NeMo-RL is not installed.
         RuntimeError: if it is enabled already, or NeMo-RL's function has other parameters.
     """
-    hooks.replace(PATH, log_probs, parameters=PARAMETERS, tested=TESTED)
+    hooks.replace(PATH, log_probs, tested=TESTED)
 
 
 def enable_distillation(model: nn.Module) -> None:
@@ -60,13 +46,8 @@ def enable_distillation(model: nn.Module) -> None:
         TypeError: if the head is not a plain `nn.Linear`.
         RuntimeError: if it is deferred already, or NeMo-RL's function has other parameters.
     """
-    path, parameters = distillation.PATH, distillation.PARAMETERS
-    if not hooks.is_replaced(path, TESTED):
-
-        def topk_log_probs(*arguments: Any, **options: Any) -> distillation.Values:
-            return distillation.topk_log_probs(own, *arguments, **options)
-
-        own = hooks.replace(path, topk_log_probs, parameters=parameters, tested=TESTED)
+    if not hooks.is_replaced(distillation.PATH, TESTED):
+        hooks.replace(distillation.PATH, distillation.topk_log_probs, tested=TESTED)
     defer(model)
 
 

@@ -23,19 +23,7 @@ from cutefce.integrations.support import hooks
 from cutefce.ops.interface.log_probs import linear_log_probs
 
 TESTED = "trl 1.16.0"
-FUNCTION = "trl.kernels:ChunkedLogProbFunction"
-PARAMETERS = (
-    "ctx",
-    "hidden",
-    "weight",
-    "bias",
-    "targets",
-    "temperature",
-    "chunk_size",
-    "final_logit_softcapping",
-    "logit_scale",
-    "outputs",
-)
+PATH = "trl.kernels:ChunkedLogProbFunction.apply"
 OUTPUTS = {
     "entropy": "entropy",
     "log_sum_sq_probs": "sum_p_squared",
@@ -55,26 +43,8 @@ def enable() -> None:
         ImportError: if TRL is not installed.
         RuntimeError: if it is enabled already, or a function of TRL has other parameters.
     """
-
-    def apply(*arguments: Any) -> Values:
-        return log_probs(own, *arguments)
-
-    def divergence_loss(*arguments: Any, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
-        return trl_distillation.divergence_loss(own_divergence, *arguments, **options)
-
-    own = hooks.replace(
-        f"{FUNCTION}.apply",
-        apply,
-        parameters=PARAMETERS,
-        tested=TESTED,
-        signature=f"{FUNCTION}.forward",
-    )
-    own_divergence = hooks.replace(
-        trl_distillation.LOSS,
-        divergence_loss,
-        parameters=trl_distillation.LOSS_PARAMETERS,
-        tested=TESTED,
-    )
+    hooks.replace(PATH, log_probs, tested=TESTED)
+    hooks.replace(trl_distillation.PATH, trl_distillation.divergence_loss, tested=TESTED)
 
 
 def enable_gkd(model: nn.Module, teacher: nn.Module) -> None:
@@ -91,22 +61,12 @@ def enable_gkd(model: nn.Module, teacher: nn.Module) -> None:
     """
     defer(model)
     defer(teacher, evaluation=True)
-    if hooks.is_replaced(trl_distillation.GKD_LOSS, TESTED):
-        return
-
-    def generalized_jsd_loss(*arguments: Any, **options: Any) -> Tensor:
-        return trl_distillation.generalized_jsd_loss(own, *arguments, **options)
-
-    own = hooks.replace(
-        trl_distillation.GKD_LOSS,
-        generalized_jsd_loss,
-        parameters=trl_distillation.GKD_PARAMETERS,
-        tested=TESTED,
-    )
+    if not hooks.is_replaced(trl_distillation.GKD_PATH, TESTED):
+        function = trl_distillation.generalized_jsd_loss
+        hooks.replace(trl_distillation.GKD_PATH, function, tested=TESTED)
 
 
 def log_probs(
-    own: Callable[..., Values],
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -116,6 +76,8 @@ def log_probs(
     final_logit_softcapping: float | None = None,
     logit_scale: float = 1.0,
     outputs: Sequence[str] = (*OUTPUTS,),
+    *,
+    own: Callable[..., Values],
 ) -> Values:
     """Return log-probabilities (N,) of targets (N,), and the values that `outputs` names.
 
@@ -124,7 +86,7 @@ def log_probs(
     operands = hidden, weight, bias
     rest = targets, temperature, chunk_size, final_logit_softcapping, logit_scale
     if hasattr(weight, "ds_id"):
-        return own(*operands, *rest, outputs)
+        raise hooks.NotServedError
     if not torch.is_autocast_enabled(hidden.device.type):
         weight = weight.to(torch.promote_types(weight.dtype, hidden.dtype))  # cast_lm_head_to_fp32
     names = {given: name for given, name in OUTPUTS.items() if given in outputs}

@@ -1,38 +1,19 @@
 """Liger: `LigerFusedLinearJSDLoss`, the distillation of ms-swift's and TRL's trainers."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from cutefce.integrations.gradients import loss_options
+from cutefce.integrations.support import hooks
 from cutefce.ops.divergence.api import linear_divergence
 from cutefce.ops.interface.api import linear_cross_entropy
 
-FUNCTION = "liger_kernel.chunked_loss.jsd_loss:LigerFusedLinearJSDFunction"
-PARAMETERS = (
-    "ctx",
-    "student_input",
-    "student_weight",
-    "teacher_input",
-    "teacher_weight",
-    "true_labels",
-    "student_bias",
-    "teacher_bias",
-    "weight_hard_loss",
-    "weight_soft_loss",
-    "beta",
-    "ignore_index",
-    "temperature",
-    "compiled",
-    "chunk_size",
-    "return_soft_hard_loss",
-)
+PATH = "liger_kernel.chunked_loss.jsd_loss:LigerFusedLinearJSDFunction.apply"
 
 
 def fused_linear_jsd(
-    own: Callable[..., Any],
     student_input: Tensor,
     student_weight: Tensor,
     teacher_input: Tensor,
@@ -52,10 +33,9 @@ def fused_linear_jsd(
     """Return the loss (), or with `return_soft_hard_loss` also its parts () without gradients.
 
     More than eight parameters: they are Liger's, of which `compiled` and `chunk_size` change
-    nothing, and Liger's own function, `own`, which serves a teacher of more classes.
+    nothing.  Liger's own function serves a teacher of more classes.
 
     Args:
-        own: Liger's function.
         student_input: (N, D_s) hidden states.
         student_weight: (V, D_s).
         teacher_input: (N, D_t) hidden states.
@@ -74,9 +54,7 @@ def fused_linear_jsd(
     """
     student = student_input, student_weight
     if len(student_weight) != len(teacher_weight):
-        rest = true_labels, student_bias, teacher_bias, weight_hard_loss, weight_soft_loss, beta
-        last = ignore_index, temperature, compiled, chunk_size, return_soft_hard_loss
-        return own(*student, teacher_input, teacher_weight, *rest, *last)
+        raise hooks.NotServedError
     soft = linear_divergence(
         *student,
         teacher_input.detach(),

@@ -1,6 +1,5 @@
 """NeMo-RL: what its distillation takes of a student's logits, for a teacher's top k."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -8,24 +7,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cutefce.integrations.deferral.log_probs import log_probs_of
+from cutefce.integrations.support import hooks
 
 PATH = "nemo_rl.algorithms.loss.utils:get_distillation_topk_logprobs_from_logits"
-PARAMETERS = (
-    "student_logits",
-    "teacher_topk_logits",
-    "teacher_topk_indices",
-    "zero_outside_topk",
-    "calculate_entropy",
-    "vocab_parallel_rank",
-    "vocab_parallel_group",
-    "context_parallel_group",
-)
-
-Values = tuple[Tensor, Tensor, Tensor | None]
 
 
 def topk_log_probs(
-    own: Callable[..., Values],
     student_logits: Any,
     teacher_topk_logits: Tensor,
     teacher_topk_indices: Tensor,
@@ -34,15 +21,13 @@ def topk_log_probs(
     vocab_parallel_rank: int | None = None,
     vocab_parallel_group: dist.ProcessGroup | None = None,
     context_parallel_group: dist.ProcessGroup | None = None,
-) -> Values:
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return log-probabilities (B, T - 1, K) of student and teacher, and Σ p log p (B, T - 1).
 
-    The last is None unless `calculate_entropy`.  More than eight parameters: they are NeMo-RL's,
-    and NeMo-RL's own function, `own`, which serves logits that are not deferred, and ranks that
-    share a vocabulary or a sequence.
+    The last is None unless `calculate_entropy`.  The parameters are NeMo-RL's, whose own function
+    serves logits that are not deferred, and ranks that share a vocabulary or a sequence.
 
     Args:
-        own: NeMo-RL's function.
         student_logits: (B, T, V), which may be deferred.
         teacher_topk_logits: (B, T, K).
         teacher_topk_indices: (B, T, K) the teacher's classes.
@@ -53,15 +38,13 @@ def topk_log_probs(
         vocab_parallel_group: a group of tensor parallelism.
         context_parallel_group: a group of context parallelism.
     """
-    ranks = vocab_parallel_rank, vocab_parallel_group, context_parallel_group
-    given = teacher_topk_logits, teacher_topk_indices, zero_outside_topk, calculate_entropy
-    found = None
-    if vocab_parallel_group is None and context_parallel_group is None:
-        indices = teacher_topk_indices.to(student_logits.device)[:, :-1]
-        outputs = ("entropy",) if calculate_entropy and zero_outside_topk else ()
-        found = log_probs_of(student_logits[:, :-1], indices, outputs)
+    if vocab_parallel_group is not None or context_parallel_group is not None:
+        raise hooks.NotServedError
+    indices = teacher_topk_indices.to(student_logits.device)[:, :-1]
+    outputs = ("entropy",) if calculate_entropy and zero_outside_topk else ()
+    found = log_probs_of(student_logits[:, :-1], indices, outputs)
     if found is None:
-        return own(student_logits, *given, *ranks)
+        raise hooks.NotServedError
     student = found.log_probs.to(torch.float32)
     teacher = teacher_topk_logits[:, :-1].to(student.device, student.dtype).log_softmax(-1)
     if not zero_outside_topk:

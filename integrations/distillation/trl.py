@@ -1,6 +1,5 @@
 """TRL: the losses of `DistillationTrainer` and `GKDTrainer`, from `linear_divergence`."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -8,42 +7,15 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from cutefce.integrations.deferral.divergence import divergence_of
+from cutefce.integrations.support import hooks
 from cutefce.ops.divergence.api import linear_divergence
 from cutefce.ops.interface.log_probs import linear_log_probs
 
-LOSS = "trl.trainer.distillation_trainer:_chunked_divergence_loss"
-LOSS_PARAMETERS = (
-    "student_hidden_states",
-    "teacher_hidden_states",
-    "student_lm_head_weight",
-    "teacher_lm_head_weight",
-    "completion_mask",
-    "beta",
-    "num_items_in_batch",
-    "student_lm_head_bias",
-    "teacher_lm_head_bias",
-    "student_logit_scale",
-    "teacher_logit_scale",
-    "student_final_logit_softcapping",
-    "teacher_final_logit_softcapping",
-    "temperature",
-)
-GKD_LOSS = "trl.experimental.gkd.gkd_trainer:GKDTrainer.generalized_jsd_loss"
-GKD_PARAMETERS = (
-    "student_logits",
-    "teacher_logits",
-    "labels",
-    "beta",
-    "temperature",
-    "reduction",
-    "num_items_in_batch",
-)
-
-DistillationLoss = Callable[..., tuple[Tensor, Tensor, Tensor]]
+PATH = "trl.trainer.distillation_trainer:_chunked_divergence_loss"
+GKD_PATH = "trl.experimental.gkd.gkd_trainer:GKDTrainer.generalized_jsd_loss"
 
 
 def divergence_loss(
-    own: DistillationLoss,
     student_hidden_states: Tensor,
     teacher_hidden_states: Tensor,
     student_lm_head_weight: Tensor,
@@ -61,11 +33,10 @@ def divergence_loss(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the loss (), the sum () of the student's entropies and the number () of tokens.
 
-    More than eight parameters: they are TRL's, and TRL's own function, `own`, which still serves
-    weights that ZeRO-3 partitions.
+    More than eight parameters: they are TRL's, whose own function still serves weights that ZeRO-3
+    partitions.
 
     Args:
-        own: TRL's function.
         student_hidden_states: (B, T, D_s).
         teacher_hidden_states: (B, T, D_t).
         student_lm_head_weight: (V, D_s), plain or a DTensor.
@@ -87,8 +58,7 @@ def divergence_loss(
     scales = student_logit_scale, teacher_logit_scale
     caps = student_final_logit_softcapping, teacher_final_logit_softcapping
     if any(hasattr(w, "ds_id") for w in weights):
-        pairs = (*states, *weights, completion_mask, beta, num_items_in_batch, *biases)
-        return own(*pairs, *scales, *caps, temperature)
+        raise hooks.NotServedError
     student, teacher = zip(states, weights, biases, scales, strict=True)
     h, w, bias = _operands(*student)
     with torch.no_grad():
@@ -136,7 +106,6 @@ def _operands(
 
 
 def generalized_jsd_loss(
-    own: Callable[..., Tensor],
     student_logits: Any,
     teacher_logits: Any,
     labels: Tensor | None = None,
@@ -147,8 +116,8 @@ def generalized_jsd_loss(
 ) -> Tensor:
     """Return the loss () of deferred logits (B, T, V), of the tokens whose label is not -100.
 
-    More than eight parameters: they are TRL's, and TRL's own function, `own`, which serves logits
-    that are not deferred on both sides, and other reductions than "batchmean" and "sum".
+    The parameters are TRL's, whose own function serves logits that are not deferred on both sides,
+    and other reductions than "batchmean" and "sum".
     """
     options: dict[str, Any] = {"reduction": "mean", "denominator": num_items_in_batch}
     if num_items_in_batch is None and reduction == "sum":
@@ -159,5 +128,4 @@ def generalized_jsd_loss(
         loss = divergence_of(student_logits, teacher_logits, labels, **given)
         if loss is not None:
             return loss
-    rest = labels, beta, temperature, reduction, num_items_in_batch
-    return own(student_logits, teacher_logits, *rest)
+    raise hooks.NotServedError
