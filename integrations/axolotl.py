@@ -12,7 +12,7 @@ from axolotl.integrations.base import BasePlugin
 from pydantic import BaseModel, model_validator
 
 import cutefce
-from cutefce.integrations.distillation import axolotl as axolotl_distillation
+from cutefce.integrations import axolotl_kd
 from cutefce.integrations.gradients import gradient_options, set_gradients
 from cutefce.integrations.support import hooks
 from cutefce.ops.interface.options import refuse
@@ -67,6 +67,5 @@ class CutefcePlugin(BasePlugin):
         options = gradient_options(given.cutefce_gradient, given.cutefce_samples)
         set_gradients(**options)
         cutefce.defer(model, **options)
-        path = axolotl_distillation.PATH
-        if cfg.get("kd_trainer") and not hooks.is_replaced(path, TESTED):
-            hooks.replace(path, axolotl_distillation.fused_linear_topk_kl, tested=TESTED)
+        if cfg.get("kd_trainer") and not hooks.is_replaced(axolotl_kd.PATH, TESTED):
+            hooks.replace(axolotl_kd.PATH, axolotl_kd.fused_linear_topk_kl, tested=TESTED)
