@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 NO_TENSORS = TensorOptions()
 OUTPUTS = "outputs"
 """The reduction of calls that return values of each token, see `outputs`."""
+IGNORED = -(1 << 62)
+"""The index of ignored targets on a rank, whose other ranks' targets are also outside [0, V_k)."""
 
 
 class ClassRow(NamedTuple):
@@ -230,18 +232,29 @@ def make_targets(
     dtype: torch.dtype = torch.float32,
     arch: str | None = None,
     selection: RowSelection | None = None,
+    shard: slice | None = None,
 ) -> Targets:
     """Return the targets y (N,) int64, with sums of `dtype`; `arch` has kernels, if given.
 
-    Soft targets are those of all tokens, of which `selection` has chosen these.
+    Soft targets are those of all tokens, of which `selection` has chosen these.  Of `vocab` classes
+    a rank of a group has the `shard`, from whose first one on it counts; other ranks' targets are
+    no classes of it, and its targets are checked with their logits.
 
     Raises:
         IndexError: on a CPU, for a target outside [0, V).  A GPU is not synchronized for this.
     """
     y = without_weightless(y, options, tensors).contiguous()
-    given = y, options, tensors, vocab, slice(0, vocab), dtype, arch, selection
+    own = slice(0, vocab) if shard is None else shard
+    given = y, options, tensors, vocab, own, dtype, arch, selection
+    make_parts = functools.partial(parts_of, *given)
     logits = LogitMap.of(options, tensors, y, dtype)
-    targets = Targets(y, vocab, options, tensors, functools.partial(parts_of, *given), logits)
+    if shard is not None:
+        index = y.clamp(min=IGNORED // 2) - own.start  # no target is taken for an ignored one
+        index = torch.where(y == options.ignore_index, IGNORED, index)
+        options = replace(options, ignore_index=IGNORED)
+        rows = own.stop - own.start
+        return Targets(index, rows, options, tensors, make_parts, logits, own.start)
+    targets = Targets(y, vocab, options, tensors, make_parts, logits)
     if y.device.type == "cpu":
         wrong = targets.active & (targets.safe_index != y)
         if bool(wrong.any()):
