@@ -23,7 +23,7 @@ from cutefce.ops.rows.classes.output_classes import OutputClasses
 from cutefce.ops.rows.classes.soft_targets import SoftTargets
 from cutefce.ops.rows.logit_map import LogitMap
 from cutefce.ops.rows.loss_parts import LossParts, parts_of, without_weightless
-from cutefce.ops.rows.loss_terms import LossTerms
+from cutefce.ops.rows.loss_terms import GivenTargets, LossTerms
 from cutefce.ops.rows.selection import RowSelection
 
 if TYPE_CHECKING:
@@ -171,13 +171,17 @@ class Targets:
 
         None without soft targets, and before their logits and coefficients are known.
         """
-        if self.soft is None or self.soft.logits is None:
+        soft, is_exact = self.soft, not self.options.is_sampled
+        if soft is None or soft.logits is None:
             return None
-        if isinstance(self.soft, OutputClasses):
-            return self.soft.scaled_entries(stats, self.logits, adds=self.options.is_sampled)
-        of_exps = self.has_narrow_entries(dtype) and not self.options.is_sampled
-        a = torch.as_tensor(self.by_lse(stats))
-        return self.soft.entries(stats, a, self.logits, of_exps=of_exps)
+        if isinstance(soft, OutputClasses):
+            given = soft.gradients
+            if given is None:
+                return None
+            operands = given.values, stats, given.by_softmax, self.logits
+            return soft.entries(*operands, of_exps=is_exact)
+        a, of_exps = torch.as_tensor(self.by_lse(stats)), self.has_narrow_entries(dtype)
+        return soft.entries(-soft.coefficient, stats, a, self.logits, of_exps=of_exps and is_exact)
 
     def of_backward(self, *, keeps_soft: bool) -> "Targets":
         """Return what a backward needs of these, which takes less memory.
@@ -245,8 +249,8 @@ def make_targets(
     """
     y = without_weightless(y, options, tensors).contiguous()
     own = slice(0, vocab) if shard is None else shard
-    given = y, options, tensors, vocab, own, dtype, arch, selection
-    make_parts = functools.partial(parts_of, *given)
+    given = GivenTargets(y, options, tensors, vocab, own, dtype, arch)
+    make_parts = functools.partial(parts_of, given, selection)
     logits = LogitMap.of(options, tensors, y, dtype)
     if shard is not None:
         index = y.clamp(min=IGNORED // 2) - own.start  # no target is taken for an ignored one
