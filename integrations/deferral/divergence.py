@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cutefce.integrations.deferral.head import is_whole
+from cutefce.integrations.deferral.head import is_here
 from cutefce.integrations.deferral.logits import DeferredLogits
 from cutefce.integrations.deferral.loss import Transform, transform_of
 from cutefce.ops.divergence.api import linear_divergence
@@ -62,6 +62,8 @@ def divergence_of(
     if sides is None:
         return None
     own, other = sides
+    of_own, of_other = (side.transform.options() for side in sides)
+    pairs: Any = {name: (x, of_other[name]) for name, x in of_own.items()}
 
     def fused(*given: Any) -> Tensor:
         def of_both(*others: Any) -> Tensor:
@@ -75,8 +77,7 @@ def divergence_of(
                 target,
                 student_bias=b_s,
                 teacher_bias=b_t,
-                logit_scale=(own.transform.scale, other.transform.scale),
-                softcap=(own.transform.cap, other.transform.cap),
+                **pairs,
                 **options,
             )
 
@@ -93,7 +94,7 @@ def _obstacle(sides: Sequence[DeferredLogits]) -> str:
     first, *others = sides
     if not first.is_deferred or not all(x.is_recorded for x in others):
         return "after the logits were made, or in another mode of gradients"
-    if not all(is_whole(x.call.head) for x in sides):
+    if not all(is_here(x.call.head.weight) for x in sides):
         return "a weight that is not a whole, plain tensor"
     if any(x.class_dim != x.ndim - 1 for x in sides):
         return "classes not in the last dimension"

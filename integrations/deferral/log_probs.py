@@ -37,8 +37,7 @@ def log_probs_of(
             target_indices=target_indices,
             outputs=outputs,
             linear_bias=bias,
-            logit_scale=side.transform.scale,
-            softcap=side.transform.cap,
+            **side.transform.options(),
             **logits.call.loss_options,
         )
 

@@ -1,6 +1,5 @@
 """Replacing a function of a framework, after a check that it is the one expected."""
 
-import contextlib
 import functools
 import inspect
 import warnings
@@ -47,9 +46,11 @@ def replace(
 
     @functools.wraps(replacement)
     def call(*arguments: Any, **named: Any) -> Any:
-        with contextlib.suppress(NotServedError):
-            return replacement(*arguments, **more, **named)
-        return current(*arguments, **named)
+        try:  # no context, which a graph compiler might not trace
+            result = replacement(*arguments, **more, **named)
+        except NotServedError:
+            result = NotImplemented
+        return current(*arguments, **named) if result is NotImplemented else result
 
     setattr(call, _MARK, True)
     is_static = isinstance(vars(owner).get(last), staticmethod)

@@ -13,9 +13,9 @@ from cutefce.integrations.deferral.model import defer
 
 
 def logit_options(model: Any, forward: Callable[..., Any]) -> dict[str, Any]:
-    """Return `logit_scale` and `softcap` of a model with a backbone `model` and a head `lm_head`.
+    """Return what a model with a backbone `model` and a head `lm_head` does to its logits.
 
-    They are those of the steps that its own `forward` takes with deferred logits.
+    These are the steps that its own `forward` takes with deferred logits, as arguments of the loss.
 
     Raises:
         NotImplementedError: if the forward does something else, or cannot be called.
@@ -40,10 +40,10 @@ def logit_options(model: Any, forward: Callable[..., Any]) -> dict[str, Any]:
         transform = transform_of(found.steps) if torch.equal(found.states, hidden) else None
     if transform is None or transform.shift is not None:
         raise NotImplementedError(
-            f"{name}: got logits that are not those of its head, expected them unchanged, or with "
-            "a scale or a softcap"
+            f"{name}: got logits that are not those of its head, expected them scaled, capped or "
+            "unchanged"
         )
-    return {"logit_scale": transform.scale, "softcap": transform.cap}
+    return transform.options()
 
 
 class _Backbone(nn.Module):
