@@ -198,25 +198,19 @@ def _refuse(ctx: Any, *_: Any) -> None:
 
 
 _TAGS = (torch.Tag.cudagraph_unsafe,) if hasattr(torch.Tag, "cudagraph_unsafe") else ()
-for name, schema, function, fake, derivative, setup in (
+for function, first, results, fake, derivative, setup in (
+    (divergence, "", "Tensor loss, Tensor stats", _fake_divergence, _backward, _setup),
     (
-        "divergence",
-        f"({_HEADS}, {_OPTIONS}) -> (Tensor loss, Tensor stats)",
-        divergence,
-        _fake_divergence,
-        _backward,
-        _setup,
-    ),
-    (
-        "divergence_backward",
-        f"(Tensor upstream, Tensor stats, {_HEADS}, {_OPTIONS}) -> ({_GRADIENTS})",
         divergence_backward,
+        "Tensor upstream, Tensor stats, ",
+        _GRADIENTS,
         _fake_backward,
         _refuse,
         lambda ctx, inputs, output: None,
     ),
 ):
-    LIBRARY.define(f"{name}{schema}", tags=_TAGS)
+    name = function.__name__
+    LIBRARY.define(f"{name}({first}{_HEADS}, {_OPTIONS}) -> ({results})", tags=_TAGS)
     LIBRARY.impl(name, isolated_context(function), "CompositeExplicitAutograd")
     torch.library.register_fake(f"cutefce::{name}", fake, lib=LIBRARY)
     torch.library.register_autograd(
