@@ -24,7 +24,7 @@ from cutefce.ops.operators import kept
 from cutefce.ops.operators.context import isolated_context
 from cutefce.ops.operators.operators import LIBRARY
 from cutefce.ops.parallel.consistency import report_errors
-from cutefce.ops.parallel.shard import VocabShard, shard_of
+from cutefce.ops.parallel.shard import ALONE, VocabShard, shard_of
 from cutefce.ops.rows.logit_map import LogitMap
 from cutefce.ops.schema import unpack
 
@@ -107,7 +107,7 @@ def _shard(
 ) -> VocabShard:
     """Return this rank's part of the call; raise on every rank if the ranks' calls differ."""
     if sharding.group is None:
-        return VocabShard()
+        return ALONE
     (h, w), (h_t, _) = heads
     same: dict[str, Any] = {"operator": "divergence"}
     same |= options.by_name()

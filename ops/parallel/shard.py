@@ -173,6 +173,10 @@ class VocabShard:
         return torch_compat.all_reduce_(x, self.group)
 
 
+ALONE = VocabShard()
+"""A call on one device."""
+
+
 def shard_of(sharding: Sharding, h: Tensor, w: Tensor, **same: Any) -> VocabShard:
     """Return this rank's part of a call; raise on every rank if the ranks' calls differ.
 
@@ -185,7 +189,7 @@ def shard_of(sharding: Sharding, h: Tensor, w: Tensor, **same: Any) -> VocabShar
             is not synchronized.
     """
     if sharding.group is None:
-        return VocabShard()
+        return ALONE
     process_group = torch_compat.resolve_process_group(sharding.group)
     rank, ranks = process_group.rank(), process_group.size()
     shards: Sequence[int] | None = sharding.shards
