@@ -1,12 +1,12 @@
 """The fused loss in training frameworks; each file is one framework, imported only on request.
 
 deferral/      a head that defers its logits, for any model and trainer: `cutefce.defer`
-distillation/  losses of a student and a teacher
 support/       what the integrations share
 automodel.py   NeMo Automodel: a loss for `_target_`
 axolotl.py     Axolotl: a plugin
+axolotl_kd.py  the loss of its `kd` plugin, from a stored top k
 gradients.py   exact or sampled gradients: one setting for all of them
-liger.py       Liger: what transformers, LLaMA-Factory and ms-swift call
+liger.py       Liger: what transformers, LLaMA-Factory and ms-swift call, and its JSD
 megatron.py    Megatron-Core: the loss of a model, an output_processor, the linear fusion
 nemo_rl.py     NeMo-RL: log-probabilities of Megatron policies, distillation of DTensor policies
 prime_rl.py    prime-rl: its fused heads

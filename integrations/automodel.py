@@ -6,6 +6,7 @@ In the recipe:
       _target_: cutefce.integrations.automodel.CutefceLoss
 """
 
+from inspect import signature
 from typing import Any
 
 import torch
@@ -18,18 +19,6 @@ from cutefce.integrations.support import hooks
 from cutefce.ops.interface.api import linear_cross_entropy
 
 TESTED = "nemo-automodel 0.7.0"
-
-_FORWARD = (
-    "self",
-    "hidden_states",
-    "labels",
-    "lm_weight",
-    "num_label_tokens",
-    "grad_reduce_group",
-    "loss_weights",
-    "mask",
-    "logits_dtype",
-)
 
 _UNSEEN = (
     "dim_model_base",
@@ -58,7 +47,7 @@ class CutefceLoss(ChunkedCrossEntropy):
     ) -> None:
         hooks.check_version(TESTED)
         path = "nemo_automodel.components.loss.chunked_ce:ChunkedCrossEntropy.forward"
-        hooks.check_parameters(path, ChunkedCrossEntropy.forward, _FORWARD, TESTED)
+        hooks.check_parameters(path, [*signature(CutefceLoss.forward).parameters], TESTED)
         super().__init__(compile=False, ignore_index=ignore_index, reduction=reduction)
         self.softcap: float | None = None
         self.gradient_options = gradient_options(gradient, samples, **removed)

@@ -10,10 +10,9 @@ from typing import Any
 
 from axolotl.integrations.base import BasePlugin
 from pydantic import BaseModel, model_validator
-from torch import Tensor
 
 import cutefce
-from cutefce.integrations.distillation import axolotl as axolotl_distillation
+from cutefce.integrations import axolotl_kd
 from cutefce.integrations.gradients import gradient_options, set_gradients
 from cutefce.integrations.support import hooks
 from cutefce.ops.interface.options import refuse
@@ -68,17 +67,5 @@ class CutefcePlugin(BasePlugin):
         options = gradient_options(given.cutefce_gradient, given.cutefce_samples)
         set_gradients(**options)
         cutefce.defer(model, **options)
-        path = f"{axolotl_distillation.FUNCTION}.apply"
-        if not cfg.get("kd_trainer") or hooks.is_replaced(path, TESTED):
-            return
-
-        def apply(*arguments: Any) -> Tensor:
-            return axolotl_distillation.fused_linear_topk_kl(own, *arguments)
-
-        own = hooks.replace(
-            path,
-            apply,
-            parameters=axolotl_distillation.PARAMETERS,
-            tested=TESTED,
-            signature=f"{axolotl_distillation.FUNCTION}.forward",
-        )
+        if cfg.get("kd_trainer") and not hooks.is_replaced(axolotl_kd.PATH, TESTED):
+            hooks.replace(axolotl_kd.PATH, axolotl_kd.fused_linear_topk_kl, tested=TESTED)

@@ -29,7 +29,6 @@ TESTED = "megatron-core 0.16.1 0.19.2"
 
 _HEAD = ("self", "input_", "weight", "runtime_gather_output")
 _LOSS = ("self", "labels", "logits")
-_LINEAR = ("self", "hidden", "weight", "labels", "reduction", "ignore_index")
 
 
 def enable(model: Any) -> None:
@@ -49,9 +48,9 @@ def enable(model: Any) -> None:
     """
     hooks.check_version(TESTED, megatron.core.__version__)
     path = "megatron.core.tensor_parallel.layers:ColumnParallelLinear.forward"
-    hooks.check_parameters(path, ColumnParallelLinear.forward, _HEAD, TESTED)
-    path = "megatron.core.models:LanguageModule.compute_language_model_loss"
-    hooks.check_parameters(path, LanguageModule.compute_language_model_loss, _LOSS, TESTED)
+    hooks.check_parameters(path, _HEAD, TESTED)
+    path = f"{LanguageModule.__module__}:LanguageModule.compute_language_model_loss"
+    hooks.check_parameters(path, _LOSS, TESTED)
     while not isinstance(model, LanguageModule):
         if not hasattr(model, "module"):
             raise TypeError(f"model: got {type(model).__name__}, expected a LanguageModule")
@@ -182,14 +181,13 @@ def enable_linear_impl() -> None:
     hooks.replace(
         f"{path}:LinearCrossEntropyModule._compute_linear_and_cross_entropy_loss",
         linear_impl,
-        parameters=_LINEAR,
         tested=TESTED,
         found=megatron.core.__version__,
     )
 
 
 def linear_impl(
-    head: Any,
+    self: Any,
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,
@@ -203,10 +201,10 @@ def linear_impl(
     Raises:
         NotImplementedError: naming an option that is not served.
     """
-    check_options(head)
-    check_whole(head, weight)
+    check_options(self)
+    check_whole(self, weight)
     options = {"reduction": reduction, "ignore_index": ignore_index}
-    return losses(head, hidden, weight, labels, mup_scale(head.config), **options)
+    return losses(self, hidden, weight, labels, mup_scale(self.config), **options)
 
 
 def losses(

@@ -10,30 +10,20 @@ Call them in the policy's workers, before the first step.
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from cutefce.integrations.deferral.log_probs import log_probs_of
 from cutefce.integrations.deferral.model import defer
-from cutefce.integrations.distillation import nemo_rl as distillation
 from cutefce.integrations.gradients import loss_options
 from cutefce.integrations.support import hooks
 from cutefce.ops.interface.log_probs import linear_log_probs
 
 TESTED = "nemo-rl 0.6.0"
-PATH = "nemo_rl.distributed.model_utils:from_parallel_hidden_states_to_logprobs"
-PARAMETERS = (
-    "tensor_parallel_hidden_states",
-    "output_weight_layer",
-    "runtime_gather_output",
-    "target",
-    "vocab_start_index",
-    "vocab_end_index",
-    "tp_group",
-    "inference_only",
-    "cp_group",
-    "chunk_size",
-)
+LOG_PROBS = "nemo_rl.distributed.model_utils:from_parallel_hidden_states_to_logprobs"
+TOP_K = "nemo_rl.algorithms.loss.utils:get_distillation_topk_logprobs_from_logits"
 
 
 def enable() -> None:
@@ -43,7 +33,7 @@ def enable() -> None:
         ImportError: if NeMo-RL is not installed.
         RuntimeError: if it is enabled already, or NeMo-RL's function has other parameters.
     """
-    hooks.replace(PATH, log_probs, parameters=PARAMETERS, tested=TESTED)
+    hooks.replace(LOG_PROBS, log_probs, tested=TESTED)
 
 
 def enable_distillation(model: nn.Module) -> None:
@@ -60,13 +50,8 @@ def enable_distillation(model: nn.Module) -> None:
         TypeError: if the head is not a plain `nn.Linear`.
         RuntimeError: if it is deferred already, or NeMo-RL's function has other parameters.
     """
-    path, parameters = distillation.PATH, distillation.PARAMETERS
-    if not hooks.is_replaced(path, TESTED):
-
-        def topk_log_probs(*arguments: Any, **options: Any) -> distillation.Values:
-            return distillation.topk_log_probs(own, *arguments, **options)
-
-        own = hooks.replace(path, topk_log_probs, parameters=parameters, tested=TESTED)
+    if not hooks.is_replaced(TOP_K, TESTED):
+        hooks.replace(TOP_K, topk_log_probs, tested=TESTED)
     defer(model)
 
 
@@ -124,3 +109,44 @@ def log_probs(
         **loss_options(),
     )
     return found.log_probs.T[:, :-1]
+
+
+def topk_log_probs(
+    student_logits: Any,
+    teacher_topk_logits: Tensor,
+    teacher_topk_indices: Tensor,
+    zero_outside_topk: bool,
+    calculate_entropy: bool,
+    vocab_parallel_rank: int | None = None,
+    vocab_parallel_group: dist.ProcessGroup | None = None,
+    context_parallel_group: dist.ProcessGroup | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return log-probabilities (B, T - 1, K) of student and teacher, and Σ p log p (B, T - 1).
+
+    The last is None unless `calculate_entropy`.  The parameters are NeMo-RL's, whose own function
+    serves logits that are not deferred, and ranks that share a vocabulary or a sequence.
+
+    Args:
+        student_logits: (B, T, V), which may be deferred.
+        teacher_topk_logits: (B, T, K).
+        teacher_topk_indices: (B, T, K) the teacher's classes.
+        zero_outside_topk: whether the student's are of all classes; else they are normalized over
+            the K classes, as the teacher's are.
+        calculate_entropy: whether the last result is wanted.
+        vocab_parallel_rank: not used.
+        vocab_parallel_group: a group of tensor parallelism.
+        context_parallel_group: a group of context parallelism.
+    """
+    if vocab_parallel_group is not None or context_parallel_group is not None:
+        raise hooks.NotServedError
+    indices = teacher_topk_indices.to(student_logits.device)[:, :-1]
+    outputs = ("entropy",) if calculate_entropy and zero_outside_topk else ()
+    found = log_probs_of(student_logits[:, :-1], indices, outputs)
+    if found is None:
+        raise hooks.NotServedError
+    student = found.log_probs.to(torch.float32)
+    teacher = teacher_topk_logits[:, :-1].to(student.device, student.dtype).log_softmax(-1)
+    if not zero_outside_topk:
+        student = student.log_softmax(-1)
+    entropy = found.entropy
+    return student, teacher, None if entropy is None else -entropy.to(torch.float32)

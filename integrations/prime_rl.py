@@ -14,7 +14,6 @@ from cutefce.ops.interface.log_probs import linear_log_probs
 TESTED = "prime-rl 0.8.0"
 LAYERS = "prime_rl.trainer.models.layers"
 HEADS = f"{LAYERS}.lm_head:FusedOutputLinear", f"{LAYERS}.lm_head_gemma:GemmaFusedOutputLinear"
-PARAMETERS = "self", "hidden_states", "labels", "temperature"
 
 
 def enable() -> None:
@@ -25,7 +24,7 @@ def enable() -> None:
         RuntimeError: if it is enabled already, or a forward has other parameters.
     """
     for head in HEADS:
-        hooks.replace(f"{head}.forward", forward, parameters=PARAMETERS, tested=TESTED)
+        hooks.replace(f"{head}.forward", forward, tested=TESTED)
 
 
 def forward(

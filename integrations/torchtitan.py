@@ -8,6 +8,7 @@ On the command line:
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 import spmd_types as spmd
@@ -24,8 +25,6 @@ from cutefce.integrations.support import hooks
 from cutefce.ops.interface.api import linear_cross_entropy
 
 TESTED = "torchtitan 0.3.0"
-
-_CALL = ("self", "pred", "labels", "global_valid_tokens", "loss_inputs")
 
 
 class FusedLoss(ChunkedLossWrapper):
@@ -150,6 +149,6 @@ def fused_loss(config: ChunkedLossWrapper.Config) -> FusedLoss.Config:
         )
     hooks.check_version(TESTED)
     path = "torchtitan.components.loss:ChunkedLossWrapper.__call__"
-    hooks.check_parameters(path, ChunkedLossWrapper.__call__, _CALL, TESTED)
+    hooks.check_parameters(path, [*signature(FusedLoss.__call__).parameters], TESTED)
     derived: FusedLoss.Config = derive(config, FusedLoss.Config)
     return derived

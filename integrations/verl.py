@@ -11,6 +11,7 @@ the bias of their heads, which verl's own function leaves out.
 
 import functools
 import sys
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
@@ -26,15 +27,6 @@ TESTED = "verl 0.9.1"
 FUNCTION = "verl.utils.kernel.linear_cross_entropy"
 IMPORTERS = "verl.models.mcore.model_forward_fused", "verl.models.mcore.model_forward_1f1b_overlap"
 """Modules that import the function by name."""
-PARAMETERS = (
-    "ctx",
-    "hidden",
-    "weight",
-    "labels",
-    "temperature",
-    "reduction",
-    "dist_process_group",
-)
 GATHERED = "_GatherFromSequenceParallelRegionBackward"
 """Megatron's node that adds the gradients of all ranks."""
 
@@ -49,29 +41,24 @@ def enable() -> None:
         ImportError: if verl is not installed.
         RuntimeError: if it is enabled already, or a function of verl has other parameters.
     """
-
-    def patch_forward_with_backends(
-        model: Any, use_fused_kernels: bool = False, fused_kernels_backend: str | None = None
-    ) -> None:
-        before = type(model).forward
-        own(model, use_fused_kernels, fused_kernels_backend)
-        if use_fused_kernels and fused_kernels_backend == "triton":
-            _set_forward(model, before)
-
-    own = hooks.replace(
-        "verl.models.transformers.monkey_patch:patch_forward_with_backends",
-        patch_forward_with_backends,
-        parameters=("model", "use_fused_kernels", "fused_kernels_backend"),
-        tested=TESTED,
-    )
+    path = "verl.models.transformers.monkey_patch:patch_forward_with_backends"
+    hooks.replace(path, patch_forward_with_backends, tested=TESTED)
     for module in (FUNCTION, *(name for name in IMPORTERS if name in sys.modules)):
-        hooks.replace(
-            f"{module}:linear_cross_entropy",
-            linear_cross_entropy,
-            parameters=PARAMETERS,
-            tested=TESTED,
-            signature=f"{FUNCTION}:LinearCrossEntropy.forward",
-        )
+        hooks.replace(f"{module}:linear_cross_entropy", linear_cross_entropy, tested=TESTED)
+
+
+def patch_forward_with_backends(
+    model: Any,
+    use_fused_kernels: bool = False,
+    fused_kernels_backend: str | None = None,
+    *,
+    own: Callable[..., None],
+) -> None:
+    """Do what verl's function does, and let the forward that it sets keep the head's options."""
+    before = type(model).forward
+    own(model, use_fused_kernels, fused_kernels_backend)
+    if use_fused_kernels and fused_kernels_backend == "triton":
+        _set_forward(model, before)
 
 
 def _set_forward(model: Any, before: Any) -> None:

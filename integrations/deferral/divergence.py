@@ -1,11 +1,12 @@
 """The divergence of a student's and a teacher's deferred logits, without the logits."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from cutefce.integrations.deferral.head import is_whole
+from cutefce.integrations.deferral.head import is_here
 from cutefce.integrations.deferral.logits import DeferredLogits
 from cutefce.integrations.deferral.loss import Transform, transform_of
 from cutefce.ops.divergence.api import linear_divergence
@@ -28,6 +29,22 @@ class Side(NamedTuple):
         return hidden.detach(), w.detach(), b if b is None else b.detach()
 
 
+def sides_of(name: str, *given: DeferredLogits, reason: str = "") -> list[Side] | None:
+    """Return deferred logits with what their steps make of products, for the function `name`.
+
+    None if it needs logits, which is counted: for `reason`, if that is given, or another one.  Of
+    several, the first may have gradients.
+    """
+    found = ((x, transform_of(x.steps)) for x in given)
+    sides = [Side(x, transform) for x, transform in found if transform is not None]
+    obstacle = _obstacle(given) or reason or "steps before it" * (len(sides) < len(given))
+    if not obstacle:
+        return sides
+    for x in given:
+        x.call.counts.add(f"{name}: {obstacle}")
+    return None
+
+
 def divergence_of(
     student: Any, teacher: Any, target: Tensor | None, **options: Any
 ) -> Tensor | None:
@@ -41,13 +58,12 @@ def divergence_of(
     """
     if not isinstance(student, DeferredLogits) or not isinstance(teacher, DeferredLogits):
         return None
-    transforms = transform_of(student.steps), transform_of(teacher.steps)
-    obstacle = _obstacle(student, teacher)
-    if obstacle or transforms[0] is None or transforms[1] is None:
-        for x in (student, teacher):
-            x.call.counts.add(obstacle or "linear_divergence: steps before it")
+    sides = sides_of("linear_divergence", student, teacher)
+    if sides is None:
         return None
-    own, other = Side(student, transforms[0]), Side(teacher, transforms[1])
+    own, other = sides
+    of_own, of_other = (side.transform.options() for side in sides)
+    pairs: Any = {name: (x, of_other[name]) for name, x in of_own.items()}
 
     def fused(*given: Any) -> Tensor:
         def of_both(*others: Any) -> Tensor:
@@ -61,8 +77,7 @@ def divergence_of(
                 target,
                 student_bias=b_s,
                 teacher_bias=b_t,
-                logit_scale=(own.transform.scale, other.transform.scale),
-                softcap=(own.transform.cap, other.transform.cap),
+                **pairs,
                 **options,
             )
 
@@ -74,18 +89,18 @@ def divergence_of(
     return loss
 
 
-def _obstacle(student: DeferredLogits, teacher: DeferredLogits) -> str:
-    """Return why the divergence needs logits, "" if it does not."""
-    sides = student, teacher
-    if not student.is_deferred or not teacher.is_recorded:
-        return "linear_divergence: after the logits were made, or in another mode of gradients"
-    if not all(is_whole(x.call.head) for x in sides):
-        return "linear_divergence: a weight that is not a whole, plain tensor"
+def _obstacle(sides: Sequence[DeferredLogits]) -> str:
+    """Return why a function of these needs logits, "" if it does not."""
+    first, *others = sides
+    if not first.is_deferred or not all(x.is_recorded for x in others):
+        return "after the logits were made, or in another mode of gradients"
+    if not all(is_here(x.call.head.weight) for x in sides):
+        return "a weight that is not a whole, plain tensor"
     if any(x.class_dim != x.ndim - 1 for x in sides):
-        return "linear_divergence: classes not in the last dimension"
+        return "classes not in the last dimension"
     devices = {x.device for x in sides} | {x.hidden.device for x in sides}
-    if student.shape != teacher.shape or len(devices) > 1:
-        return "linear_divergence: logits of other shapes or devices"
+    if any(x.shape != first.shape for x in others) or len(devices) > 1:
+        return "logits of other shapes or devices"
     if any(x.dtype == torch.float64 != x.call.dtype for x in sides):
-        return "linear_divergence: logits cast to float64"
+        return "logits cast to float64"
     return ""

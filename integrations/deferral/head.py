@@ -43,7 +43,7 @@ class DeferringLinear(nn.Linear):
         weight around the call of a module.
         """
         if compute is not None:
-            if not is_whole(self):
+            if not is_here(self.weight):
                 raise RuntimeError(
                     "logits: got a use of them where the head's weight is sharded, expected it "
                     "before the backward, and in the forward of the model, or with FSDP2 applied "
@@ -79,7 +79,7 @@ class DeferringLinear(nn.Linear):
         if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
             return "torch.jit.trace"
         weight = self.weight
-        if not is_whole(self):
+        if not is_here(weight):
             kind = "a DTensor" if torch_compat.is_dtensor(weight) else "not a whole, plain tensor"
             return f"weight: {kind}"
         if type(input) not in PLAIN_TYPES:
@@ -107,12 +107,8 @@ class DeferringLinear(nn.Linear):
         return ""
 
 
-def is_whole(head: nn.Linear) -> bool:
-    """Whether the weight is here, and not a shard or a placeholder of it."""
-    return _is_here(head.weight)
-
-
-def _is_here(w: Tensor) -> bool:
+def is_here(w: Tensor) -> bool:
+    """Whether a weight is whole and here, and not a shard or a placeholder of it."""
     if type(w) not in PLAIN_TYPES or w.ndim != 2:
         return False
     return torch.compiler.is_compiling() or w.untyped_storage().size() > 0
@@ -213,9 +209,9 @@ class HeadCall:
 
     def _compute(self, compute: Compute, hidden: Tensor) -> Tensor:
         _, weight, bias = self.operands
-        if _is_here(weight):  # the head may hold others, as after functional_call
+        if is_here(weight):  # the head may hold others, as after functional_call
             return compute(hidden, weight, bias)
-        if is_whole(self.head):
+        if is_here(self.head.weight):
             return compute(hidden, self.head.weight, self.head.bias)
         result: Tensor = self.head(hidden, compute)
         return result

@@ -3,13 +3,10 @@
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from cutefce.integrations.deferral.divergence import Side
-from cutefce.integrations.deferral.head import is_whole
+from cutefce.integrations.deferral.divergence import sides_of
 from cutefce.integrations.deferral.logits import DeferredLogits
-from cutefce.integrations.deferral.loss import Transform, transform_of
 from cutefce.ops.interface.log_probs import LogProbs, linear_log_probs
 from cutefce.ops.interface.soft_targets import MAX_CLASSES
 
@@ -26,12 +23,11 @@ def log_probs_of(
     """
     if not isinstance(logits, DeferredLogits):
         return None
-    transform = transform_of(logits.steps)
-    obstacle = _obstacle(logits, transform, target_indices, outputs)
-    if obstacle or transform is None:
-        logits.call.counts.add(obstacle or "linear_log_probs: steps before it")
+    reason = _obstacle(logits, target_indices, outputs)
+    sides = sides_of("linear_log_probs", logits, reason=reason)
+    if sides is None:
         return None
-    side = Side(logits, transform)
+    (side,) = sides
 
     def fused(*given: Any) -> Any:
         hidden, weight, bias = side.operands(*given)
@@ -41,8 +37,7 @@ def log_probs_of(
             target_indices=target_indices,
             outputs=outputs,
             linear_bias=bias,
-            logit_scale=side.transform.scale,
-            softcap=side.transform.cap,
+            **side.transform.options(),
             **logits.call.loss_options,
         )
 
@@ -51,24 +46,14 @@ def log_probs_of(
     return LogProbs(*found)
 
 
-def _obstacle(
-    logits: DeferredLogits, transform: Transform | None, indices: Tensor, outputs: Sequence[str]
-) -> str:
-    """Return why the values need logits, "" if they do not."""
-    if not logits.is_deferred:
-        return "linear_log_probs: after the logits were made, or in another mode of gradients"
-    if not is_whole(logits.call.head):
-        return "linear_log_probs: a weight that is not a whole, plain tensor"
-    if logits.class_dim != logits.ndim - 1 or logits.shape[:-1] != indices.shape[:-1]:
-        return "linear_log_probs: classes of other tokens, or not in the last dimension"
-    if not 1 <= indices.shape[-1] <= MAX_CLASSES or not (
-        indices.device == logits.device == logits.hidden.device
-    ):
-        return "linear_log_probs: more classes than are served, or on another device"
-    if logits.dtype == torch.float64 != logits.call.dtype:
-        return "linear_log_probs: logits cast to float64"
-    if "entropy" in outputs and transform is not None and transform.cap is not None:
-        return "linear_log_probs: entropy of capped logits"
+def _obstacle(logits: DeferredLogits, indices: Tensor, outputs: Sequence[str]) -> str:
+    """Return why values of these classes need logits, "" if they do not."""
+    if logits.shape[:-1] != indices.shape[:-1]:
+        return "classes of other tokens"
+    if not 1 <= indices.shape[-1] <= MAX_CLASSES or indices.device != logits.device:
+        return "more classes than are served, or on another device"
+    if "entropy" in outputs and any(name == "tanh" for name, _ in logits.steps):
+        return "entropy of capped logits"
     if "entropy" in outputs and logits.call.loss_options["gradient"] != "exact":
-        return "linear_log_probs: entropy with sampled gradients"
+        return "entropy with sampled gradients"
     return ""

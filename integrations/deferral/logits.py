@@ -160,6 +160,12 @@ def _asked(name: str) -> Callable[..., Any]:
 
 OWN_NAMES = {"out", "split_size_or_sections", "alpha"}
 """Parameters of torch's functions that its methods do not have, or have by another name."""
+CASTS = {
+    "float": torch.float32,
+    "double": torch.float64,
+    "half": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
 BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor")
 OTHERS = (
     *("eq", "ne", "lt", "le", "gt", "ge", "neg", "pos", "abs", "invert", "setitem", "iter"),
@@ -168,22 +174,39 @@ OTHERS = (
 )
 
 
-def _recorded(name: str) -> Callable[..., Any]:
-    """Return the method of the record, or of the logits for keywords that it does not know."""
+def _recorded(name: str, asked: str = "") -> Callable[..., Any]:
+    """Return the method `name` of the record; the logits are asked for what it does not know.
+
+    They are asked for their method `asked`, if it has another name.
+    """
     method = getattr(LogitsRecord, name)
     kinds = inspect.signature(method).parameters.values()
     known = {each.name for each in kinds if each.kind is each.POSITIONAL_OR_KEYWORD}
 
     def run(self: DeferredLogits, *args: Any, **kwargs: Any) -> Any:
-        if not kwargs.keys() <= known:
-            return self.ask(name, *args, **kwargs)
-        return method(self, *args, **kwargs)
+        is_known = self.is_recorded and kwargs.keys() <= known
+        found = method(self, *args, **kwargs) if is_known else None
+        return self.ask(asked or name, *args, **kwargs) if found is None else found
 
     return run
 
 
-for word in (*METHODS, "view", "contiguous", "float", "double", "half", "bfloat16"):
+def _cast(name: str, dtype: torch.dtype) -> Callable[..., Any]:
+    def run(self: DeferredLogits, **kwargs: Any) -> Any:
+        return self.ask(name, **kwargs) if kwargs else self.to(dtype)
+
+    return run
+
+
+for word in (*METHODS, "contiguous", "__getitem__"):
     setattr(DeferredLogits, word, _recorded(word))
+for word, name in (("__mul__", "mul"), ("__rmul__", "mul"), ("__truediv__", "div")):
+    setattr(DeferredLogits, word, _recorded(name))
+for word, name in (("__add__", "add"), ("__radd__", "add"), ("view", "reshape")):
+    setattr(DeferredLogits, word, _recorded(name, asked=word))
+for word, dtype in CASTS.items():
+    setattr(DeferredLogits, word, _cast(word, dtype))
 for word in (*BINARY, *(f"{side}{word}" for side in "ri" for word in BINARY), *OTHERS):
-    if hasattr(Tensor, f"__{word}__") and f"__{word}__" not in LogitsRecord.__dict__:
-        setattr(DeferredLogits, f"__{word}__", _asked(f"__{word}__"))
+    own = f"__{word}__"
+    if hasattr(Tensor, own) and own not in {**vars(LogitsRecord), **vars(DeferredLogits)}:
+        setattr(DeferredLogits, own, _asked(own))

@@ -1,7 +1,7 @@
 """`torch.nn.functional.cross_entropy` of deferred logits, as the fused call where it can be."""
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +23,10 @@ class Transform(NamedTuple):
     cap: float | None
     shift: Tensor | None
     """(V,) or None."""
+
+    def options(self) -> dict[str, Any]:
+        """Return scale and cap as arguments of `linear_cross_entropy`."""
+        return {"logit_scale": self.scale, "softcap": self.cap}
 
     def bias(self, of_head: Tensor | None) -> Tensor | None:
         """Return what is added to scaled products: the shift, and the scaled bias of the head."""
@@ -108,8 +112,7 @@ def cross_entropy(
             reduction=reduction,
             ignore_index=ignore_index,
             label_smoothing=label_smoothing,
-            logit_scale=transform.scale,
-            softcap=transform.cap,
+            **transform.options(),
             **input.call.loss_options,
         )
         return loss

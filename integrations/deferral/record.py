@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +28,7 @@ class LogitsRecord:
 
     Selections and views of rows are applied to the hidden states, which have the shape of the
     logits but for the dimension of classes; selections of classes to the weight; the rest is a
-    list of steps.  The methods below are those of tensors.
+    list of steps.  The methods are those of tensors.
 
     It is a dataclass since FSDP, DDP and Lightning look for tensors in those, among the outputs of
     modules.  They may cast the states, which stands for a cast of the logits.
@@ -161,31 +162,38 @@ class LogitsRecord:
         graph, made = tensors[1 : 1 + len(self.graph)], tensors[1 + len(self.graph) :]
         return self.derived(hidden=tensors[0], graph=graph, made=made[0] if made else None)
 
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        given = [*args, *(kwargs[name] for name in ("device", "dtype") if name in kwargs)]
+        dtypes = [x for x in given if isinstance(x, torch.dtype)]
+        devices = [torch.device(x) for x in given if isinstance(x, (torch.device, str))]
+        flags = [x for x in given if x is None or isinstance(x, bool)]
+        moves = [device for device in devices if device != self.device]
+        is_known = len(dtypes) + len(devices) + len(flags) == len(given)
+        is_known &= {*dtypes} <= DTYPES and not kwargs.get("copy")
+        is_known &= all(x.index is not None or x.type == "cpu" for x in moves)
+        if not is_known or not (self.is_recorded or not (dtypes or moves)):
+            return self.ask("to", *args, **kwargs)
+        moved = self
+        for device in moves:
+            moved = self._step("to", device, place=device)
+        for dtype in dtypes:
+            if dtype != moved.dtype:
+                moved = moved._step("to", dtype, recorded_dtype=dtype)
+        return moved
+
+    # the methods below return None for what cannot be recorded; the logits are asked then
+
     def _step(self, name: str, value: Any = None, **changes: Any) -> Any:
         memory, own = self.call.copy(self.memory), self.derived()  # with a cast among its steps
         result: Any = own.derived(steps=(*own.steps, (name, value)), memory=memory, **changes)
         return result
 
     def _scale(self, name: str, number: Any) -> Any:
-        if isinstance(number, Tensor) and self.is_recorded and _is_readable(number):
+        if isinstance(number, Tensor) and _is_readable(number):
             number = number.item()
         is_number = isinstance(number, (int, float)) and not isinstance(number, bool)
-        if self.is_recorded and is_number and math.isfinite(number) and number != 0:
-            return self._step(name, number)
-        return self.ask(name, number)
-
-    def _cast(self, dtype: torch.dtype) -> Any:
-        if not self.is_recorded or dtype not in DTYPES:
-            return self.ask("to", dtype)
-        return self if dtype == self.dtype else self._step("to", dtype, recorded_dtype=dtype)
-
-    def _add(self, name: str, other: Any) -> Any:
-        if not (self.is_recorded and self.class_dim == self.ndim - 1 and self._is_bias(other)):
-            return self.ask(name, other)
-        self.call.add(other)
-        dtype = torch.promote_types(self.dtype, other.dtype)
-        value = other.reshape(-1).to(self.hidden.device)
-        return self._step("add", value, recorded_dtype=dtype)
+        is_served = is_number and math.isfinite(number) and number != 0
+        return self._step(name, number) if is_served else None
 
     def _is_bias(self, x: Any) -> bool:
         """Whether x (V,), or with dimensions of 1 before, has a number for each class."""
@@ -210,124 +218,73 @@ class LogitsRecord:
     def div(self, other: Any) -> Any:
         return self._scale("div", other)
 
-    def __mul__(self, other: Any) -> Any:
-        return self._scale("mul", other)
-
-    def __rmul__(self, other: Any) -> Any:
-        return self._scale("mul", other)
-
-    def __truediv__(self, other: Any) -> Any:
-        return self._scale("div", other)
-
     def add(self, other: Any) -> Any:
-        return self._add("add", other)
-
-    def __add__(self, other: Any) -> Any:
-        return self._add("__add__", other)
-
-    def __radd__(self, other: Any) -> Any:
-        return self._add("__radd__", other)
+        if self.class_dim != self.ndim - 1 or not self._is_bias(other):
+            return None
+        self.call.add(other)
+        dtype = torch.promote_types(self.dtype, other.dtype)
+        value = other.reshape(-1).to(self.hidden.device)
+        return self._step("add", value, recorded_dtype=dtype)
 
     def tanh(self) -> Any:
-        return self._step("tanh") if self.is_recorded else self.ask("tanh")
-
-    def float(self) -> Any:
-        return self._cast(torch.float32)
-
-    def double(self) -> Any:
-        return self._cast(torch.float64)
-
-    def half(self) -> Any:
-        return self._cast(torch.float16)
-
-    def bfloat16(self) -> Any:
-        return self._cast(torch.bfloat16)
-
-    def to(self, *args: Any, **kwargs: Any) -> Any:
-        given = [*args, *(kwargs[name] for name in ("device", "dtype") if name in kwargs)]
-        dtypes = [x for x in given if isinstance(x, torch.dtype)]
-        devices = [torch.device(x) for x in given if isinstance(x, (torch.device, str))]
-        flags = [x for x in given if x is None or isinstance(x, bool)]
-        is_known = len(dtypes) + len(devices) + len(flags) == len(given)
-        if not is_known or kwargs.get("copy"):
-            return self.ask("to", *args, **kwargs)
-        moved = self
-        for device in devices:
-            if device != self.device:
-                if not self.is_recorded or (device.index is None and device.type != "cpu"):
-                    return self.ask("to", *args, **kwargs)
-                moved = self._step("to", device, place=device)
-        return moved._cast(dtypes[0]) if dtypes else moved
+        return self._step("tanh")
 
     def contiguous(self) -> Any:
-        if not self.is_recorded:
-            return self.ask("contiguous")
         is_last = self.class_dim == self.ndim - 1
         is_whole = is_last and self.classes == self.call.classes
         return self if is_whole and self.hidden.is_contiguous() else self.derived()
 
     def clone(self) -> Any:
-        if not self.is_recorded:
-            return self.ask("clone")
         return self.derived(memory=self.call.copy(self.memory))
 
     # rows and classes
     def __getitem__(self, index: Any) -> Any:
-        if self.is_recorded and self.class_dim == self.ndim - 1:
-            found = select(index, self.ndim, self.classes)
-            if found is not None:
-                hidden, first = self.hidden[found.rows], self.class_range[0]
-                cut = slice(found.start, found.stop)
-                return self.derived(
-                    hidden=hidden,
-                    class_dim=hidden.ndim - 1,
-                    class_range=(first + found.start, first + found.stop),
-                    steps=tuple((n, x[cut] if n == "add" else x) for n, x in self.steps),
-                )
-        return self.ask("__getitem__", index)
+        found = select(index, self.ndim, self.classes)
+        if found is None or self.class_dim != self.ndim - 1:
+            return None
+        hidden, first = self.hidden[found.rows], self.class_range[0]
+        cut = slice(found.start, found.stop)
+        return self.derived(
+            hidden=hidden,
+            class_dim=hidden.ndim - 1,
+            class_range=(first + found.start, first + found.stop),
+            steps=tuple((n, x[cut] if n == "add" else x) for n, x in self.steps),
+        )
 
     def reshape(self, *shape: Any) -> Any:
-        return self._reshape("reshape", shape)
-
-    def view(self, *shape: Any) -> Any:
-        return self._reshape("view", shape)
-
-    def _reshape(self, name: str, shape: tuple[Any, ...]) -> Any:
         sizes = row_sizes(shape, self.numel() // self.classes, self.classes)
-        if self.is_recorded and sizes is not None and self.class_dim == self.ndim - 1:
-            hidden = self.hidden.reshape(*sizes, self.hidden.shape[-1])
-            return self.derived(hidden=hidden, class_dim=hidden.ndim - 1)
-        return self.ask(name, *shape)
+        if sizes is None or self.class_dim != self.ndim - 1:
+            return None
+        hidden = self.hidden.reshape(*sizes, self.hidden.shape[-1])
+        return self.derived(hidden=hidden, class_dim=hidden.ndim - 1)
 
     def flatten(self, start_dim: int = 0, end_dim: int = -1) -> Any:
         start, end = self._dim(start_dim), self._dim(end_dim)
-        if not self.is_recorded or start is None or end is None or start > end:
-            return self.ask("flatten", start_dim, end_dim)
-        if start <= self.class_dim <= end:
-            return self.ask("flatten", start_dim, end_dim)
+        if start is None or end is None or start > end or start <= self.class_dim <= end:
+            return None
         merged = end - start if self.class_dim > end else 0
         hidden = self.hidden.flatten(start, end)
         return self.derived(hidden=hidden, class_dim=self.class_dim - merged)
 
     def unsqueeze(self, dim: int) -> Any:
         place = self._dim(dim, self.ndim + 1)
-        if not self.is_recorded or place is None:
-            return self.ask("unsqueeze", dim)
+        if place is None:
+            return None
         moved = self.class_dim + (place <= self.class_dim)
         return self.derived(hidden=self.hidden.unsqueeze(place), class_dim=moved)
 
     def squeeze(self, *dims: Any) -> Any:
         place = self._dim(dims[0]) if len(dims) == 1 else None
-        if not self.is_recorded or place is None or place == self.class_dim:
-            return self.ask("squeeze", *dims)
+        if place is None or place == self.class_dim:
+            return None
         hidden = self.hidden.squeeze(place)
         gone = hidden.ndim < self.ndim and place < self.class_dim
         return self.derived(hidden=hidden, class_dim=self.class_dim - gone)
 
     def transpose(self, dim0: int, dim1: int) -> Any:
         first, second = self._dim(dim0), self._dim(dim1)
-        if not self.is_recorded or first is None or second is None:
-            return self.ask("transpose", dim0, dim1)
+        if first is None or second is None:
+            return None
         order = [*range(self.ndim)]
         order[first], order[second] = second, first
         return self._permuted(order)
@@ -335,8 +292,8 @@ class LogitsRecord:
     def permute(self, *dims: Any) -> Any:
         given = dims[0] if len(dims) == 1 and isinstance(dims[0], (tuple, list)) else dims
         order = [self._dim(dim) for dim in given]
-        if not self.is_recorded or sorted(map(str, order)) != [*map(str, range(self.ndim))]:
-            return self.ask("permute", *dims)
+        if sorted(map(str, order)) != [*map(str, range(self.ndim))]:
+            return None
         return self._permuted(order)
 
     def _permuted(self, order: Any) -> Any:
@@ -344,15 +301,15 @@ class LogitsRecord:
         return self.derived(hidden=hidden, class_dim=order.index(self.class_dim))
 
     def split(self, split_size: Any, dim: int = 0) -> Any:
-        return self._parts("split", split_size, dim)
+        return self._parts(self.hidden.split, split_size, dim)
 
     def chunk(self, chunks: int, dim: int = 0) -> Any:
-        return self._parts("chunk", chunks, dim)
+        return self._parts(self.hidden.chunk, chunks, dim)
 
-    def _parts(self, name: str, count: Any, dim: int) -> Any:
-        if not self.is_recorded or self._dim(dim) in (None, self.class_dim):
-            return self.ask(name, count, dim)
-        return tuple(self.derived(hidden=x) for x in getattr(self.hidden, name)(count, dim))
+    def _parts(self, cut: Callable[..., Sequence[Tensor]], count: Any, dim: int) -> Any:
+        if self._dim(dim) in (None, self.class_dim):
+            return None
+        return tuple(self.derived(hidden=x) for x in cut(count, dim))
 
 
 def _is_readable(x: Tensor) -> bool:

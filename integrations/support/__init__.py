@@ -1,7 +1,7 @@
 """What the integrations share.
 
 hooks.py          replacing a function of a framework, after a check that it is the expected one
-logit_options.py  scale and softcap of a transformers model, read and checked
+logit_options.py  what a transformers model does to its logits, told by deferred ones
 main_grad.py      Megatron's protocol of gradient accumulation
 nested.py         tensors in place of objects that stand for them, in nested arguments
 """

@@ -1,35 +1,36 @@
 """Replacing a function of a framework, after a check that it is the one expected."""
 
+import functools
 import inspect
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module, metadata
 from operator import attrgetter
 from typing import Any
 
+from torch.autograd import Function
+
 _MARK = "_is_from_cutefce"
 
 
+class NotServedError(Exception):
+    """Raised by a replacement for a call that is left to the framework's own function."""
+
+
 def replace(
-    path: str,
-    replacement: Any,
-    *,
-    parameters: Sequence[str],
-    tested: str,
-    found: str | None = None,
-    signature: str | None = None,
-) -> Any:
-    """Replace a function or class of a framework; return the one that was there.
+    path: str, replacement: Callable[..., Any], *, tested: str, found: str | None = None
+) -> None:
+    """Replace a function of a framework by one with the same parameters.
+
+    If `replacement` raises NotServedError, the one that was there is called instead.  It is also
+    what the replacement gets as `own`, if it has such a parameter.
 
     Args:
         path: where its users look it up, as "package.module:name" or "package.module:Class.name".
-        replacement: a function or class that can be called in the same way.
-        parameters: the names of the parameters that the replaced one must have, in order.
+        replacement: a function whose parameters have the names of those of the replaced one.
         tested: the distribution and the versions that the integration was tested with, as
             "trl 1.16.0".  Another version warns once.
         found: the version in use, of a distribution that may be a source tree.
-        signature: where the function is whose parameters are compared; None is `path`.  The
-            `apply` of an autograd function has those of its `forward`.
 
     Raises:
         ImportError: if the distribution or the module is not installed.
@@ -39,12 +40,21 @@ def replace(
     owner, last, current = _find(path, tested)
     if getattr(current, _MARK, False):
         raise RuntimeError(f"{path}: the integration is enabled already")
-    described = current if signature is None else _find(signature, tested)[2]
-    check_parameters(signature or path, described, parameters, tested)
-    setattr(replacement, _MARK, True)
+    names = [*inspect.signature(replacement).parameters]
+    more = {"own": current} if "own" in names else {}
+    check_parameters(path, [name for name in names if name not in more], tested)
+
+    @functools.wraps(replacement)
+    def call(*arguments: Any, **named: Any) -> Any:
+        try:  # no context, which a graph compiler might not trace
+            result = replacement(*arguments, **more, **named)
+        except NotServedError:
+            result = NotImplemented
+        return current(*arguments, **named) if result is NotImplemented else result
+
+    setattr(call, _MARK, True)
     is_static = isinstance(vars(owner).get(last), staticmethod)
-    setattr(owner, last, staticmethod(replacement) if is_static else replacement)
-    return current
+    setattr(owner, last, staticmethod(call) if is_static else call)
 
 
 def is_replaced(path: str, tested: str) -> bool:
@@ -64,9 +74,17 @@ def _find(path: str, tested: str) -> tuple[Any, str, Any]:
     return owner, last, current
 
 
-def check_parameters(path: str, function: Any, parameters: Sequence[str], tested: str) -> None:
-    """Raise RuntimeError unless the parameters of `function` have these names, in order."""
-    found = [*inspect.signature(function).parameters]
+def check_parameters(path: str, parameters: Sequence[str], tested: str) -> None:
+    """Raise RuntimeError unless the parameters of what is at `path` have these names, in order.
+
+    Those of the `apply` of an autograd function are its `forward`'s, after the context.
+    """
+    owner, last, current = _find(path, tested)
+    function = owner if last == "apply" else getattr(current, "__self__", None)
+    if isinstance(function, type) and issubclass(function, Function):
+        path = f"{function.__module__}:{function.__qualname__}.forward"
+        current, parameters = function.forward, ("ctx", *parameters)
+    found = [*inspect.signature(current).parameters]
     if found != [*parameters]:
         raise RuntimeError(
             f"{path}: got parameters ({', '.join(found)}), expected those of {tested}, "

@@ -12,6 +12,7 @@ from cutefce.ops.interface import checks
 from cutefce.ops.interface.checks import Operands
 from cutefce.ops.interface.heads import check_head
 from cutefce.ops.interface.options import (
+    ARGUMENTS,
     LossOptions,
     Sharding,
     check_arguments,
@@ -71,17 +72,21 @@ def checked_call(
     for name, bias in zip(("student_bias", "teacher_bias"), biases, strict=True):
         if bias is not None:
             checks.check_bias(name, bias, of)
-    divergence = given.get("divergence", "forward_kl")
-    share = checked_share(divergence, given.get("beta"))
+    divergence, share = checked_form(given.get("divergence", "forward_kl"), given.get("beta"))
     reduction = given.get("reduction", DEFAULTS.reduction)
     ignored = given.get("ignore_index", DEFAULTS.ignore_index)
+    student_temperature, teacher_temperature = (checked_temperature(x, of) for x in temperatures)
+    denominator = checked("denominator", given.get("denominator"), of)
+    if denominator is not None:
+        check_divides(reduction)
+        denominator = scalar_beside(denominator, h)
     arguments = {  # no record, whose methods a graph compiler cannot trace
         "student_bias": biases[0],
         "teacher_bias": biases[1],
-        "student_temperature": checked_temperature(temperatures[0], of),
-        "teacher_temperature": checked_temperature(temperatures[1], of),
-        "denominator": checked_denominator(given.get("denominator"), of, reduction),
-        "divergence": form(divergence, share),
+        "student_temperature": student_temperature,
+        "teacher_temperature": teacher_temperature,
+        "denominator": denominator,
+        "divergence": divergence,
         "beta": share,
         "reduction": reduction,
         "ignore_index": ignored,
@@ -103,52 +108,46 @@ def checked_call(
     return CheckedCall(flat, target, arguments, of.tokens)
 
 
+def checked(name: str, value: Tensor | float | None, of: Operands) -> Tensor | None:
+    """Return the argument `name`, a number or a tensor, as a tensor that fits the call.
+
+    Raises:
+        TypeError, ValueError: for a tensor that does not.
+    """
+    if value is None:
+        return None
+    x = replicated(name, as_tensor(name, value, of.h))
+    check = ARGUMENTS[name].type.check
+    assert check is not None
+    check(name, x, of)
+    return x
+
+
 def checked_temperature(temperature: Tensor | float, of: Operands) -> Tensor | None:
     """Return that of a side as () or (N,), None for 1; raise an error for a wrong tensor."""
     if not isinstance(temperature, Tensor) and temperature == 1:
         return None
-    x = replicated("temperature", as_tensor("temperature", temperature, of.h))
-    checks.check_temperature("temperature", x, of)
-    return x.reshape(-1) if x.ndim else x
+    x = checked("temperature", temperature, of)
+    return x.reshape(-1) if x is not None and x.ndim else x
 
 
-def checked_denominator(
-    denominator: Tensor | float | None, of: Operands, reduction: str
-) -> Tensor | None:
-    """Return the divisor of "mean" as () on the device of the hidden states, None without one.
+def checked_form(divergence: str, beta: float | None) -> tuple[str, float]:
+    """Return the divergence, and the teacher's share of a JSD's mixture: 0.5 if `beta` is None.
 
-    Raises:
-        TypeError, ValueError: for a tensor that does not fit the call, or another reduction.
-    """
-    if denominator is None:
-        return None
-    x = replicated("denominator", as_tensor("denominator", denominator, of.h))
-    checks.check_scalar("denominator", x, of)
-    check_divides(reduction)
-    return scalar_beside(x, of.h)
-
-
-def checked_share(divergence: str, beta: float | None) -> float:
-    """Return the teacher's share of a JSD's mixture: `beta`, or 0.5 for None.
+    A JSD whose share leaves out one side is another divergence.
 
     Raises:
         ValueError: for an unknown divergence, or a share of a KL.
     """
     checks.check_value("divergence", divergence, checks.one_of(DIVERGENCES))
-    if beta is None:
-        return 0.5
-    if divergence != "jsd":
+    if beta is not None and divergence != "jsd":
         raise ValueError(
             f"beta: got {beta} with divergence={divergence!r}, expected None, or divergence='jsd'"
         )
-    return beta
-
-
-def form(divergence: str, share: float) -> str:
-    """Return the divergence, that of a JSD whose share leaves out one side."""
+    share = 0.5 if beta is None else beta
     if divergence == "jsd" and share in (0, 1):
-        return "reverse_kl" if share else "forward_kl"
-    return divergence
+        divergence = "reverse_kl" if share else "forward_kl"
+    return divergence, share
 
 
 def gradients(h: Tensor, w: Tensor, bias: Tensor | None) -> list[bool]:

@@ -12,7 +12,7 @@ from cutefce.ops.divergence.plan import DivergencePlan
 from cutefce.ops.divergence.row_kernel import RowKernel
 from cutefce.ops.divergence.sides import Side
 from cutefce.ops.dtypes import sum_dtype
-from cutefce.ops.parallel.shard import Unsharded
+from cutefce.ops.parallel.shard import VocabShard
 from cutefce.ops.program.run import Interpreter
 
 
@@ -24,7 +24,7 @@ class Operands:
     """Student and teacher."""
     options: Divergence
     plan: DivergencePlan
-    shard: Unsharded
+    shard: VocabShard
     loss_scale: Tensor | None
     """() the factor of each token's divergence in a reduced one; None for one of each token."""
     order: Tensor | None

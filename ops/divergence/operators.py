@@ -24,7 +24,7 @@ from cutefce.ops.operators import kept
 from cutefce.ops.operators.context import isolated_context
 from cutefce.ops.operators.operators import LIBRARY
 from cutefce.ops.parallel.consistency import report_errors
-from cutefce.ops.parallel.shard import Unsharded, shard_of
+from cutefce.ops.parallel.shard import ALONE, VocabShard, shard_of
 from cutefce.ops.primitives.dispatch import falls_back
 from cutefce.ops.rows.logit_map import LogitMap
 from cutefce.ops.schema import unpack
@@ -84,11 +84,12 @@ def _operands(
         order = None if len(order) == len(y) else order
     counted = len(h_s) if order is None else len(order)
     problem = problem_of(heads, counted, tensors, options, sharding)
-    added, sides = (tensors.student_bias, tensors.teacher_bias), []
+    sides = []
     for i, (h, w) in enumerate(heads):
-        logits = _logit_map(h, order, i, options, tensors)
+        own, added = options.logit_options(i), tensors.logit_tensors(i)
+        logits = LogitMap.of(own, added, h.new_empty(len(h)), sum_dtype(h.dtype))
         boost = options.boost(i) if h.dtype == torch.float16 else 1.0
-        side = Side(h, w, logits, added[i], options.gradients(i), boost)
+        side = Side(h, w, logits, added.linear_bias, options.gradients(i), boost)
         sides.append(side.selected(order))
     shard = _shard(sharding, heads, y, options, tensors, upstream, stats)
     loss_scale = _loss_scale(sides[0], tensors, options) if options.is_scalar else None
@@ -104,10 +105,10 @@ def _shard(
     tensors: DivergenceTensors,
     upstream: Tensor | None,
     stats: Tensor | None,
-) -> Unsharded:
+) -> VocabShard:
     """Return this rank's part of the call; raise on every rank if the ranks' calls differ."""
     if sharding.group is None:
-        return Unsharded()
+        return ALONE
     (h, w), (h_t, _) = heads
     same: dict[str, Any] = {"operator": "divergence"}
     same |= options.by_name()
@@ -121,20 +122,6 @@ def _shard(
         same |= {"operator": "divergence_backward", "gradient of the divergence": upstream}
         same["statistics of the forward"] = stats
     return shard_of(sharding, h, w, **same)
-
-
-def _logit_map(
-    h: Tensor, order: Tensor | None, index: int, options: Divergence, tensors: DivergenceTensors
-) -> LogitMap | None:
-    """Return the logit transform of a side, of the tokens that are computed."""
-    given = tensors.logit_tensors(index)
-    temperature = given.temperature
-    if temperature is not None and temperature.ndim and order is not None:
-        temperature = temperature.index_select(0, order)
-    tokens = h.new_empty(len(h) if order is None else len(order))
-    dtype = sum_dtype(h.dtype)
-    given = type(given)(given.linear_bias, temperature=temperature)
-    return LogitMap.of(options.logit_options(index), given, tokens, dtype)
 
 
 def _loss_scale(student: Side, tensors: DivergenceTensors, options: Divergence) -> Tensor:
@@ -212,25 +199,19 @@ def _refuse(ctx: Any, *_: Any) -> None:
 
 
 _TAGS = (torch.Tag.cudagraph_unsafe,) if hasattr(torch.Tag, "cudagraph_unsafe") else ()
-for name, schema, function, fake, derivative, setup in (
+for function, first, results, fake, derivative, setup in (
+    (divergence, "", "Tensor loss, Tensor stats", _fake_divergence, _backward, _setup),
     (
-        "divergence",
-        f"({_HEADS}, {_OPTIONS}) -> (Tensor loss, Tensor stats)",
-        divergence,
-        _fake_divergence,
-        _backward,
-        _setup,
-    ),
-    (
-        "divergence_backward",
-        f"(Tensor upstream, Tensor stats, {_HEADS}, {_OPTIONS}) -> ({_GRADIENTS})",
         divergence_backward,
+        "Tensor upstream, Tensor stats, ",
+        _GRADIENTS,
         _fake_backward,
         _refuse,
         lambda ctx, inputs, output: None,
     ),
 ):
-    LIBRARY.define(f"{name}{schema}", tags=_TAGS)
+    name = function.__name__
+    LIBRARY.define(f"{name}({first}{_HEADS}, {_OPTIONS}) -> ({results})", tags=_TAGS)
     LIBRARY.impl(name, isolated_context(falls_back(function)), "CompositeExplicitAutograd")
     torch.library.register_fake(f"cutefce::{name}", fake, lib=LIBRARY)
     torch.library.register_autograd(

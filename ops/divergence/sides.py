@@ -38,9 +38,11 @@ class Side:
         return None if self.logits is None else self.logits.cap
 
     def selected(self, order: Tensor | None) -> "Side":
-        """Return the side with the tokens `order` (M,) of its hidden states, None for all."""
-        h = self.h if order is None else self.h.index_select(0, order)
-        return replace(self, h=dense(h), w=dense(self.w))
+        """Return the side of the tokens `order` (M,), None for all, as GEMMs can address it."""
+        h, logits = self.h, self.logits
+        if order is not None:
+            h, logits = h.index_select(0, order), None if logits is None else logits.rows(order)
+        return replace(self, h=dense(h), w=dense(self.w), logits=logits)
 
     def empty_bias(self) -> Tensor:
         """Return memory for the gradient of the bias (V,), without rows if it is not asked for."""

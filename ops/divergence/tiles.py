@@ -22,7 +22,6 @@ from cutefce.ops.divergence.factors import FactorRows
 from cutefce.ops.divergence.operands import Call, Operands, matrix
 from cutefce.ops.divergence.options import STUDENT, TEACHER
 from cutefce.ops.divergence.steps import DW, SIDES, SUMS
-from cutefce.ops.parallel.shard import VocabShard
 from cutefce.ops.primitives.portable_gradients import apply_rowwise
 from cutefce.ops.program.steps import Step
 
@@ -82,7 +81,7 @@ def add_exps(call: Call, s: Step) -> None:
 def finish_lses(call: Call, s: Step) -> None:
     """Set the log-sum-exps from the sums of this rank's classes."""
     stats, shard = call.values["stats"], call.inputs.shard
-    if isinstance(shard, VocabShard):
+    if shard.group:
         parts = shard.all_gather(stats[:SUMS])
         for index in (STUDENT, TEACHER):
             tops, totals = parts[:, 2 * index], parts[:, 2 * index + 1]
@@ -102,7 +101,6 @@ def add_terms(call: Call, s: Step) -> None:
 def all_reduce(call: Call, s: Step) -> None:
     """Add the divergences of all ranks' classes."""
     stats, shard = call.values["stats"], call.inputs.shard
-    assert isinstance(shard, VocabShard)
     stats[SUMS:] = shard.all_reduce_(stats[SUMS:].clone())
 
 

@@ -11,22 +11,22 @@ from cutefce.ops.dtypes import sum_dtype
 from cutefce.ops.interface.options import LossOptions, Sharding, StepOptions, TensorOptions
 from cutefce.ops.operators.kept import Kept
 from cutefce.ops.operators.plans import plan_for
-from cutefce.ops.parallel.class_row import needs_class_row, set_class_row
-from cutefce.ops.parallel.shard import Unsharded
+from cutefce.ops.parallel.class_row import set_class_row
+from cutefce.ops.parallel.shard import VocabShard
 from cutefce.ops.primitives.dispatch import primitives_for
 from cutefce.ops.primitives.row_selection import select_rows, with_aligned_rows
 from cutefce.ops.program.inputs import LossInputs
 from cutefce.ops.program.plan import Plan
 from cutefce.ops.rows.loss_parts import check_soft_values, without_weightless
 from cutefce.ops.rows.selection import RowSelection
-from cutefce.ops.rows.targets import Targets
+from cutefce.ops.rows.targets import Targets, make_targets
 from cutefce.ops.sampling.samples import Sampling
 
 NO_GRADIENTS = False, False, False
 
 
 def prepare(
-    shard: Unsharded,
+    shard: VocabShard,
     h: Tensor,
     w: Tensor,
     y: Tensor,
@@ -42,12 +42,12 @@ def prepare(
         y, tensors = selection.targets, selection.take_options(tensors)
         if not selection.is_on_device:
             h = h.index_select(0, selection.order)
-    given = y.long(), w.shape[0], options, tensors, sum_dtype(h.dtype)
-    targets = shard.make_targets(*given, problem.arch, selection)
+    given = y.long(), shard.total_vocab(w), options, tensors, sum_dtype(h.dtype)
+    targets = make_targets(*given, problem.arch, selection, shard.classes())
     if selection is not None and selection.is_on_device:
         targets.selection = selection
     inputs = _operands(shard, h, w, targets, tensors, plan)
-    if needs_class_row(targets):
+    if plan.problem.every_class:
         inputs.class_row = set_class_row(shard, inputs.w, targets)
     if plan.problem.samples:
         inputs.sampling = _sampling(shard, w, y, options, tensors, selection)
@@ -56,7 +56,7 @@ def prepare(
 
 
 def resume(
-    shard: Unsharded, h: Tensor, w: Tensor, tensors: TensorOptions, kept: Kept
+    shard: VocabShard, h: Tensor, w: Tensor, tensors: TensorOptions, kept: Kept
 ) -> LossInputs:
     """Return the operands of a backward whose forward has `kept` the others.
 
@@ -76,7 +76,7 @@ def resume(
 
 
 def _operands(
-    shard: Unsharded, h: Tensor, w: Tensor, targets: Targets, tensors: TensorOptions, plan: Plan
+    shard: VocabShard, h: Tensor, w: Tensor, targets: Targets, tensors: TensorOptions, plan: Plan
 ) -> LossInputs:
     """Return the operands of a program that forward and backward have in common."""
     problem = plan.backend.operands
@@ -92,7 +92,7 @@ def _operands(
 
 
 def _sampling(
-    shard: Unsharded,
+    shard: VocabShard,
     w: Tensor,
     y: Tensor,
     options: LossOptions,
@@ -107,7 +107,7 @@ def _sampling(
 
 
 def _select(
-    shard: Unsharded,
+    shard: VocabShard,
     problem: Problem,
     y: Tensor,
     options: LossOptions,

@@ -5,30 +5,20 @@ Without a softcap it needs no product of h and w, but only the class row Σ_v κ
 
 from torch import Tensor
 
-from cutefce.ops.parallel.shard import Unsharded
+from cutefce.ops.parallel.shard import VocabShard
 from cutefce.ops.primitives.weighted_sum import weighted_sum
 from cutefce.ops.rows.loss_terms import class_weights
 from cutefce.ops.rows.targets import ClassRow, Targets
 
 
-def needs_class_row(targets: Targets) -> bool:
-    """Whether the loss, or an output of the call, depends on the class row."""
-    return smooths(targets) or "mean_logit" in targets.options.output_names
-
-
-def smooths(targets: Targets) -> bool:
-    """Whether the loss has label smoothing."""
-    return targets.options.label_smoothing != 0
-
-
-def set_class_row(shard: Unsharded, w: Tensor, targets: Targets) -> Tensor:
+def set_class_row(shard: VocabShard, w: Tensor, targets: Targets) -> Tensor:
     """Set `targets.class_row`, of all ranks' classes; return that of this rank's w (V, D)."""
     kappa = None if targets.terms is None else targets.terms.class_weight
     own, logits = weighted_sum(w, kappa), targets.logits
     row, offset = shard.sum_of_ranks(own), None
     if logits is not None and logits.bias is not None:
         offset = shard.sum_of_ranks((logits.bias * class_weights(targets.terms, w)).sum())
-    if not smooths(targets):
+    if not targets.options.label_smoothing:
         count = shard.total_vocab(w)
         row, offset = row / count, None if offset is None else offset / count
     targets.class_row = ClassRow(row, offset)

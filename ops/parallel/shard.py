@@ -19,8 +19,6 @@ ranks exchange
 """
 
 import ctypes
-import dataclasses
-import functools
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,90 +30,23 @@ from torch import Tensor
 
 from cutefce.ops import torch_compat
 from cutefce.ops.dtypes import sum_dtype
-from cutefce.ops.interface.options import LossOptions, Sharding, TensorOptions
+from cutefce.ops.interface.options import Sharding
 from cutefce.ops.parallel.consistency import exchange
 from cutefce.ops.primitives.dispatch import backend_of
 from cutefce.ops.program.inputs import Ranks
-from cutefce.ops.rows import targets as rows
-from cutefce.ops.rows.logit_map import LogitMap
-from cutefce.ops.rows.loss_parts import parts_of, without_weightless
 from cutefce.ops.rows.outputs import PartialOutputs
-from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.targets import Targets
-
-IGNORED = -(1 << 62)
-"""The local index of ignored targets; other ranks' targets are also outside [0, V_k)."""
-
-
-class Unsharded:
-    """A call on one device."""
-
-    def gather_hidden(self, h: Tensor) -> Tensor:
-        """Return the hidden states of all tokens (N, D)."""
-        return h
-
-    def counted(self, y: Tensor, ignored: int) -> Tensor:
-        """Return (N,) int64, `ignored` where no rank's target y (N,) counts."""
-        return y
-
-    def make_targets(
-        self,
-        y: Tensor,
-        vocab: int,
-        options: LossOptions,
-        tensors: TensorOptions,
-        dtype: torch.dtype,
-        arch: str | None = None,
-        selection: RowSelection | None = None,
-    ) -> Targets:
-        """Return the targets y (N,) as rows of this rank's weight (vocab, D); sums have `dtype`.
-
-        The others are those of `rows.targets.make_targets`.
-        """
-        return rows.make_targets(y, vocab, options, tensors, dtype, arch, selection)
-
-    def total_vocab(self, w: Tensor) -> int:
-        """Return the number of classes of all ranks' weights, w (V, D) being here."""
-        return len(w)
-
-    def sum_of_ranks(self, x: Tensor) -> Tensor:
-        """Return the sum of all ranks' x."""
-        return x
-
-    def of_first_rank(self, x: Tensor) -> Tensor:
-        """Return the x of the group's first rank."""
-        return x
-
-    def ranks(self) -> Ranks | None:
-        """Return the ranks that programs exchange with."""
-        return None
-
-    def dx_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype in which a rank finishes its part of dX, for inputs of `dtype`."""
-        return dtype
-
-    def reduce_dx(self, dx: Tensor) -> Tensor:
-        """Return the rows of the sum of all ranks' parts of dX (N, D) that this rank rounds."""
-        return dx
-
-    def gather_dx(self, rows: Tensor, tokens: int) -> Tensor:
-        """Return dX of this rank's `tokens` from the rounded `rows` of all ranks."""
-        return rows
-
-    def finish_dx(self, dx: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return dX of this rank's tokens from its part (N, D)."""
-        return self.gather_dx(self.reduce_dx(dx).to(dtype), len(dx))
 
 
 @dataclass(frozen=True)
-class VocabShard(Unsharded):
-    """One rank's part of a sharded call."""
+class VocabShard:
+    """One rank's part of a call; without a group, the whole call on one device."""
 
-    group: str
-    rank: int
-    vocab: tuple[int, ...]
-    """Rows of every rank's weight."""
-    sequence_parallel: bool
+    group: str = ""
+    rank: int = 0
+    vocab: tuple[int, ...] = ()
+    """Rows of every rank's weight, of a group."""
+    sequence_parallel: bool = False
 
     @property
     def count(self) -> int:
@@ -127,51 +58,41 @@ class VocabShard(Unsharded):
         """The global id of this rank's first row."""
         return sum(self.vocab[: self.rank])
 
+    def ranks(self) -> Ranks | None:
+        """Return the ranks that programs exchange with; None on one device."""
+        return self if self.group else None
+
+    def classes(self) -> slice | None:
+        """Return the global ids of this rank's rows; None for all of one device."""
+        if not self.group:
+            return None
+        return slice(self.first, self.first + self.vocab[self.rank])
+
+    def total_vocab(self, w: Tensor) -> int:
+        """Return the number of classes of all ranks' weights, w (V, D) being here."""
+        return sum(self.vocab) if self.group else len(w)
+
     def gather_hidden(self, h: Tensor) -> Tensor:
         """Return the hidden states of all tokens (N, D), from a share (N / R, D) or from all."""
         return self.all_gather(h).flatten(0, 1) if self.sequence_parallel else h
 
     def counted(self, y: Tensor, ignored: int) -> Tensor:
-        """Return the same on all ranks, so that `target_logit` finds targets that differ."""
+        """Return (N,) int64, `ignored` where no rank's target y (N,) counts.
+
+        It is the same on all ranks, so that `target_logit` finds targets that differ.
+        """
+        if not self.group:
+            return y
         counts = self.all_reduce_((y != ignored).int())
         return torch.where(counts > 0, ignored ^ 1, ignored)
 
-    def make_targets(
-        self,
-        y: Tensor,
-        vocab: int,
-        options: LossOptions,
-        tensors: TensorOptions,
-        dtype: torch.dtype,
-        arch: str | None = None,
-        selection: RowSelection | None = None,
-    ) -> Targets:
-        """Number the targets y (N,) from this rank's first row; they are checked with r_i."""
-        y = without_weightless(y, options, tensors)
-        own = slice(self.first, self.first + vocab)
-        more = sum(self.vocab), own, dtype, arch, selection
-        make_parts = functools.partial(parts_of, y, options, tensors, *more)
-        logits = LogitMap.of(options, tensors, y, dtype)
-        given = y.clamp(min=IGNORED // 2)  # no target is taken for an ignored one
-        index = torch.where(y == options.ignore_index, IGNORED, given - self.first)
-        options = dataclasses.replace(options, ignore_index=IGNORED)
-        return Targets(index, vocab, options, tensors, make_parts, logits, self.first)
-
-    def total_vocab(self, w: Tensor) -> int:
-        """Return the number of classes of all ranks' weights."""
-        return sum(self.vocab)
-
     def sum_of_ranks(self, x: Tensor) -> Tensor:
         """Return the sum of all ranks' x, the same bits on every rank."""
-        return self.all_reduce_(x.clone())
+        return self.all_reduce_(x.clone()) if self.group else x
 
     def of_first_rank(self, x: Tensor) -> Tensor:
         """Return the x of the group's first rank."""
-        return self.all_reduce_(x.clone() if self.rank == 0 else torch.zeros_like(x))
-
-    def ranks(self) -> Ranks:
-        """Return the ranks that programs exchange with."""
-        return self
+        return self.sum_of_ranks(x if self.rank == 0 else torch.zeros_like(x))
 
     def target_logit(self, logit: Tensor, targets: Targets) -> Tensor:
         """Return r (N,): +inf for ignored tokens alone, NaN for targets of no rank or of several.
@@ -188,7 +109,7 @@ class VocabShard(Unsharded):
         wrong = ~ignored & (count != 1)
         if wrong.device.type == "cpu" and bool(wrong.any()):
             row = int(wrong.nonzero()[0])
-            target = int(targets.index[row]) + self.first
+            target = int(targets.index[row]) + targets.first
             raise IndexError(
                 f"target: got {target if bool(targets.active[row]) else 'ignore_index'}, expected "
                 f"0 <= target < {sum(self.vocab)} or ignore_index, on every rank"
@@ -210,18 +131,34 @@ class VocabShard(Unsharded):
         return PartialOutputs(*(None if x is None else next(parts) for x in own))
 
     def dx_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype of sums: dX is rounded after the ranks' parts are added."""
+        """Return the dtype in which a rank finishes its part of dX, for inputs of `dtype`.
+
+        That of sums in a group: dX is rounded after the ranks' parts are added.
+        """
+        if not self.group:
+            return dtype
         return sum_dtype(dtype)
 
     def reduce_dx(self, dx: Tensor) -> Tensor:
-        """Add the ranks' parts (N, D); each rank gets N / R rows of the sum, rounded up."""
+        """Return the rows of the sum of all ranks' parts of dX (N, D) that this rank rounds.
+
+        They are N / R, rounded up.
+        """
+        if not self.group:
+            return dx
         padding = -len(dx) % len(self.vocab)
         dx = F.pad(dx, (0, 0, 0, padding)) if padding else dx
         return self.reduce_scatter(dx)
 
     def gather_dx(self, rows: Tensor, tokens: int) -> Tensor:
-        """Gather the ranks' rows (N / R, D), rounded by now, unless tokens are sharded."""
-        return rows if self.sequence_parallel else self.all_gather(rows).flatten(0, 1)[:tokens]
+        """Return dX of this rank's `tokens` from the rounded `rows` of all ranks."""
+        if not self.group or self.sequence_parallel:
+            return rows
+        return self.all_gather(rows).flatten(0, 1)[:tokens]
+
+    def finish_dx(self, dx: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return dX of this rank's tokens from its part (N, D)."""
+        return self.gather_dx(self.reduce_dx(dx).to(dtype), len(dx))
 
     def all_gather(self, x: Tensor) -> Tensor:
         """Return the x (...) of every rank as (R, ...)."""
@@ -236,7 +173,11 @@ class VocabShard(Unsharded):
         return torch_compat.all_reduce_(x, self.group)
 
 
-def shard_of(sharding: Sharding, h: Tensor, w: Tensor, **same: Any) -> Unsharded:
+ALONE = VocabShard()
+"""A call on one device."""
+
+
+def shard_of(sharding: Sharding, h: Tensor, w: Tensor, **same: Any) -> VocabShard:
     """Return this rank's part of a call; raise on every rank if the ranks' calls differ.
 
     Args:
@@ -248,7 +189,7 @@ def shard_of(sharding: Sharding, h: Tensor, w: Tensor, **same: Any) -> Unsharded
             is not synchronized.
     """
     if sharding.group is None:
-        return Unsharded()
+        return ALONE
     process_group = torch_compat.resolve_process_group(sharding.group)
     rank, ranks = process_group.rank(), process_group.size()
     shards: Sequence[int] | None = sharding.shards

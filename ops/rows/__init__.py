@@ -6,7 +6,7 @@ statistics.py      what a forward leaves of every token, and the losses made of 
 coefficients.py    what a backward multiplies exponentials by
 scaling.py         where these factors are applied
 loss_parts.py      what losses are made of, when it is first used
-loss_terms.py      coefficients of the loss of a token
+loss_terms.py      coefficients of the loss of a token, from targets as given
 classes            K classes of a token, with probabilities or as outputs
 target_rows.py     the targets' part of dW, in plain torch
 blocks.py          blocks of rows

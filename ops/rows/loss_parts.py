@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from cutefce.ops.interface.options import LossOptions, TensorOptions
-from cutefce.ops.rows.classes.output_classes import OutputClasses, check_classes
-from cutefce.ops.rows.classes.soft_targets import SoftTargets, check_values
-from cutefce.ops.rows.loss_terms import LossTerms
+from cutefce.ops.rows.classes.output_classes import OutputClasses, is_outside
+from cutefce.ops.rows.classes.soft_targets import SoftTargets
+from cutefce.ops.rows.loss_terms import GivenTargets, LossTerms
 from cutefce.ops.rows.selection import RowSelection
+from cutefce.ops.soft_targets.rows import LARGEST, is_wrong
 
 
 class LossParts(NamedTuple):
@@ -35,28 +36,16 @@ class LossParts(NamedTuple):
         )
 
 
-def parts_of(
-    y: Tensor,
-    options: LossOptions,
-    tensors: TensorOptions,
-    vocab: int,
-    own: slice,
-    dtype: torch.dtype,
-    arch: str | None = None,
-    selection: RowSelection | None = None,
-) -> LossParts:
-    """Return the parts of losses with targets y (N,) of `vocab` classes; this rank has `own`.
-
-    The others are those of `make_targets`.
-    """
-    if tensors.target_indices is not None:
-        if selection is not None:
-            tensors = selection.take_soft_targets(tensors)
-        if tensors.target_probs is None:
-            return LossParts(soft=OutputClasses.of_leads(y, options, tensors, own, dtype))
-        soft, terms = SoftTargets.of(y, options, tensors, vocab, own, dtype, arch)
-        return LossParts(terms, soft)
-    return LossParts(LossTerms.of(y, options, tensors, vocab, own, dtype))
+def parts_of(x: GivenTargets, selection: RowSelection | None = None) -> LossParts:
+    """Return the parts of losses, of soft targets of all tokens those that `selection` has."""
+    if x.tensors.target_indices is None:
+        return LossParts(LossTerms.of(x))
+    if selection is not None:
+        x = x._replace(tensors=selection.take_soft_targets(x.tensors))
+    if x.tensors.target_probs is None:
+        return LossParts(soft=OutputClasses.of_leads(x))
+    soft, terms = SoftTargets.of(x)
+    return LossParts(terms, soft)
 
 
 def check_soft_values(y: Tensor, options: LossOptions, tensors: TensorOptions, vocab: int) -> None:
@@ -64,13 +53,34 @@ def check_soft_values(y: Tensor, options: LossOptions, tensors: TensorOptions, v
 
     y (N,) are the leads, `vocab` is that of all ranks.  A GPU is not synchronized for this.
     """
-    if y.device.type != "cpu" or tensors.target_indices is None:
+    indices, probs, ignored = tensors.target_indices, tensors.target_probs, options.ignore_index
+    if y.device.type != "cpu" or indices is None:
         return
-    if tensors.target_probs is None:
-        check_classes(tensors.target_indices, options, vocab)
+    more, expected = "", f"0 <= index < {vocab} or ignore_index={ignored}"
+    if probs is None:
+        wrong = (indices != ignored) & is_outside(indices, vocab)
     else:
-        soft = tensors.target_indices, tensors.target_probs
-        check_values(without_weightless(y, options, tensors), options, *soft, vocab)
+        counts = (without_weightless(y, options, tensors) != ignored)[:, None]
+        bad = counts & ~((probs >= 0) & (probs <= LARGEST))
+        if bool(bad.any()):
+            raise ValueError(
+                f"target_probs: got {float(probs[bad][0])} at {_place_of_first(bad)}, expected "
+                f"numbers from 0 to {LARGEST:.3g}"
+            )
+        wrong = counts & is_wrong(indices, probs, vocab)
+        expected = f"0 <= index < {vocab} where the probability is not 0"
+        more = f" with probability {float(probs[wrong][0])}" if bool(wrong.any()) else ""
+    if bool(wrong.any()):
+        raise IndexError(
+            f"target_indices: got {int(indices[wrong][0])} at {_place_of_first(wrong)}{more}, "
+            f"expected {expected}"
+        )
+
+
+def _place_of_first(bad: Tensor) -> str:
+    """Return the place of the first bad value (N, K), tokens being numbered through."""
+    token, k = bad.nonzero()[0].tolist()
+    return f"token {token}, k = {k}"
 
 
 def without_weightless(y: Tensor, options: LossOptions, tensors: TensorOptions) -> Tensor:

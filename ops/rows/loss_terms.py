@@ -17,15 +17,44 @@ as `torch.nn.functional.cross_entropy` defines smoothing.  "mean" divides by Σ 
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from cutefce.cute_kernels.workspace import SoftRow
 from cutefce.ops.interface.options import LossOptions, TensorOptions
 
 if TYPE_CHECKING:
     from cutefce.ops.rows.statistics import RowStats
+
+
+class GivenTargets(NamedTuple):
+    """The targets of N tokens as a call has them, and what a rank's losses of them depend on."""
+
+    y: Tensor
+    """(N,) int64 of the classes of all ranks; the leads of soft targets."""
+    options: LossOptions
+    tensors: TensorOptions
+    vocab: int
+    """Classes of all ranks."""
+    own: slice
+    """Those of this rank."""
+    dtype: torch.dtype
+    """That of sums."""
+    arch: str | None = None
+    """An architecture that has kernels, if one serves the call."""
+
+    def token_factors(self) -> Tensor:
+        """Return t (N,) in the dtype of sums."""
+        if self.tensors.token_weights is None:
+            return torch.ones(self.y.shape, dtype=self.dtype, device=self.y.device)
+        return self.tensors.token_weights.to(self.dtype)
+
+    def class_factors(self) -> Tensor | None:
+        """Return κ (V,) of all ranks in the dtype of sums; None for 1."""
+        weight = self.tensors.weight
+        return None if weight is None else weight.to(self.dtype)
 
 
 @dataclass(frozen=True)
@@ -48,61 +77,40 @@ class LossTerms:
     """(N,) Σ_k b of `soft_targets`; the number 0 without soft targets."""
 
     @staticmethod
-    def of(
-        y: Tensor,
-        options: LossOptions,
-        tensors: TensorOptions,
-        vocab: int,
-        own: slice,
-        dtype: torch.dtype,
-    ) -> "LossTerms | None":
-        """Return the terms of targets y (N,) among the `vocab` classes of all ranks.
-
-        None if the losses are plain cross entropies.  This rank has the classes `own`; `dtype` is
-        that of sums.
-        """
-        smoothing, z_loss = options.label_smoothing, options.z_loss
-        kappa, weight = tensors.weight, tensors.token_weights
-        if kappa is None and weight is None:
+    def of(x: GivenTargets) -> "LossTerms | None":
+        """Return the terms of targets; None if the losses are plain cross entropies."""
+        smoothing, z_loss = x.options.label_smoothing, x.options.z_loss
+        if x.tensors.weight is None and x.tensors.token_weights is None:
             if not (smoothing or z_loss):
                 return None
-            return LossTerms(1.0, 1 - smoothing, smoothing / vocab, z_loss, None, None)
-        token = token_factors(y, tensors, dtype)
+            return LossTerms(1.0, 1 - smoothing, smoothing / x.vocab, z_loss, None, None)
+        token, kappa = x.token_factors(), x.class_factors()
         m, mean = token, token.new_ones(())
         if kappa is not None:
-            kappa = kappa.to(dtype)
-            m, mean = token * kappa[y.clamp(0, vocab - 1)], kappa.sum() / vocab
+            m, mean = token * kappa[x.y.clamp(0, x.vocab - 1)], kappa.sum() / x.vocab
         squared = z_loss * m if z_loss else 0.0  # 0 times an infinite square is NaN
         if not smoothing:
             return LossTerms(m, m, 0.0, squared, m, None)
         target = (1 - smoothing) * m
-        own_kappa = None if kappa is None else kappa[own]
+        own_kappa = None if kappa is None else kappa[x.own]
         every = smoothing * token
-        return LossTerms(target + every * mean, target, every / vocab, squared, m, own_kappa)
+        return LossTerms(target + every * mean, target, every / x.vocab, squared, m, own_kappa)
 
     @staticmethod
-    def of_probabilities(
-        b: tuple[Tensor, Tensor, Tensor],
-        token: Tensor,
-        tensors: TensorOptions,
-        options: LossOptions,
-        vocab: int,
-        own: slice,
-    ) -> "LossTerms":
-        """Return the terms of targets with probabilities among the `vocab` classes of all ranks.
+    def of_probabilities(x: GivenTargets, token: Tensor, sums: Tensor) -> "LossTerms":
+        """Return the terms of targets with probabilities.
 
-        `b` are the Σ_v b_iv (N,) of the lead, of the other classes, and of all; `token` (N,) are
-        the factors of tokens; this rank has the classes `own`.
+        `sums` (NUM_SOFT_ROWS, N) are those of `SoftRow`; `token` (N,) are the factors of tokens.
         """
-        lead, others, total = b
-        kappa = None if tensors.weight is None else tensors.weight.to(token.dtype)
+        lead, others, total = sums[SoftRow.LEAD], sums[SoftRow.OTHERS], sums[SoftRow.ALL]
+        kappa = x.class_factors()
         every: Tensor | float = 0.0
-        if options.label_smoothing:
-            every = options.label_smoothing / vocab * token
-            total = total + every * (vocab if kappa is None else kappa.sum())
-        squared = options.z_loss * token if options.z_loss else 0.0
-        own_kappa = None if kappa is None else kappa[own]
-        weight = None if tensors.token_weights is None else token
+        if x.options.label_smoothing:
+            every = x.options.label_smoothing / x.vocab * token
+            total = total + every * (x.vocab if kappa is None else kappa.sum())
+        squared = x.options.z_loss * token if x.options.z_loss else 0.0
+        own_kappa = None if kappa is None else kappa[x.own]
+        weight = None if x.tensors.token_weights is None else token
         return LossTerms(total, lead, every, squared, weight, own_kappa, others)
 
     def by_lse(self, stats: "RowStats") -> Tensor | float:
@@ -146,13 +154,6 @@ class LossTerms:
         if isinstance(self.lse_squared, Tensor) or self.lse_squared:
             losses = losses + self.lse_squared * lse.square()
         return losses
-
-
-def token_factors(y: Tensor, tensors: TensorOptions, dtype: torch.dtype) -> Tensor:
-    """Return t (N,) of the tokens with targets y (N,), in `dtype`."""
-    if tensors.token_weights is None:
-        return torch.ones(y.shape, dtype=dtype, device=y.device)
-    return tensors.token_weights.to(dtype)
 
 
 def class_weights(terms: LossTerms | None, w: Tensor) -> Tensor:

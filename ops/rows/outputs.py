@@ -21,11 +21,7 @@ import torch
 from torch import Tensor
 
 from cutefce.cute_kernels.workspace import NUM_STATS
-from cutefce.ops.interface.options import OF_ALL
-
-STORED = "lse", "entropy", "sum_p_squared", "mean_logit", "is_top1", "argmax"
-"""Outputs that are rows of the statistics; lse only beside others `OF_ALL` classes, else it follows
-from the statistics of every call."""
+from cutefce.ops.interface.options import OF_ALL, OUTPUTS
 
 
 class PartialOutputs(NamedTuple):
@@ -92,9 +88,12 @@ class PartialOutputs(NamedTuple):
 
 
 def stat_rows(outputs: Sequence[str]) -> dict[str, int]:
-    """Return the row of each of `outputs` in the statistics, after those of every call."""
+    """Return the row of each of `outputs` in the statistics, after those of every call.
+
+    lse has one only beside others `OF_ALL` classes: else it follows from those of every call.
+    """
     has_sums = not OF_ALL.isdisjoint(outputs)
-    named = [name for name in STORED if name in outputs and (name != "lse" or has_sums)]
+    named = [name for name in OUTPUTS if name in outputs and (name != "lse" or has_sums)]
     return {name: NUM_STATS + row for row, name in enumerate(named)}
 
 
@@ -110,7 +109,7 @@ def reduce_outputs(
         partial: reductions of the parts of all ranks; None if no output needs them.
         target: (N,) classes in [0, V), of all ranks' classes.
         class_mean: (N,) Σ_v u / V; needed for "mean_logit" alone.
-        outputs: names of outputs, at least one of `STORED`.
+        outputs: names of outputs, at least one of them.
     """
     rows: dict[str, Tensor] = {}
     if class_mean is not None:

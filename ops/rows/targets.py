@@ -23,7 +23,7 @@ from cutefce.ops.rows.classes.output_classes import OutputClasses
 from cutefce.ops.rows.classes.soft_targets import SoftTargets
 from cutefce.ops.rows.logit_map import LogitMap
 from cutefce.ops.rows.loss_parts import LossParts, parts_of, without_weightless
-from cutefce.ops.rows.loss_terms import LossTerms
+from cutefce.ops.rows.loss_terms import GivenTargets, LossTerms
 from cutefce.ops.rows.selection import RowSelection
 
 if TYPE_CHECKING:
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 NO_TENSORS = TensorOptions()
 OUTPUTS = "outputs"
 """The reduction of calls that return values of each token, see `outputs`."""
+IGNORED = -(1 << 62)
+"""The index of ignored targets on a rank, whose other ranks' targets are also outside [0, V_k)."""
 
 
 class ClassRow(NamedTuple):
@@ -169,13 +171,17 @@ class Targets:
 
         None without soft targets, and before their logits and coefficients are known.
         """
-        if self.soft is None or self.soft.logits is None:
+        soft, is_exact = self.soft, not self.options.is_sampled
+        if soft is None or soft.logits is None:
             return None
-        if isinstance(self.soft, OutputClasses):
-            return self.soft.scaled_entries(stats, self.logits, adds=self.options.is_sampled)
-        of_exps = self.has_narrow_entries(dtype) and not self.options.is_sampled
-        a = torch.as_tensor(self.by_lse(stats))
-        return self.soft.entries(stats, a, self.logits, of_exps=of_exps)
+        if isinstance(soft, OutputClasses):
+            given = soft.gradients
+            if given is None:
+                return None
+            operands = given.values, stats, given.by_softmax, self.logits
+            return soft.entries(*operands, of_exps=is_exact)
+        a, of_exps = torch.as_tensor(self.by_lse(stats)), self.has_narrow_entries(dtype)
+        return soft.entries(-soft.coefficient, stats, a, self.logits, of_exps=of_exps and is_exact)
 
     def of_backward(self, *, keeps_soft: bool) -> "Targets":
         """Return what a backward needs of these, which takes less memory.
@@ -230,18 +236,29 @@ def make_targets(
     dtype: torch.dtype = torch.float32,
     arch: str | None = None,
     selection: RowSelection | None = None,
+    shard: slice | None = None,
 ) -> Targets:
     """Return the targets y (N,) int64, with sums of `dtype`; `arch` has kernels, if given.
 
-    Soft targets are those of all tokens, of which `selection` has chosen these.
+    Soft targets are those of all tokens, of which `selection` has chosen these.  Of `vocab` classes
+    a rank of a group has the `shard`, from whose first one on it counts; other ranks' targets are
+    no classes of it, and its targets are checked with their logits.
 
     Raises:
         IndexError: on a CPU, for a target outside [0, V).  A GPU is not synchronized for this.
     """
     y = without_weightless(y, options, tensors).contiguous()
-    given = y, options, tensors, vocab, slice(0, vocab), dtype, arch, selection
+    own = slice(0, vocab) if shard is None else shard
+    given = GivenTargets(y, options, tensors, vocab, own, dtype, arch)
+    make_parts = functools.partial(parts_of, given, selection)
     logits = LogitMap.of(options, tensors, y, dtype)
-    targets = Targets(y, vocab, options, tensors, functools.partial(parts_of, *given), logits)
+    if shard is not None:
+        index = y.clamp(min=IGNORED // 2) - own.start  # no target is taken for an ignored one
+        index = torch.where(y == options.ignore_index, IGNORED, index)
+        options = replace(options, ignore_index=IGNORED)
+        rows = own.stop - own.start
+        return Targets(index, rows, options, tensors, make_parts, logits, own.start)
+    targets = Targets(y, vocab, options, tensors, make_parts, logits)
     if y.device.type == "cpu":
         wrong = targets.active & (targets.safe_index != y)
         if bool(wrong.any()):

@@ -8,40 +8,30 @@ from cutefce.ops.program.steps import Step
 from cutefce.ops.sampling import estimates, kernels, portable
 from cutefce.ops.sampling.steps import SampleKind
 
-Table = dict[Enum, Callable[[Call, Step], None]]
-
-PORTABLE: Table = {
-    SampleKind.CHOOSE_CLASSES: portable.choose_classes,
-    SampleKind.PLACE_TARGETS: portable.place_targets,
-    SampleKind.ESTIMATE: portable.estimate,
-    SampleKind.SAMPLE: portable.sample,
-    SampleKind.FINISH_ENTRIES: portable.finish_entries,
-    SampleKind.PUT_TERMS: portable.put_terms,
-    SampleKind.LIST: portable.list_entries,
-    SampleKind.SPARSE_HIDDEN: portable.sparse_hidden,
-    SampleKind.SPARSE_WEIGHT: portable.sparse_weight,
-}
-KERNELS: Table = {
-    SampleKind.CHOOSE_CLASSES: kernels.choose_classes,
-    SampleKind.PLACE_TARGETS: kernels.place_targets,
-    SampleKind.ESTIMATE: kernels.estimate,
-    SampleKind.SAMPLE: kernels.sample,
-    SampleKind.SAMPLE_AGAIN: kernels.sample_again,
-    SampleKind.FINISH_ENTRIES: kernels.finish_entries,
-    SampleKind.LIST: kernels.list_entries,
-    SampleKind.SPARSE_HIDDEN: kernels.sparse_hidden,
-    SampleKind.SPARSE_WEIGHT: kernels.sparse_weight,
-}
+Run = Callable[[Call, Step], None]
 
 
-def run(call: Call, s: Step) -> None:
-    """Run a step on the kernels that serve a call, or in plain torch."""
-    is_portable = call.inputs.primitives.projection.is_portable
-    (PORTABLE if is_portable else KERNELS)[s.kind](call, s)
+def either(in_torch: Run, on_kernels: Run) -> Run:
+    """Return what runs a step in plain torch, or on the kernels that serve a call."""
+
+    def run(call: Call, s: Step) -> None:
+        is_portable = call.inputs.primitives.projection.is_portable
+        (in_torch if is_portable else on_kernels)(call, s)
+
+    return run
 
 
-SAMPLING: Table = {
-    **dict.fromkeys(SampleKind, run),
+SAMPLING: dict[Enum, Run] = {
+    SampleKind.CHOOSE_CLASSES: either(portable.choose_classes, kernels.choose_classes),
     SampleKind.GATHER_CLASSES: estimates.gather_classes,
+    SampleKind.PLACE_TARGETS: either(portable.place_targets, kernels.place_targets),
     SampleKind.PROJECT_CLASSES: estimates.project_classes,
+    SampleKind.ESTIMATE: either(portable.estimate, kernels.estimate),
+    SampleKind.SAMPLE: either(portable.sample, kernels.sample),
+    SampleKind.SAMPLE_AGAIN: kernels.sample_again,
+    SampleKind.FINISH_ENTRIES: either(portable.finish_entries, kernels.finish_entries),
+    SampleKind.PUT_TERMS: portable.put_terms,
+    SampleKind.LIST: either(portable.list_entries, kernels.list_entries),
+    SampleKind.SPARSE_HIDDEN: either(portable.sparse_hidden, kernels.sparse_hidden),
+    SampleKind.SPARSE_WEIGHT: either(portable.sparse_weight, kernels.sparse_weight),
 }

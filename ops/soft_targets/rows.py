@@ -3,14 +3,12 @@
 Kernels make both where there are any, else plain torch, with equal bits but for sums of a row.
 """
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from cutefce.cute_kernels.jit.cache import compiled
 from cutefce.cute_kernels.spec import PrepareSoftSpec, SoftLeadsSpec
-from cutefce.cute_kernels.workspace import LEAST_DERIVATIVE, NO_CLASS, NUM_SOFT_ROWS, SoftRow
+from cutefce.cute_kernels.workspace import LEAST_DERIVATIVE, NO_CLASS, NUM_SOFT_ROWS
 
 LARGEST = torch.finfo(torch.float32).max
 """The largest probability of a class."""
@@ -35,23 +33,6 @@ def leads(
     return torch.where((probs == 0).all(-1), ignored, lead)
 
 
-class SoftRows(NamedTuple):
-    """The classes of N tokens but their leads, with coefficients, and sums of these."""
-
-    own_index: Tensor
-    """(N, K) int64"""
-    coefficient: Tensor
-    """(N, K)"""
-    lead: Tensor
-    """(N,) Σ b of the lead."""
-    others: Tensor
-    """(N,) Σ b of the others, of all ranks."""
-    total: Tensor
-    """(N,) both"""
-    least: Tensor
-    """(N,) Σ |b| of the others times `LEAST_DERIVATIVE`."""
-
-
 def soft_rows(
     y: Tensor,
     index: Tensor,
@@ -63,12 +44,13 @@ def soft_rows(
     own: slice,
     dtype: torch.dtype,
     arch: str | None = None,
-) -> SoftRows:
-    """Return those with leads y (N,), of which some are `ignored`; see `SoftTargets`.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the classes (N, K) of `SoftTargets`, coefficients (N, K), and sums of these.
 
-    b are the probabilities q (N, K) of the classes `index` (N, K) times `factor` times those of
-    `token` (N,) and of classes, `kappa` (V,).  This rank has the classes `own`.  Those are sorted
-    and counted from its first one, and the last of equal ones has the sum of their b, in `dtype`.
+    The leads are y (N,), of which some are `ignored`.  b are the probabilities q (N, K) of the
+    classes `index` (N, K) times `factor` times those of `token` (N,) and of classes, `kappa` (V,).
+    This rank has the classes `own`.  Those are sorted and counted from its first one, and the last
+    of equal ones has the sum of their b, in `dtype`.  Sums are (NUM_SOFT_ROWS, N), by `SoftRow`.
     More than eight parameters: a kernel's, and what says whether there is one.
     """
     if arch is not None and kappa is None and q.dtype != torch.float64 and index.shape[1] > 1:
@@ -78,8 +60,7 @@ def soft_rows(
         compiled(PrepareSoftSpec(arch))(
             *given, *made, sums, factor, ignored, first, own.stop - first
         )
-        parts = SoftRow.LEAD, SoftRow.OTHERS, SoftRow.ALL, SoftRow.LEAST
-        return SoftRows(*made, *(sums[part] for part in parts))
+        return *made, sums
     index, scale = index.long(), torch.where(y == ignored, 0, factor * token)
     b = torch.where(scale[:, None] == 0, 0, q.to(dtype) * scale[:, None])
     if kappa is not None:
@@ -87,7 +68,8 @@ def soft_rows(
     is_lead = index == y[:, None]
     lead, b = torch.where(is_lead, b, 0).sum(1), b.masked_fill(is_lead, 0)
     others, least = b.sum(1), LEAST_DERIVATIVE * b.abs().sum(1)
-    return SoftRows(*_joined(index, b, own), lead, others, lead + others, least)
+    sums = torch.stack([lead, others, lead + others, least])  # in the order of `SoftRow`
+    return *_joined(index, b, own), sums
 
 
 def _joined(index: Tensor, b: Tensor, own: slice) -> tuple[Tensor, Tensor]:

@@ -37,7 +37,7 @@ def test_the_setting_is_checked_and_kept() -> None:
 
 
 def of_trl(h: Tensor, w: Tensor, y: Tensor) -> Tensor:
-    log_probs: Tensor = module("trl").log_probs(pytest.fail, h, w, None, y, 1.0, 64)[0]
+    log_probs: Tensor = module("trl").log_probs(h, w, None, y, 1.0, 64, own=pytest.fail)[0]
     return log_probs
 
 
@@ -48,7 +48,7 @@ def of_liger(h: Tensor, w: Tensor, y: Tensor) -> Tensor:
 
 def of_ligers_jsd(h: Tensor, w: Tensor, y: Tensor) -> Tensor:
     given = h, w, h, w, y, None, None, 1.0, 0.0
-    loss: Tensor = module("distillation.liger").fused_linear_jsd(pytest.fail, *given)
+    loss: Tensor = module("liger").fused_linear_jsd(*given)
     return loss
 
 
@@ -56,9 +56,7 @@ def of_axolotls_kd(h: Tensor, w: Tensor, y: Tensor) -> Tensor:
     top = torch.zeros(len(h), 1, 1)
     given = h[:, None], w, y[:, None, None], top, top + 1, y[:, None], None, 0.0, 1.0
     options = {"normalize_topk": False}
-    loss: Tensor = module("distillation.axolotl").fused_linear_topk_kl(
-        pytest.fail, *given, **options
-    )
+    loss: Tensor = module("axolotl_kd").fused_linear_topk_kl(*given, **options)
     return loss
 
 

@@ -4,14 +4,21 @@ import warnings
 from typing import Any
 
 import pytest
+import torch
 
 from cutefce.integrations.support import hooks
 
-PATH, PARAMETERS = "click.utils:echo", ("message", "file", "nl", "err", "color")
+PATH = "click.utils:echo"
 
 
-def ours(*_: object) -> None:
-    pass
+def ours(message: Any, file: Any, nl: Any, err: Any, color: Any) -> Any:
+    if message == "theirs":
+        raise hooks.NotServedError
+    return "ours", message
+
+
+def others(message: Any, *, own: Any) -> Any:
+    return own, message
 
 
 @pytest.fixture(autouse=True)
@@ -30,28 +37,69 @@ def installed() -> str:
 def test_a_function_is_replaced_once() -> None:
     import click.utils
 
-    before = click.utils.echo
-    assert hooks.replace(PATH, ours, parameters=PARAMETERS, tested=installed()) is before
-    assert click.utils.echo is ours
+    hooks.replace(PATH, ours, tested=installed())
+    assert vars(click.utils.echo)["__wrapped__"] is ours
     with pytest.raises(RuntimeError, match="enabled already"):
-        hooks.replace(PATH, ours, parameters=PARAMETERS, tested=installed())
+        hooks.replace(PATH, ours, tested=installed())
+
+
+def test_what_is_not_served_is_left_to_the_framework(monkeypatch: pytest.MonkeyPatch) -> None:
+    import click.utils
+
+    def echo(message: Any, file: Any, nl: Any, err: Any, color: Any) -> Any:
+        return "theirs", message, file, color
+
+    monkeypatch.setattr(click.utils, "echo", echo)
+    hooks.replace(PATH, ours, tested=installed())
+    run: Any = click.utils.echo
+    assert run("x", 1, 2, 3, color=4) == ("ours", "x")
+    assert run("theirs", 1, 2, 3, color=4) == ("theirs", "theirs", 1, 4)
+
+
+def test_a_replacement_may_get_the_function_that_was_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import click.utils
+
+    def echo(message: Any) -> None:
+        pass
+
+    monkeypatch.setattr(click.utils, "echo", echo)
+    hooks.replace(PATH, others, tested=installed())
+    found: Any = click.utils.echo
+    assert found("x") == (echo, "x")
 
 
 def test_other_parameters_are_refused() -> None:
     with pytest.raises(RuntimeError, match=r"got parameters \(message, file, nl, err, color\)"):
-        hooks.replace(PATH, ours, parameters=("message",), tested=installed())
+        hooks.replace(PATH, others, tested=installed())
 
 
-def test_parameters_may_be_those_of_another_function() -> None:
-    given: dict[str, Any] = {"parameters": ("text",), "tested": installed()}
-    hooks.replace(PATH, ours, **given, signature="click:unstyle")
-    with pytest.raises(RuntimeError, match=r"click:style: got parameters \(text, fg"):
-        hooks.replace("click.utils:get_app_dir", ours, **given, signature="click:style")
+class Double(torch.autograd.Function):
+    """Twice a tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any) -> Any:
+        return 2 * x
+
+
+@pytest.mark.parametrize("name", ["Double.apply", "double"])
+def test_an_autograd_function_has_the_parameters_of_its_forward(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import click.utils
+
+    monkeypatch.setattr(click.utils, "Double", type("Double", (Double,), {}), raising=False)
+    monkeypatch.setattr(click.utils, "double", Double.apply, raising=False)
+    hooks.replace(f"click.utils:{name}", lambda x: x, tested=installed())
+    monkeypatch.setattr(click.utils, "double", Double.apply)
+    with pytest.raises(RuntimeError, match=r":Double\.forward: got parameters \(ctx, x\)"):
+        hooks.replace("click.utils:double", ours, tested=installed())
 
 
 def test_a_missing_function_is_named() -> None:
     with pytest.raises(RuntimeError, match=r"click\.utils:gone: not found"):
-        hooks.replace("click.utils:gone", ours, parameters=(), tested=installed())
+        hooks.replace("click.utils:gone", ours, tested=installed())
 
 
 def test_an_untested_version_warns() -> None:

@@ -1511,8 +1511,8 @@ ERRORS = (
         (
             Edit(
                 "ops/divergence/checks.py",
-                '    if divergence != "jsd":\n        raise ValueError(',
-                '    if divergence == "":\n        raise ValueError(',
+                '    if beta is not None and divergence != "jsd":\n',
+                '    if beta is not None and divergence == "":\n',
             ),
         ),
         ("tests/errors/test_wrong_calls.py::test_wrong_arguments",),

@@ -115,7 +115,8 @@ def test_context_parallelism_is_named(two: Ranks) -> None:
 
 def test_it_is_enabled_once(framework: ModuleType) -> None:
     integration.enable()
-    assert framework.from_parallel_hidden_states_to_logprobs is integration.log_probs
+    found = framework.from_parallel_hidden_states_to_logprobs
+    assert vars(found)["__wrapped__"] is integration.log_probs
     with pytest.raises(RuntimeError, match="enabled already"):
         integration.enable()
 

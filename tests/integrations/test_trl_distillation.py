@@ -18,7 +18,6 @@ from trl.trainer import distillation_trainer
 import cutefce
 from cutefce.integrations import trl as integration
 from cutefce.integrations.deferral import divergence as deferred_divergence
-from cutefce.integrations.distillation import trl as trl_distillation
 from tests.integrations.test_trl import CLOCKS, small_model, text, tokenizer, trainer_arguments
 from tests.support.divergence import token_divergences
 from tests.support.tiers import pairwise
@@ -36,7 +35,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
         found.append(options)
         return fused(*arguments, **options)
 
-    for module in (trl_distillation, deferred_divergence):
+    for module in (integration, deferred_divergence):
         monkeypatch.setattr(module, "linear_divergence", counted)
     monkeypatch.setattr(distillation_trainer, "_chunked_divergence_loss", OWN)
     own_gkd = vars(GKDTrainer)["generalized_jsd_loss"]

@@ -31,7 +31,6 @@ from cutefce.cute_kernels.variant import SUM_ONLY
 from cutefce.cute_kernels.workspace import (
     Coefficient,
     Semaphore,
-    SoftRow,
     Stat,
 )
 from cutefce.ops.divergence import logits, row_kernel
@@ -175,9 +174,8 @@ def _prepare_soft(
 ) -> None:
     own = slice(first, first + vocab)
     made = soft_rows.soft_rows(lead, index, probs, token, None, factor, ignored, own, probs.dtype)
-    own_index.copy_(made.own_index), coefficient.copy_(made.coefficient)
-    of_lead, others, total, least = SoftRow.LEAD, SoftRow.OTHERS, SoftRow.ALL, SoftRow.LEAST
-    sums[of_lead], sums[others], sums[total], sums[least] = made[2:]
+    for out, x in zip((own_index, coefficient, sums), made, strict=True):
+        out.copy_(x)
 
 
 def _soft_logits(

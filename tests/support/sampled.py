@@ -13,9 +13,9 @@ from torch import Tensor
 from cutefce.cute_kernels import process_cache
 from cutefce.ops.program.run import Call
 from cutefce.ops.program.steps import Step
+from cutefce.ops.program.table import TABLE
 from cutefce.ops.sampling import sample_sizes
 from cutefce.ops.sampling.steps import SampleKind
-from cutefce.ops.sampling.table import KERNELS, PORTABLE
 from tests.support.options import OptionsCase, losses_of_logits, model_logits
 
 Words = NDArray[np.uint32]
@@ -38,14 +38,13 @@ def change_estimates(change: Callable[[Tensor], Tensor], patch: pytest.MonkeyPat
 
 def after(kind: SampleKind, do: Callable[[Call], None], patch: pytest.MonkeyPatch) -> None:
     """Do something after each step of a kind."""
-    for table in (PORTABLE, KERNELS):
-        own = table[kind]
+    own = TABLE[kind]
 
-        def both(call: Call, s: Step, own: Callable[[Call, Step], None] = own) -> None:
-            own(call, s)
-            do(call)
+    def both(call: Call, s: Step) -> None:
+        own(call, s)
+        do(call)
 
-        patch.setitem(table, kind, both)
+    patch.setitem(TABLE, kind, both)
 
 
 def mix(x: Words) -> Words:

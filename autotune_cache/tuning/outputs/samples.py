@@ -26,11 +26,11 @@ from cutefce.ops.program.steps import Step
 from cutefce.ops.rows.targets import Targets
 from cutefce.ops.sampling import kernels as on_kernels
 from cutefce.ops.sampling import portable
-from cutefce.ops.sampling import table as sampling_steps
 from cutefce.ops.sampling.backend import SamplingBackend
 from cutefce.ops.sampling.sample_sizes import slots
 from cutefce.ops.sampling.samples import Sampling
 from cutefce.ops.sampling.steps import SampleKind
+from cutefce.ops.sampling.table import SAMPLING
 
 ALL, FEW = 1 << 24, 64
 """Samples with which all entries are kept, and few."""
@@ -108,7 +108,7 @@ def _estimates(primitives: Primitives, inputs: Inputs, plan: Plan) -> dict[str, 
         partial = projection.project_exp(h, rows, (0, half), logit, part)
         values["sums of classes"].append(partial)
     for kind in (SampleKind.CHOOSE_CLASSES, SampleKind.PLACE_TARGETS, SampleKind.ESTIMATE):
-        sampling_steps.run(call, Step(kind, (), (), (0, len(h))))
+        SAMPLING[kind](call, Step(kind, (), (), (0, len(h))))
     classes = torch.cat([values["classes"], *values["places"]])
     return {
         "classes of the estimate": classes.double(),

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, is_tensor
 
 from cutefce.cute_kernels.workspace import NO_CLASS
-from cutefce.ops.interface.options import LossOptions, TensorOptions
-from cutefce.ops.rows.classes.soft_targets import SoftTargets, over_scale, place_of_first
+from cutefce.ops.rows.classes.soft_targets import SoftTargets
 from cutefce.ops.rows.logit_map import LogitMap
+from cutefce.ops.rows.loss_terms import GivenTargets
 from cutefce.ops.soft_targets.rows import sum_equal
 
 if TYPE_CHECKING:
@@ -61,32 +61,23 @@ class OutputClasses(SoftTargets):
     """In a backward."""
 
     @staticmethod
-    def of_leads(
-        y: Tensor,
-        options: LossOptions,
-        tensors: TensorOptions,
-        own: slice,
-        dtype: torch.dtype,
-    ) -> "OutputClasses | None":
-        """Return those of leads y (N,); this rank has the classes `own`, sums have `dtype`.
-
-        None where the lead is all.
-        """
-        index = tensors.target_indices
+    def of_leads(x: GivenTargets) -> "OutputClasses | None":
+        """Return those of leads; None where the lead is all."""
+        index, ignored, own = x.tensors.target_indices, x.options.ignore_index, x.own
         assert index is not None
         if index.shape[1] == 1:
             return None
         index = index.long()
-        counts = (index != options.ignore_index) & (y != options.ignore_index)[:, None]
-        is_lead = index == y[:, None]
+        counts = (index != ignored) & (x.y != ignored)[:, None]
+        is_lead = index == x.y[:, None]
         here = counts & ~is_lead & (index >= own.start) & (index < own.stop)
         vocab = own.stop - own.start
         index, order = torch.where(here, index - own.start, vocab).sort(dim=1, stable=True)
         absent = index == vocab
         return OutputClasses(
             index=index.masked_fill_(absent, 0),
-            coefficient=absent.logical_not().to(dtype),
-            least=y.new_zeros(y.shape, dtype=dtype),
+            coefficient=absent.logical_not().to(x.dtype),
+            least=x.y.new_zeros(x.y.shape, dtype=x.dtype),
             order=order,
             is_lead=is_lead,
             counts=counts,
@@ -138,23 +129,6 @@ class OutputClasses(SoftTargets):
         part.gradients = ClassGradients(values, others, part.bounded(of_lse - lead - others))
         return part, torch.stack([lead, *upstream[-2:]])
 
-    def scaled_entries(
-        self, stats: "RowStats", logits: LogitMap | None, *, adds: bool
-    ) -> Tensor | None:
-        """Return what takes the place of exponentials e, (N, K); what `adds` to them.
-
-        None in a forward.
-        """
-        if self.gradients is None:
-            return None
-        assert self.logits is not None
-        entries = over_scale(self.gradients.values, stats, self.gradients.by_softmax)
-        if not adds:
-            entries += (self.logits - stats.reference[:, None]).exp_()
-        if logits is not None:
-            entries *= logits.cap_derivative(self.logits)
-        return entries.masked_fill_(self.coefficient == 0, 0)
-
     def entries_by_log(
         self, stats: "RowStats", a: Tensor, b: Tensor, logits: LogitMap | None
     ) -> Tensor:
@@ -178,20 +152,11 @@ def class_leads(indices: Tensor, vocab: int, ignored: int) -> Tensor:
     counts = indices != ignored
     first = counts.to(torch.uint8).argmax(-1, keepdim=True)
     lead = indices.gather(-1, first)[..., 0]
-    wrong = (counts & _is_outside(indices, vocab)).any(-1)
+    wrong = (counts & is_outside(indices, vocab)).any(-1)
     # what is ignored may be `NO_CLASS`
     return torch.where(wrong, NO_CLASS - (ignored == NO_CLASS), lead)
 
 
-def check_classes(indices: Tensor, options: LossOptions, vocab: int) -> None:
-    """Raise IndexError for classes (N, K) outside [0, vocab); `vocab` is that of all ranks."""
-    bad = (indices != options.ignore_index) & _is_outside(indices, vocab)
-    if bool(bad.any()):
-        raise IndexError(
-            f"target_indices: got {int(indices[bad][0])} at {place_of_first(bad)}, expected "
-            f"0 <= index < {vocab} or ignore_index={options.ignore_index}"
-        )
-
-
-def _is_outside(indices: Tensor, vocab: int) -> Tensor:
+def is_outside(indices: Tensor, vocab: int) -> Tensor:
+    """Return where classes (..., K) are not in [0, vocab)."""
     return (indices < 0) | (indices >= vocab)

@@ -27,10 +27,10 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
-from cutefce.ops.interface.options import LossOptions, TensorOptions
+from cutefce.cute_kernels.workspace import SoftRow
 from cutefce.ops.rows.logit_map import LogitMap
-from cutefce.ops.rows.loss_terms import LossTerms, token_factors
-from cutefce.ops.soft_targets.rows import LARGEST, is_wrong, soft_rows
+from cutefce.ops.rows.loss_terms import GivenTargets, LossTerms
+from cutefce.ops.soft_targets.rows import soft_rows
 
 if TYPE_CHECKING:
     from cutefce.ops.rows.statistics import RowStats
@@ -60,31 +60,17 @@ class SoftTargets:
     """(N,) Σ_k b (u - u_y) over the classes of all ranks, set when logits of leads are known."""
 
     @staticmethod
-    def of(
-        y: Tensor,
-        options: LossOptions,
-        tensors: TensorOptions,
-        vocab: int,
-        own: slice,
-        dtype: torch.dtype,
-        arch: str | None = None,
-    ) -> tuple["SoftTargets | None", LossTerms]:
-        """Return those of leads y (N,) among the `vocab` classes of all ranks, and their terms.
-
-        This rank has the classes `own`; `dtype` is that of sums; `arch` has kernels, if given.
-        None where the lead is all.
-        """
-        index, q = tensors.target_indices, tensors.target_probs
+    def of(x: GivenTargets) -> tuple["SoftTargets | None", LossTerms]:
+        """Return those of leads, None where the lead is all, and the terms of the losses."""
+        index, q = x.tensors.target_indices, x.tensors.target_probs
         assert index is not None and q is not None
-        token = token_factors(y, tensors, dtype)
-        kappa = None if tensors.weight is None else tensors.weight.to(dtype)
-        factor, ignored = 1 - options.label_smoothing, options.ignore_index
-        made = soft_rows(y, index, q, token, kappa, factor, ignored, own, dtype, arch)
-        b = made.lead, made.others, made.total
-        terms = LossTerms.of_probabilities(b, token, tensors, options, vocab, own)
+        token, factor = x.token_factors(), 1 - x.options.label_smoothing
+        operands = x.y, index, q, token, x.class_factors(), factor, x.options.ignore_index
+        own, coefficient, sums = soft_rows(*operands, x.own, x.dtype, x.arch)
+        terms = LossTerms.of_probabilities(x, token, sums)
         if index.shape[1] == 1:
             return None, terms
-        return SoftTargets(made.own_index, made.coefficient, made.least), terms
+        return SoftTargets(own, coefficient, sums[SoftRow.LEAST]), terms
 
     @property
     def classes(self) -> tuple[Tensor, Tensor]:
@@ -103,15 +89,16 @@ class SoftTargets:
         return torch.maximum(a.abs(), self.least).copysign_(a)
 
     def entries(
-        self, stats: "RowStats", a: Tensor, logits: LogitMap | None, *, of_exps: bool
+        self, terms: Tensor, stats: "RowStats", a: Tensor, logits: LogitMap | None, *, of_exps: bool
     ) -> Tensor:
         """Return what takes the place of the exponentials of these classes, (N, K).
 
-        These are relative to the references of `stats`; a (N,) are the derivatives by their lse.
-        Without `of_exps`, return what is added to them: those in the dtype of sums are not rounded.
+        These are relative to the references of `stats`; `terms` (N, K) are what losses add to the
+        derivatives by logits, and a (N,) the derivatives by lse.  Without `of_exps`, return what is
+        added to exponentials: those in the dtype of sums are not rounded.
         """
         assert self.logits is not None
-        terms = over_scale(-self.coefficient, stats, a)
+        terms = over_scale(terms, stats, a)
         if of_exps:
             terms += (self.logits - stats.reference[:, None]).exp_()
         if logits is not None:
@@ -154,31 +141,3 @@ def over_scale(terms: Tensor, stats: "RowStats", a: Tensor) -> Tensor:
     """
     quotients = (terms / a[:, None]).masked_fill_((a == 0)[:, None], 0)
     return quotients.mul_(stats.sum_exp[:, None])
-
-
-def check_values(
-    y: Tensor, options: LossOptions, indices: Tensor, probs: Tensor, vocab: int
-) -> None:
-    """Raise ValueError or IndexError for tokens with a lead y (N,) of `NO_CLASS`.
-
-    `vocab` is that of all ranks.
-    """
-    rows = y != options.ignore_index
-    bad = rows[:, None] & ~((probs >= 0) & (probs <= LARGEST))
-    if bool(bad.any()):
-        raise ValueError(
-            f"target_probs: got {float(probs[bad][0])} at {place_of_first(bad)}, expected numbers "
-            f"from 0 to {LARGEST:.3g}"
-        )
-    bad = rows[:, None] & is_wrong(indices, probs, vocab)
-    if bool(bad.any()):
-        raise IndexError(
-            f"target_indices: got {int(indices[bad][0])} at {place_of_first(bad)} with probability "
-            f"{float(probs[bad][0])}, expected 0 <= index < {vocab} where the probability is not 0"
-        )
-
-
-def place_of_first(bad: Tensor) -> str:
-    """Return the place of the first bad value (N, K), tokens being numbered through."""
-    token, k = bad.nonzero()[0].tolist()
-    return f"token {token}, k = {k}"

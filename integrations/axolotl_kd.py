@@ -1,39 +1,18 @@
 """Axolotl: the loss of its `kd` plugin, from soft targets of the teacher's stored top k."""
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from cutefce.integrations.gradients import loss_options
+from cutefce.integrations.support import hooks
 from cutefce.ops.interface.api import linear_cross_entropy
 from cutefce.ops.interface.soft_targets import MAX_CLASSES
 
-FUNCTION = "axolotl.integrations.kd.kernels.liger:LigerFusedLinearKLTopKLogprobFunction"
-PARAMETERS = (
-    "ctx",
-    "student_input",
-    "student_lm_head_weight",
-    "target_token_ids",
-    "target_logprobs",
-    "target_mask",
-    "true_labels",
-    "student_lm_head_bias",
-    "weight_hard_loss",
-    "weight_soft_loss",
-    "ignore_index",
-    "temperature",
-    "beta",
-    "compiled",
-    "chunk_size",
-    "compute_ce_loss",
-    "normalize_topk",
-)
+PATH = "axolotl.integrations.kd.kernels.liger:LigerFusedLinearKLTopKLogprobFunction.apply"
 
 
 def fused_linear_topk_kl(
-    own: Callable[..., Tensor],
     student_input: Tensor,
     student_lm_head_weight: Tensor,
     target_token_ids: Tensor,
@@ -54,12 +33,11 @@ def fused_linear_topk_kl(
     """Return the sum () of tokens' forward KL over stored classes, and of their cross entropy.
 
     More than eight parameters: they are Axolotl's, of which `compiled` and `chunk_size` change
-    nothing.  Axolotl's own function, `own`, serves another `beta` than 0, `normalize_topk`, and
-    more classes than soft targets may have.  The divergence's value, not its gradient, is times
-    the square of the temperature, as Axolotl has it.
+    nothing.  Axolotl's own function serves another `beta` than 0, `normalize_topk`, and more
+    classes than soft targets may have.  The divergence's value, not its gradient, is times the
+    square of the temperature, as Axolotl has it.
 
     Args:
-        own: Axolotl's function.
         student_input: (B, T, D) hidden states.
         student_lm_head_weight: (V, D).
         target_token_ids: (B, T, K) classes of the teacher, for the token's position.
@@ -79,10 +57,7 @@ def fused_linear_topk_kl(
     """
     operands = student_input, student_lm_head_weight
     if beta != 0 or normalize_topk or target_token_ids.shape[-1] > MAX_CLASSES:
-        targets = target_token_ids, target_logprobs, target_mask, true_labels
-        weights = weight_hard_loss, weight_soft_loss, ignore_index, temperature, beta
-        last = compiled, chunk_size, compute_ce_loss, normalize_topk
-        return own(*operands, *targets, student_lm_head_bias, *weights, *last)
+        raise hooks.NotServedError
     options = {"linear_bias": student_lm_head_bias, "reduction": "sum", **loss_options()}
     loss = student_input.new_zeros((), dtype=torch.float32)
     if weight_soft_loss > 0:
