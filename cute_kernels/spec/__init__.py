@@ -5,19 +5,16 @@ This package does not import the DSL.
 
 from cutefce.cute_kernels.spec.divergence import DivergenceRowsSpec
 from cutefce.cute_kernels.spec.gemm import GradGemmSpec, ProjectExpSpec
+from cutefce.cute_kernels.spec.kernel import KernelSpec
 from cutefce.cute_kernels.spec.rowwise import (
     OUT_AND_SUMS,
-    ClearRowsSpec,
-    GatherRowsSpec,
     KeptSumsSpec,
+    MoveRowsSpec,
     PrepareSoftSpec,
     PutSoftSpec,
     ReducePartialsSpec,
     RowCoefficientsSpec,
     ScaleAddRowsSpec,
-    ScaleKeptSpec,
-    ScaleSoftSpec,
-    ScatterRowsSpec,
     SelectRowsSpec,
     SoftLeadsSpec,
     SoftLogitsSpec,
@@ -35,13 +32,12 @@ from cutefce.cute_kernels.spec.sampling import (
 __all__ = [
     "OUT_AND_SUMS",
     "ChooseClassesSpec",
-    "ClearRowsSpec",
     "DivergenceRowsSpec",
-    "GatherRowsSpec",
     "GradGemmSpec",
     "KeptSumsSpec",
     "KernelSpec",
     "ListSamplesSpec",
+    "MoveRowsSpec",
     "PrepareSamplesSpec",
     "PrepareSoftSpec",
     "ProjectExpSpec",
@@ -49,9 +45,6 @@ __all__ = [
     "ReducePartialsSpec",
     "RowCoefficientsSpec",
     "ScaleAddRowsSpec",
-    "ScaleKeptSpec",
-    "ScaleSoftSpec",
-    "ScatterRowsSpec",
     "SelectRowsSpec",
     "SoftLeadsSpec",
     "SoftLogitsSpec",
@@ -60,30 +53,3 @@ __all__ = [
     "SparseRowsSpec",
     "TargetLogitSpec",
 ]
-
-KernelSpec = (
-    SelectRowsSpec
-    | GatherRowsSpec
-    | ScatterRowsSpec
-    | ClearRowsSpec
-    | ProjectExpSpec
-    | GradGemmSpec
-    | TargetLogitSpec
-    | SoftLeadsSpec
-    | PrepareSoftSpec
-    | SoftLogitsSpec
-    | PutSoftSpec
-    | ScaleSoftSpec
-    | ReducePartialsSpec
-    | ScaleAddRowsSpec
-    | KeptSumsSpec
-    | ScaleKeptSpec
-    | RowCoefficientsSpec
-    | SortTargetsSpec
-    | ChooseClassesSpec
-    | PrepareSamplesSpec
-    | SortSamplesSpec
-    | ListSamplesSpec
-    | SparseRowsSpec
-    | DivergenceRowsSpec
-)

@@ -271,7 +271,8 @@ class CuteProjection(CuteSoftTargetSteps, PortableProjection):
     def _clear(self, exps: Tensor | None, targets: Targets) -> None:
         """Write zeros to the rows of `exps` (N, K) that do not count, if other GEMMs read them."""
         if self.clears and exps is not None and targets.selection is not None:
-            compiled(self.kernels.clear_rows)(as_bits(exps), targets.selection.count)
+            empty = None, None, None
+            compiled(self.kernels.clear_rows)(as_bits(exps), *empty, targets.selection.count)
 
     def _take_semaphores(self, h: Tensor) -> Tensor:
         count: int = forward_semaphore_count(h.shape[0], self.kernels.reduce_partials.rows)

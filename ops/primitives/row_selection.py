@@ -10,7 +10,7 @@ from cutefce.cute_kernels.integers import ceil_div
 from cutefce.cute_kernels.jit.cache import compiled
 from cutefce.cute_kernels.kernel_set import KernelSet
 from cutefce.cute_kernels.problem import Problem
-from cutefce.cute_kernels.spec import ScatterRowsSpec, SelectRowsSpec
+from cutefce.cute_kernels.spec import MoveRowsSpec, SelectRowsSpec
 from cutefce.cute_kernels.workspace import Semaphore
 from cutefce.ops.rows.selection import RowSelection
 
@@ -76,8 +76,8 @@ def restore_rows(selection: RowSelection | None, x: Tensor) -> Tensor:
         return x
     if selection.arch is None:
         return selection.restore(x, 0)
-    out, scatter = torch.empty_like(x), compiled(ScatterRowsSpec(selection.arch))
-    scatter(as_bits(out), as_bits(x), selection.order, selection.count)
+    out, scatter = torch.empty_like(x), compiled(MoveRowsSpec(selection.arch, "scatter"))
+    scatter(as_bits(out), as_bits(x), selection.order, None, selection.count)
     return out
 
 

@@ -28,7 +28,7 @@ from cutefce.cute_kernels.jit import cache as jit_cache
 from cutefce.cute_kernels.jit.compiler import compile_kernel
 from tests.support.tiers import rest_slow
 
-KERNEL = spec.ScaleAddRowsSpec("sm_90a", "bfloat16", "bfloat16")
+KERNEL = spec.MoveRowsSpec("sm_90a", "clear")
 """The kernel that compiles fastest."""
 
 COMPILE = f"""
@@ -91,7 +91,7 @@ def output(process: "subprocess.Popen[str]") -> list[str]:
 
 def works(function: Any) -> bool:
     """Return whether this is the kernel: it checks its arguments, even without a GPU."""
-    with pytest.raises(TypeError, match="out: Tensor"):
+    with pytest.raises(TypeError, match=": Tensor"):
         function()
     return True
 

@@ -753,11 +753,11 @@ def test_launch_arguments_match_the_kernels(arch: Arch, monkeypatch: pytest.Monk
         gradients.finish_kept_dw(kept, low, logit[0])
     names = ["TargetLogit", *["ProjectExp"] * 2, "ReducePartials", *["ProjectExp"] * 2]
     names += [*["RowCoefficients"] * 2, *["ScaleAddRows"] * 4]
-    steps_of_kept = ["KeptSums", "KeptSums", "ScaleKept", *["GradGemm"] * bool(default.grad_weight)]
-    names += [*steps_of_kept, *steps_of_kept, "KeptSums", "ScaleAddRows"]
+    steps_of_kept = [*["KeptSums"] * 3, *["GradGemm"] * bool(default.grad_weight)]
+    names += [*steps_of_kept, *steps_of_kept, "KeptSums", "MoveRows"]
     if default.grad_weight:
         names += ["GradGemm", "SortTargets", *["GradGemm"] * 3]
-        names += [*["GradGemm"] * 2, "ScaleKept"] * 2
+        names += [*["GradGemm"] * 2, "KeptSums"] * 2
     assert [kernel.__name__ for kernel in launched] == [f"{name}Spec" for name in names]
 
 

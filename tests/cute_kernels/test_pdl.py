@@ -59,7 +59,7 @@ MORE: dict[str, KernelSpec | None] = {
     "sums and logits of soft targets": KERNELS.of_soft_targets[0],
     "grad_hidden, exponentials scaled": KERNELS.of_soft_targets[-1],
     "grad_weight": KERNELS.grad_weight,
-    "grad_weight_keep_32": KERNELS.grad_weight_keep[-1],
+    "grad_weight_keep_32": KERNELS.grad_weight_keep,
     "clear_rows": KERNELS.clear_rows,
     "soft_leads": KERNELS.soft_leads,
     "prepare_soft": KERNELS.prepare_soft,
@@ -79,8 +79,8 @@ MORE: dict[str, KernelSpec | None] = {
 for name, kernels in SETS.items():  # Blackwell's project_exp does not use PDL
     MORE |= {
         f"{name} keep_sums": kernels.keep_sums,
-        f"{name} finish_kept": kernels.finish_kept[0],
-        f"{name} scale_kept_rows": kernels.scale_kept_rows[0],
+        f"{name} finish_kept": kernels.finish_kept,
+        f"{name} scale_kept_rows": kernels.scale_kept_rows,
         f"{name} gather_rows": kernels.gather_rows,
         f"{name} probability_coefficients": kernels.probability_coefficients,
         f"{name} reduce_partials": kernels.reduce_partials,

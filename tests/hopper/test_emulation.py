@@ -289,8 +289,6 @@ def test_reduced_losses_with_terms(given: tuple[float, float], possible: bool) -
 
 ROW_KERNELS = {
     "last step of dX": ScaleAddRowsSpec(ARCH.name, "bfloat16", "float32", "bfloat16"),
-    "scaled": ScaleAddRowsSpec(ARCH.name, "bfloat16", "bfloat16"),
-    "scaled float32": ScaleAddRowsSpec(ARCH.name, "float16", "float32"),
     "with a matrix of rank one": ScaleAddRowsSpec(
         ARCH.name, "float32", "float32", "float16", rank_one=True
     ),
@@ -302,7 +300,6 @@ ROW_LAUNCHES = {
     f"{name}, {place}": (kernel, scatters)
     for name, kernel in ROW_KERNELS.items()
     for scatters, place in enumerate(("in place", "scattered"))
-    if kernel.table or not scatters
 }
 
 
@@ -313,20 +310,18 @@ def test_scaled_rows(given: tuple[ScaleAddRowsSpec, int], hidden: int) -> None:
     kernel, scatters = given
     out, x = (torch.randn(5, hidden).to(getattr(torch, name)) for name in (kernel.out, kernel.x))
     scale, gather_scale, factor, row = *torch.randn(3, 5), torch.randn(hidden)
-    index, table, term = torch.tensor([7, 0, 3, -(1 << 62), 2]), None, None
+    index, term = torch.tensor([7, 0, 3, -(1 << 62), 2]), None
+    scale[2] = gather_scale[2] = factor[2] = 0.0
+    table = torch.randn(4, hidden).to(getattr(torch, kernel.table))
     want = scale.double()[:, None] * x.double()
-    gathered: tuple[torch.Tensor | None, ...] = None, None
-    if kernel.table is not None:
-        scale[2] = gather_scale[2] = factor[2] = 0.0
-        table = torch.randn(4, hidden).to(getattr(torch, kernel.table))
-        want += gather_scale.double()[:, None] * table[index.clamp(0, 3)].double()
-        want[2], x[2], gathered = 0.0, torch.nan, (gather_scale, index)
+    want += gather_scale.double()[:, None] * table[index.clamp(0, 3)].double()
+    want[2], x[2] = 0.0, torch.nan
     if kernel.rank_one:
         term = factor, row
         want += factor.double()[:, None] * row.double()
-    order = None if kernel.table is None else torch.tensor([4, 1, 0, 3, 2])
-    run(kernel, out, x, table, scale, *gathered, term, order, scatters)
-    if order is not None and scatters:
+    order = torch.tensor([4, 1, 0, 3, 2])
+    run(kernel, out, x, table, scale, gather_scale, index, term, order, scatters)
+    if scatters:
         out = out[order]
     rounding = {"bfloat16": 2**-8, "float16": 2**-11, "float32": 1e-6}[kernel.out]
     torch.testing.assert_close(out.double(), want, rtol=1.01 * rounding, atol=1e-5)
@@ -361,8 +356,7 @@ def test_kept_sums(size: tuple[int, int], rank_one: bool, scatters: int) -> None
     scale, target_scale, factor, row = *torch.randn(3, 7), torch.randn(hidden)
     scale[5] = target_scale[5] = factor[5] = 0.0
     term = RankOne(factor, row) if rank_one else None
-    kernel = kernels.kept_hidden_kernels[low_bits].finish
-    kernel = dataclasses.replace(kernel, rank_one=rank_one)
+    kernel = dataclasses.replace(kernels.finish_kept, low_bits=low_bits, rank_one=rank_one)
     more = table, target, scale, target_scale, (factor, row) if term else None, order
     # of sums in the order of the targets
     out = torch.full_like(kept, torch.nan)
@@ -382,7 +376,7 @@ def test_rows_of_kept_sums_are_scaled(low_bits: int) -> None:
     low = torch.empty(5, round_up(columns, 16), dtype=torch.uint8)[:, :columns]
     split_sums(kept, low, sums)
     want, want_low = kept.clone(), low.contiguous()
-    run(kernels.kept_hidden_kernels[low_bits].scale_rows, kept, low, scale)
+    run(dataclasses.replace(kernels.scale_kept_rows, low_bits=low_bits), kept, low, scale)
     PortableGradients(16).scale_kept_rows(want, want_low, scale)
     got, expected = joined_sums(kept, low), joined_sums(want, want_low)
     torch.testing.assert_close(got, expected, rtol=0.0, atol=0.0, equal_nan=True)
@@ -559,10 +553,13 @@ def test_moved_rows(count: int) -> None:
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         rows = x.to(dtype)
         out = torch.full_like(rows, torch.nan)
-        run(kernels.scatter_rows, as_bits(out), as_bits(rows), order, counter)
+        run(kernels.scatter_rows, as_bits(out), as_bits(rows), order, None, counter)
         assert torch.equal(out[order[:count]].nan_to_num(), rows[:count].nan_to_num())
         assert not out[order[count:]].any()
-    run(kernels.clear_rows, x, counter)
+    out = torch.full_like(x, torch.nan)
+    run(kernels.scale_rows, out, x, None, scale, None)
+    assert torch.equal(out.nan_to_num(), (x.float() * scale[:, None]).bfloat16().nan_to_num())
+    run(kernels.clear_rows, x, None, None, None, counter)
     assert not x[count:].any()
 
 

@@ -12,9 +12,9 @@ import cutefce
 from cutefce.cute_kernels.arch import arch_named
 from cutefce.cute_kernels.config import PortableTiles
 from cutefce.cute_kernels.spec import (
-    GatherRowsSpec,
     GradGemmSpec,
     KernelSpec,
+    MoveRowsSpec,
     PrepareSoftSpec,
     ProjectExpSpec,
     SelectRowsSpec,
@@ -99,6 +99,8 @@ def test_launches_of_steps(
         name = type(kernel).__name__.removesuffix("Spec")
         if isinstance(kernel, GradGemmSpec):
             name = f"Grad{kernel.wrt.capitalize()}"
+        if isinstance(kernel, MoveRowsSpec):
+            name = f"{kernel.move.capitalize()}Rows"
 
         def launch(*arguments: Any) -> None:
             launched.append(name)
@@ -199,7 +201,7 @@ def test_parts_of_soft_targets_are_made_once(
         )
     loss.backward()
     product = launched.index(ProjectExpSpec)
-    before: set[Any] = {SelectRowsSpec, TargetLogitSpec, GatherRowsSpec}
+    before: set[Any] = {SelectRowsSpec, TargetLogitSpec, MoveRowsSpec}
     joins = arch == "sm_90a"
     if joins:
         before |= {"parts"} if outputs else {"parts", PrepareSoftSpec}
