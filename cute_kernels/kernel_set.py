@@ -31,7 +31,7 @@ from cutefce.cute_kernels.spec import (
     SortTargetsSpec,
     TargetLogitSpec,
 )
-from cutefce.cute_kernels.variant import IDENTITY, PLAIN, KernelVariant
+from cutefce.cute_kernels.variant import PLAIN, KernelVariant
 
 KeptT = TypeVar("KeptT", GradGemmSpec, KeptSumsSpec)
 
@@ -244,7 +244,7 @@ def kernel_set(
         gather_scaled_rows=MoveRowsSpec(arch.name, "gather", dtype),
         scatter_rows=MoveRowsSpec(arch.name, "scatter"),
         clear_rows=MoveRowsSpec(arch.name, "clear"),
-        target_logit=TargetLogitSpec(arch.name, dtype, transform != IDENTITY),
+        target_logit=TargetLogitSpec(arch.name, dtype, transform),
         soft_leads=SoftLeadsSpec(arch.name),
         prepare_soft=PrepareSoftSpec(arch.name),
         soft_logits=SoftLogitsSpec(arch.name, dtype),

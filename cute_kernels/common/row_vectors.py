@@ -10,7 +10,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64
 
-from cutefce.cute_kernels.common.row_launch import WARPS
+from cutefce.cute_kernels.common.launch import WARPS
 
 
 @cute.jit

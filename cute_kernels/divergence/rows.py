@@ -21,7 +21,7 @@ from cutlass.memory import SmemAllocator
 
 from cutefce.cute_kernels import spec
 from cutefce.cute_kernels.common.dsl import matrix, pdl_wait, vector
-from cutefce.cute_kernels.common.row_launch import Signature, row_launch
+from cutefce.cute_kernels.common.launch import Signature, row_launch
 from cutefce.cute_kernels.common.row_vectors import row_vectors
 from cutefce.cute_kernels.divergence.log_sum_exps import (
     LOWEST,

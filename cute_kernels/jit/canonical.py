@@ -19,7 +19,7 @@ def _canonical(node: Any) -> str:
     if not isinstance(node, ast.AST):
         return ascii(node)
     if isinstance(node, ast.JoinedStr):
-        node = ast.JoinedStr(_merged(node.values))
+        return f"JoinedStr({''.join(map(_part, node.values))!a})"
     fields = ((name, getattr(node, name, None)) for name in node._fields)
     present = [f"{name}={_canonical(value)}" for name, value in fields if value not in (None, [])]
     if isinstance(node, ast.Constant):  # the constant None has its value
@@ -33,16 +33,6 @@ def _is_text(statement: Any) -> bool:
     return isinstance(value, ast.Constant) and isinstance(value.value, str)
 
 
-def _merged(values: list[ast.expr]) -> list[ast.expr]:
-    """Merge adjacent texts of an f-string, which Python versions divide differently."""
-    merged: list[ast.expr] = []
-    for value in values:
-        if isinstance(value, ast.Constant):
-            before = merged[-1] if merged else None
-            if isinstance(before, ast.Constant):
-                value = ast.Constant(str(before.value) + str(value.value))
-                merged.pop()
-            elif not value.value:
-                continue
-        merged.append(value)
-    return merged
+def _part(value: ast.expr) -> str:
+    """Return a part of an f-string; Python versions divide its texts differently."""
+    return str(value.value) if isinstance(value, ast.Constant) else f"\0{_canonical(value)}\0"

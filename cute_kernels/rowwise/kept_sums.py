@@ -17,8 +17,8 @@ from cutlass.cute.runtime import make_fake_tensor
 from cutefce.cute_kernels import spec
 from cutefce.cute_kernels.common.dsl import DTYPES, matrix, pdl_wait, vector
 from cutefce.cute_kernels.common.kept_bits import join_eight, split_eight
+from cutefce.cute_kernels.common.launch import WARPS, Signature, blocks_of, row_launch
 from cutefce.cute_kernels.common.rank_one import rank_one_signature
-from cutefce.cute_kernels.common.row_launch import WARPS, Signature, blocks_of, row_launch
 from cutefce.cute_kernels.common.row_vectors import (
     clamped,
     load_fp32,

@@ -13,8 +13,8 @@ from cutlass.memory import SmemAllocator
 
 from cutefce.cute_kernels import spec
 from cutefce.cute_kernels.common.dsl import DTYPES, matrix, pdl_wait, vector
-from cutefce.cute_kernels.common.logit_transform import AnyTransform, transform_any_logit
-from cutefce.cute_kernels.common.row_launch import WARPS, Signature, row_launch
+from cutefce.cute_kernels.common.launch import WARPS, Signature, row_launch
+from cutefce.cute_kernels.common.logit_transform import transform_argument, transform_logit
 from cutefce.cute_kernels.common.row_vectors import load_fp32, mapped, row_vectors
 from cutefce.cute_kernels.problem import LOWEST_LOGIT
 
@@ -35,21 +35,18 @@ class ClassRow(NamedTuple):
 def compile_signature(kernel: spec.TargetLogitSpec) -> Signature:
     """Return the host function of `kernel` and the arguments to compile it for."""
     dtype, rows, hidden = DTYPES[kernel.dtype], cute.sym_int(), cute.sym_int(divisibility=8)
-    transform = class_row = None
-    if kernel.transforms:
-        given = vector(Float32, cute.sym_int()), vector(Float32, cute.sym_int()), Float32(0.0)
-        transform = AnyTransform(*given, Int32(0), Int32(0))
+    vocab, class_row = cute.sym_int(), None
     if kernel.class_row:
         class_row = ClassRow(vector(Float32, hidden, aligned=True), vector(Float32, rows))
     return row_launch(
         target_logit_kernel,
         blocks_and_sharing,
         h=matrix(dtype, cute.sym_int(), hidden),
-        w=matrix(dtype, cute.sym_int(), hidden),
+        w=matrix(dtype, vocab, hidden),
         target=vector(Int64, rows),
         logit=vector(Float32, rows),
         zeros=vector(Int32, cute.sym_int()),
-        transform=transform,
+        transform=transform_argument(kernel.transform, rows, vocab),
         order=vector(Int64, rows),
         ignored=Int64(0),
         selects=Int32(0),
@@ -106,7 +103,12 @@ def target_logit_kernel(operands: Any, sharing: Int32) -> None:
     if lane == 0 and share == 0 and row < target.shape[0]:
         z = total(sums[None, 0], warp, sharing)
         if cutlass.const_expr(transform is not None):
-            z = transform_any_logit(z, transform, row, safe_index)
+            scale = bias = None
+            if cutlass.const_expr(transform.row_scale is not None):
+                scale = transform.row_scale[row]
+            if cutlass.const_expr(transform.bias is not None):
+                bias = transform.bias[safe_index]
+            z = transform_logit(z, transform, scale, bias)
         if z < LOWEST_LOGIT:
             z = Float32(LOWEST_LOGIT)
         if not in_vocab or z == Float32.inf:

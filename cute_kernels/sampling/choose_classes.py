@@ -14,7 +14,7 @@ from cutlass.memory import SmemAllocator
 
 from cutefce.cute_kernels import spec
 from cutefce.cute_kernels.common.dsl import USE_PDL, current_stream, pdl_wait, vector
-from cutefce.cute_kernels.common.row_launch import Signature, blocks_of, row_launch
+from cutefce.cute_kernels.common.launch import Signature, blocks_of, row_launch
 from cutefce.cute_kernels.common.sampling import mix
 from cutefce.cute_kernels.common.scan import inclusive_sum, sums_of_warps
 from cutefce.cute_kernels.spec.sampling import (

@@ -12,8 +12,8 @@ from cutlass.memory import SmemAllocator
 
 from cutefce.cute_kernels import spec
 from cutefce.cute_kernels.common.dsl import LOG2_E, exp2, matrix, pdl_wait, vector
+from cutefce.cute_kernels.common.launch import Signature, blocks_of, row_launch
 from cutefce.cute_kernels.common.logit_transform import softcap_derivative
-from cutefce.cute_kernels.common.row_launch import Signature, blocks_of, row_launch
 from cutefce.cute_kernels.common.sampling import (
     column_of,
     final_threshold,

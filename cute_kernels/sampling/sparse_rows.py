@@ -19,7 +19,7 @@ from cutlass.memory import SmemAllocator
 
 from cutefce.cute_kernels import spec
 from cutefce.cute_kernels.common.dsl import DTYPES, matrix, pdl_wait, vector
-from cutefce.cute_kernels.common.row_launch import Signature, row_launch
+from cutefce.cute_kernels.common.launch import Signature, row_launch
 from cutefce.cute_kernels.common.row_vectors import (
     clamped,
     load_fp32,

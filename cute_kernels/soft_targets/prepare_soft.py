@@ -13,7 +13,7 @@ from cutlass.memory import SmemAllocator
 
 from cutefce.cute_kernels import spec
 from cutefce.cute_kernels.common.dsl import matrix, pdl_wait, vector
-from cutefce.cute_kernels.common.row_launch import WARPS, Signature, blocks_of, row_launch
+from cutefce.cute_kernels.common.launch import WARPS, Signature, blocks_of, row_launch
 from cutefce.cute_kernels.common.sort import bitonic_sort
 from cutefce.cute_kernels.workspace import LEAST_DERIVATIVE, NUM_SOFT_ROWS, SoftRow
 

@@ -11,7 +11,7 @@ from cutlass import Float32, Int32, Int64
 
 from cutefce.cute_kernels import spec
 from cutefce.cute_kernels.common.dsl import DTYPES, matrix, pdl_wait, vector
-from cutefce.cute_kernels.common.row_launch import WARPS, Signature, blocks_of, row_launch
+from cutefce.cute_kernels.common.launch import WARPS, Signature, blocks_of, row_launch
 from cutefce.cute_kernels.common.row_vectors import scale_row_part
 
 THREADS, VECTORS = 32 * WARPS, 4

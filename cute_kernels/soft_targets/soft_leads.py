@@ -8,7 +8,7 @@ from cutlass import Float32, Int32, Int64
 
 from cutefce.cute_kernels import spec
 from cutefce.cute_kernels.common.dsl import matrix, pdl_wait, vector
-from cutefce.cute_kernels.common.row_launch import WARPS, Signature, blocks_of, row_launch
+from cutefce.cute_kernels.common.launch import WARPS, Signature, blocks_of, row_launch
 from cutefce.cute_kernels.workspace import NO_CLASS
 
 LARGEST = 3.4028234663852886e38

@@ -5,6 +5,7 @@ from typing import ClassVar, Literal
 
 from cutefce.cute_kernels.integers import ceil_div
 from cutefce.cute_kernels.spec.kernel import KernelSpec
+from cutefce.cute_kernels.variant import IDENTITY, LogitTransform
 from cutefce.cute_kernels.workspace import Coefficient
 
 OUT_AND_SUMS = 2
@@ -34,8 +35,7 @@ class TargetLogitSpec(KernelSpec):
 
     MODULE = "rowwise.target_logit"
     dtype: str
-    transforms: bool = False
-    """Whether it transforms them; the launch says how."""
+    transform: LogitTransform = IDENTITY
     class_row: bool = False
     """Whether it also writes the products of the hidden states and a class row."""
 

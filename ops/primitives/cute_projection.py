@@ -72,13 +72,6 @@ class Semaphores:
         return self._zeros[begin:] if begin else self._zeros
 
 
-def any_transform(transform: Sequence[Any], unused: Tensor) -> tuple[Any, ...]:
-    """Return the `AnyTransform` of (κ, b, s), None where absent; `unused` is any float32 vector."""
-    *vectors, slope = transform
-    given = (unused if vector is None else vector for vector in vectors)
-    return *given, slope or 0.0, *(int(vector is not None) for vector in vectors)
-
-
 @dataclass(frozen=True)
 class PartialLse:
     """Row sums of one `project_exp`."""
@@ -114,8 +107,6 @@ class CuteProjection(CuteSoftTargetSteps, PortableProjection):
         count = min(Semaphores.BLOCK, kernel.max_zeros(tokens))
         zeros = h.new_empty(count, dtype=torch.int32)  # faster than torch.empty
         transform = launch_transform(targets, (0, w.shape[0]))
-        if transform is not None:
-            transform = any_transform(transform, logit)
         order = targets.index if chosen is None else chosen.order
         numbers, class_row = (targets.options.ignore_index, int(chosen is not None)), None
         if targets.class_row is not None:

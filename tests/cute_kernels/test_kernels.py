@@ -37,7 +37,7 @@ from cutefce.ops.primitives import (
     cute_rowwise,
     dispatch,
 )
-from cutefce.ops.primitives.cute_projection import CuteProjection, PartialLse, any_transform
+from cutefce.ops.primitives.cute_projection import CuteProjection, PartialLse
 from cutefce.ops.primitives.dispatch import kernel_primitives
 from cutefce.ops.primitives.primitives import Primitives
 from cutefce.ops.rows.coefficients import RankOne, RowCoefficients
@@ -257,8 +257,7 @@ class Launches:
     def target_logit(self) -> Tensor:
         logit, zeros = torch.empty(self.tokens, device="cuda"), self.semaphores()
         tensors = self.case.h, self.case.w, self.case.y, logit, zeros
-        transform = self.transform and any_transform(self.transform, logit)
-        more = transform, self.case.y, -100, 0, None
+        more = self.transform, self.case.y, -100, 0, None
         jit_cache.compiled(self.kernels.target_logit)(*tensors, *more)
         return logit
 
@@ -781,7 +780,7 @@ def test_a_variant_is_that_of_the_kernels_that_take_it(arch: Arch) -> None:
     assert kernels.row_sums.reductions == variant.reductions
     without_sums = kernels.exps, kernels.repair_exps
     assert {kernel.reductions for kernel in without_sums} == {SUM_ONLY}
-    assert kernels.target_logit.transforms and not plain.target_logit.transforms
+    assert kernels.target_logit.transform != plain.target_logit.transform
     with_logits = kernels.row_sums, *without_sums
     assert {kernel.transform for kernel in with_logits} == {variant.transform}
     own = spec.ProjectExpSpec, spec.TargetLogitSpec

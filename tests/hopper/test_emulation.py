@@ -26,6 +26,7 @@ from cutefce.cute_kernels.spec import (
     GradGemmSpec,
     ScaleAddRowsSpec,
 )
+from cutefce.cute_kernels.variant import LogitTransform
 from cutefce.cute_kernels.workspace import (
     NO_CLASS,
     Coefficient,
@@ -34,7 +35,6 @@ from cutefce.cute_kernels.workspace import (
     Stat,
 )
 from cutefce.ops.interface.options import LossOptions, TensorOptions
-from cutefce.ops.primitives.cute_projection import any_transform
 from cutefce.ops.primitives.portable_gradients import PortableGradients
 from cutefce.ops.primitives.row_selection import as_bits
 from cutefce.ops.rows.coefficients import RankOne, RowCoefficients
@@ -211,14 +211,14 @@ def test_target_logits(hidden: int) -> None:
     for operands in every if hidden == 600 else every[:1]:
         kernel = kernels_of(PINGPONG).target_logit
         logit, zeros = torch.zeros(21), torch.full((40,), 7, dtype=torch.int32)
-        want, transform = z, None
+        want = z
         if operands is not None:
-            kernel = dataclasses.replace(kernel, transforms=True)
-            transform = any_transform(operands, logit)
+            given = LogitTransform(*(operand is not None for operand in operands))
+            kernel = dataclasses.replace(kernel, transform=given)
             own_bias = 0 if operands[1] is None else bias.double()[y.clamp(0, 29)]
             want = z + own_bias if operands[2] is None else torch.tanh(operands[2] * (z + own_bias))
             want = want if operands[0] is None else scale.double() * want
-        run(kernel, h, w, y, logit, zeros, transform, y, -100, 0, None)
+        run(kernel, h, w, y, logit, zeros, operands, y, -100, 0, None)
         want = want.clamp(min=LOWEST_LOGIT)
         want[3], want[4:6] = torch.inf, torch.nan
         if operands is None or operands[2] is None:

@@ -238,13 +238,13 @@ def _target_logit(
     target: Tensor,
     logit: Tensor,
     zeros: Tensor,
-    transform: tuple[Tensor, Tensor, float, int, int] | None,
+    transform: Transform | None,
     order: Tensor,
     ignored: int,
     selects: int,
     class_row: tuple[Tensor, Tensor] | None = None,
 ) -> None:
-    assert kernel.transforms == (transform is not None)
+    _check(kernel, transform)
     assert (class_row is not None) == kernel.class_row
     assert len(zeros) <= kernel.max_zeros(len(target))
     zeros.fill_(0)
@@ -256,12 +256,8 @@ def _target_logit(
     index = torch.where(in_vocab, target, 0)
     logit[:] = (h.float() * w[index].float()).sum(1)
     if transform is not None:
-        row_scale, bias, slope, has_scale, has_bias = transform
-        own = (
-            row_scale if has_scale else None,
-            bias[index, None] if has_bias else None,
-            slope or None,
-        )
+        row_scale, bias, slope = transform
+        own = row_scale, None if bias is None else bias[index, None], slope
         logit[:] = transformed(logit[:, None], own)[:, 0]
     logit.clamp_(min=LOWEST_LOGIT)
     logit[~in_vocab | (logit == torch.inf)] = torch.nan

@@ -15,12 +15,12 @@
         pdl_wait()
         ...
 
-The host passes the operands in the order of the declaration, each as an argument of its own.
+`HostFunction` is for other kernels, too.
 """
 
 from collections import namedtuple
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import cutlass.cute as cute
 
@@ -32,6 +32,30 @@ WARPS = TargetLogitSpec.WARPS
 
 Signature = tuple[Any, tuple[Any, ...]]
 """The host function of a kernel and the arguments to compile it for."""
+
+
+class HostFunction:
+    """A host function, which launches a kernel with operands that have names."""
+
+    _operands: Any
+
+    def signature(self, **operands: Any) -> Signature:
+        """Return the function and the arguments to compile it for.
+
+        Operands are fake tensors and numbers, in the order in which the host passes them, each as
+        an argument; None for an operand that the kernel lacks.
+        """
+        self._operands = cast(Any, namedtuple)("Operands", [*operands])
+        return self, (*operands.values(), current_stream())
+
+    @cute.jit
+    def __call__(self, *arguments: Any) -> None:
+        """Launch with the operands, and the stream behind them."""
+        self.launch(self._operands(*arguments[:-1]), arguments[-1])
+
+    def launch(self, operands: Any, stream: Any) -> None:
+        """Launch with a tuple of the operands, whose fields have their names."""
+        raise NotImplementedError
 
 
 def row_launch(
@@ -51,11 +75,9 @@ def row_launch(
             kernel takes.
         warps: Warps of a thread block.
         launch_options: Others than grid, block and stream.
-        operands: Fake tensors and numbers to compile for, in the order in which the host passes
-            them; None for an operand that the kernel lacks.
+        operands: See `HostFunction.signature`.
     """
-    launch = RowLaunch(kernel, namedtuple("Operands", operands), blocks, warps, launch_options)
-    return launch, (*operands.values(), current_stream())
+    return RowLaunch(kernel, blocks, warps, launch_options).signature(**operands)
 
 
 def blocks_of(operand: str, rows_per_block: int = 1) -> Callable[[Any], tuple[Any, ...]]:
@@ -63,23 +85,22 @@ def blocks_of(operand: str, rows_per_block: int = 1) -> Callable[[Any], tuple[An
     return lambda x: ((getattr(x, operand).shape[0] + rows_per_block - 1) // rows_per_block,)
 
 
-class RowLaunch:
-    """The host function of a kernel; the launch begins while the previous kernel ends."""
+class RowLaunch(HostFunction):
+    """The host function of a row-wise kernel; it begins while the previous kernel ends."""
 
     def __init__(
-        self, kernel: Any, operands: Any, blocks: Any, warps: int, options: dict[str, Any] | None
+        self, kernel: Any, blocks: Any, warps: int, options: dict[str, Any] | None
     ) -> None:
-        self.kernel, self.operands, self.blocks = kernel, operands, blocks
+        self.kernel, self.blocks = kernel, blocks
         self.threads, self.options = 32 * warps, {**USE_PDL, **(options or {})}
 
     @cute.jit
-    def __call__(self, *arguments: Any) -> None:
-        """Launch with the operands, and the stream."""
-        operands = self.operands(*arguments[:-1])
+    def launch(self, operands: Any, stream: Any) -> None:
+        """Launch."""
         blocks, *more = self.blocks(operands)
         self.kernel(operands, *more).launch(
             grid=[blocks, 1, 1],
             block=[self.threads, 1, 1],
-            stream=arguments[-1],
+            stream=stream,
             **self.options,
         )
