@@ -12,11 +12,10 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint8
-from cutlass.cute.runtime import make_fake_tensor
 
 from cutefce.cute_kernels import spec
 from cutefce.cute_kernels.common.dsl import DTYPES, matrix, pdl_wait, vector
-from cutefce.cute_kernels.common.kept_bits import join_eight, split_eight
+from cutefce.cute_kernels.common.kept_bits import join_eight, low_signature, split_eight
 from cutefce.cute_kernels.common.launch import WARPS, Signature, blocks_of, row_launch
 from cutefce.cute_kernels.common.rank_one import rank_one_signature
 from cutefce.cute_kernels.common.row_vectors import (
@@ -36,7 +35,7 @@ def compile_signature(kernel: spec.KeptSumsSpec) -> Signature:
     places = rows if scales else cute.sym_int()
     sums = {
         "kept": matrix(dtype, places, hidden),
-        "low": low_signature(places, hidden, kernel.low_bits),
+        "low": low_signature(places, hidden, kernel.low_bits, kernel.low_bits),
     }
     if scales:
         factor = vector(Float32, rows if kernel.step == "scale" else 1)
@@ -67,13 +66,6 @@ def compile_signature(kernel: spec.KeptSumsSpec) -> Signature:
         rank_one=rank_one_signature(rows, hidden, kernel.rank_one),
         **order,
     )
-
-
-def low_signature(rows: Any, hidden: Any, low_bits: int) -> Any:
-    """Return a fake tensor of the low bits of (rows, hidden) sums, see `common.kept_bits`."""
-    bytes_ = hidden if low_bits == 8 else cute.sym_int(divisibility=4)
-    pitch = cute.sym_int64(divisibility=low_bits)
-    return make_fake_tensor(Uint8, (rows, bytes_), (pitch, 1), assumed_align=low_bits)
 
 
 class KeptSums:

@@ -13,8 +13,8 @@ from cutlass import Int32, Int64, Uint32
 from cutlass.memory import SmemAllocator
 
 from cutefce.cute_kernels import spec
-from cutefce.cute_kernels.common.dsl import USE_PDL, current_stream, pdl_wait, vector
-from cutefce.cute_kernels.common.launch import Signature, blocks_of, row_launch
+from cutefce.cute_kernels.common.dsl import USE_PDL, pdl_wait, vector
+from cutefce.cute_kernels.common.launch import HostFunction, Signature, blocks_of, row_launch
 from cutefce.cute_kernels.common.sampling import mix
 from cutefce.cute_kernels.common.scan import inclusive_sum, sums_of_warps
 from cutefce.cute_kernels.spec.sampling import (
@@ -40,8 +40,15 @@ def compile_signature(kernel: spec.ChooseClassesSpec) -> Signature:
     rows = cute.sym_int()
     index, classes = vector(Int64, rows), vector(Int64, cute.sym_int())
     if kernel.step == "choose":
-        own = vector(Int32, 2), classes, vector(Int32, cute.sym_int(), aligned=True)
-        return choose_classes, (index, *own, Int32(0), Int64(0), Int64(0), current_stream())
+        return ChooseClasses().signature(
+            index=index,
+            seed=vector(Int32, 2),
+            classes=classes,
+            counts=vector(Int32, cute.sym_int(), aligned=True),
+            frequent=Int32(0),
+            first=Int64(0),
+            ignored=Int64(0),
+        )
     return row_launch(
         place_kernel,
         blocks_of("index", THREADS),
@@ -54,32 +61,27 @@ def compile_signature(kernel: spec.ChooseClassesSpec) -> Signature:
     )
 
 
-@cute.jit
-def choose_classes(
-    index: cute.Tensor,
-    seed: cute.Tensor,
-    classes: cute.Tensor,
-    counts: cute.Tensor,
-    frequent: Int32,
-    first: Int64,
-    ignored: Int64,
-    stream: Any,
-) -> None:
-    """Write the `frequent` most frequent targets and drawn others to classes (M + S,).
+class ChooseClasses(HostFunction):
+    """The launches of the choice."""
 
-    Both ascend; of equally frequent ones, the first.  Targets are `index` (N,) + `first`, those
-    that are `ignored` or outside of `counts` (V,), which is between the kernels, do not count.
-    """
-    launch = {"stream": stream, **USE_PDL}
-    blocks = (counts.shape[0] + THREADS - 1) // THREADS
-    row_blocks = (index.shape[0] + THREADS - 1) // THREADS
-    clear_kernel(counts).launch(grid=[blocks, 1, 1], block=[THREADS, 1, 1], **launch)
-    count_kernel(index, counts, first, ignored).launch(
-        grid=[row_blocks, 1, 1], block=[THREADS, 1, 1], **launch
-    )
-    choose_kernel(seed, classes, counts, frequent).launch(
-        grid=[1, 1, 1], block=[CHOICE_THREADS, 1, 1], **launch
-    )
+    @cute.jit
+    def launch(self, operands: Any, stream: Any) -> None:
+        """Write the `frequent` most frequent targets and drawn others to classes (M + S,).
+
+        Both ascend; of equally frequent ones, the first.  Targets are `index` (N,) + `first`, those
+        that are `ignored` or outside of `counts` (V,), which is between the kernels, do not count.
+        """
+        index, seed, classes, counts, frequent, first, ignored = operands
+        launch = {"stream": stream, **USE_PDL}
+        blocks = (counts.shape[0] + THREADS - 1) // THREADS
+        row_blocks = (index.shape[0] + THREADS - 1) // THREADS
+        clear_kernel(counts).launch(grid=[blocks, 1, 1], block=[THREADS, 1, 1], **launch)
+        count_kernel(index, counts, first, ignored).launch(
+            grid=[row_blocks, 1, 1], block=[THREADS, 1, 1], **launch
+        )
+        choose_kernel(seed, classes, counts, frequent).launch(
+            grid=[1, 1, 1], block=[CHOICE_THREADS, 1, 1], **launch
+        )
 
 
 @cute.kernel

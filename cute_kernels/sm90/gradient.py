@@ -52,7 +52,6 @@ from cutefce.cute_kernels.sm90.mainloop import (
 from cutefce.cute_kernels.sm90.row_scaling import (
     RowScaling,
     count_reads,
-    row_scaling_signature,
     scale_rows,
 )
 from cutefce.cute_kernels.sm90.target_terms import TargetCsr, add_targets, target_ranges
@@ -74,7 +73,7 @@ def compile_signature(kernel: spec.GradGemmSpec) -> Signature:
         factor = vector(Float32, 1) if kernel.final else None
         targets = TargetCsr(*csr, matrix(dtype, cute.sym_int(), hidden), factor)
     if kernel.scales:
-        targets = row_scaling_signature(dtype, rows)
+        targets = RowScaling(matrix(dtype, rows, cute.sym_int()), vector(Float32, rows))
     return GradGemmSm90(kernel).signature(
         a=a,
         b=transposed(dtype, hidden, inner),
