@@ -47,11 +47,9 @@ class KernelSet:
     """The kernels that one architecture, dtype and configuration need."""
 
     select_rows: SelectRowsSpec
-    gather_rows: MoveRowsSpec
+    move_rows: MoveRowsSpec
     gather_scaled_rows: MoveRowsSpec
     """s_i h_i of the rows that count."""
-    scatter_rows: MoveRowsSpec
-    clear_rows: MoveRowsSpec
     target_logit: TargetLogitSpec
     soft_leads: SoftLeadsSpec
     """Classes of the largest probabilities of soft targets."""
@@ -151,7 +149,7 @@ class KernelSet:
 
     OF_FORWARD: ClassVar = (
         "select_rows",
-        "gather_rows",
+        "move_rows",
         "target_logit",
         "row_sums",
         "reduce_partials",
@@ -160,7 +158,7 @@ class KernelSet:
 
     OF_SAMPLES: ClassVar = (
         "select_rows",
-        "gather_rows",
+        "move_rows",
         "target_logit",
         "row_sums",
         "reduce_partials",
@@ -240,10 +238,8 @@ def kernel_set(
     narrow = not can_keep(dtype)
     return KernelSet(
         select_rows=SelectRowsSpec(arch.name),
-        gather_rows=MoveRowsSpec(arch.name, "gather"),
-        gather_scaled_rows=MoveRowsSpec(arch.name, "gather", dtype),
-        scatter_rows=MoveRowsSpec(arch.name, "scatter"),
-        clear_rows=MoveRowsSpec(arch.name, "clear"),
+        move_rows=MoveRowsSpec(arch.name),
+        gather_scaled_rows=MoveRowsSpec(arch.name, dtype),
         target_logit=TargetLogitSpec(arch.name, dtype, transform),
         soft_leads=SoftLeadsSpec(arch.name),
         prepare_soft=PrepareSoftSpec(arch.name),
@@ -258,7 +254,7 @@ def kernel_set(
         reduce_partials=ReducePartialsSpec(arch.name, repair.rows),
         row_coefficients=RowCoefficientsSpec(arch.name, narrow=narrow),
         probability_coefficients=RowCoefficientsSpec(arch.name, in_reference=True, narrow=narrow),
-        scale_rows=MoveRowsSpec(arch.name, "scale", dtype),
+        scale_rows=MoveRowsSpec(arch.name, dtype, orders=False),
         finish_dx=ScaleAddRowsSpec(arch.name, dtype, "float32", dtype),
         finish_dx_fp32=ScaleAddRowsSpec(arch.name, "float32", "float32", dtype),
         keep_sums=kept("keep"),

@@ -2,7 +2,7 @@
 
     select_rows       the order of rows in which those that count come first, and their number
     move_rows         out_i = x_{order_i} of these, or scale_i x_{order_i}, or out_{order_i} = x_i;
-                      0 of the others; or scale_i x_i of all, a block a row
+                      0 of the others, or these alone; or scale_i x_i of all, a block a row
     target_logit      r_i = h_i · w_y, a warp a row; zeroes the semaphores of later kernels
     reduce_partials   partial sums to ρ, S, T and the loss, a warp a row; the last block reduces
     row_coefficients  s_i and c_i of a backward, a thread a token; zeroes semaphores

@@ -24,9 +24,10 @@ class MoveRowsSpec(KernelSpec):
     """Rows that count to their places, and zeros for the others."""
 
     MODULE = "rowwise.move_rows"
-    move: Literal["gather", "scatter", "scale", "clear"]
     dtype: str | None = None
     """Dtype of rows that are multiplied by a scale; None if they are copied, 16 bits at a time."""
+    orders: bool = True
+    """Whether there is an order of rows; otherwise all rows count, and keep their places."""
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from cutefce.cute_kernels.workspace import forward_semaphore_count
 from cutefce.ops.planning.step_memory import UNUSED_COLUMNS
 from cutefce.ops.primitives.portable_projection import PortableProjection
 from cutefce.ops.primitives.row_selection import (
-    as_bits,
+    clear_rows,
     far_rows,
     gather_rows,
     row_count,
@@ -262,8 +262,7 @@ class CuteProjection(CuteSoftTargetSteps, PortableProjection):
     def _clear(self, exps: Tensor | None, targets: Targets) -> None:
         """Write zeros to the rows of `exps` (N, K) that do not count, if other GEMMs read them."""
         if self.clears and exps is not None and targets.selection is not None:
-            empty = None, None, None
-            compiled(self.kernels.clear_rows)(as_bits(exps), *empty, targets.selection.count)
+            clear_rows(self.kernels, exps, targets.selection)
 
     def _take_semaphores(self, h: Tensor) -> Tensor:
         count: int = forward_semaphore_count(h.shape[0], self.kernels.reduce_partials.rows)

@@ -16,7 +16,7 @@ from cutefce.cute_kernels.spec import (
     MoveRowsSpec,
     ScaleAddRowsSpec,
 )
-from cutefce.cute_kernels.workspace import Coefficient
+from cutefce.cute_kernels.workspace import Coefficient, Move
 from cutefce.ops.primitives.cute_projection import Semaphores
 from cutefce.ops.primitives.portable_gradients import PortableGradients
 from cutefce.ops.primitives.row_selection import row_count
@@ -157,4 +157,4 @@ def _places(targets: Targets, order: Tensor | None) -> tuple[Tensor, int]:
 
 def launch_scale_rows(spec: MoveRowsSpec, out: Tensor, x: Tensor, scale: Tensor) -> None:
     """Write scale_i x_i to `out` (M, D), rounded once; `out` may be `x`."""
-    compiled(spec)(out, x, None, scale.contiguous(), None)
+    compiled(spec)(out, x, None, scale.contiguous(), None, Move.GATHER)

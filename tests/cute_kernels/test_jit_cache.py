@@ -28,7 +28,7 @@ from cutefce.cute_kernels.jit import cache as jit_cache
 from cutefce.cute_kernels.jit.compiler import compile_kernel
 from tests.support.tiers import rest_slow
 
-KERNEL = spec.MoveRowsSpec("sm_90a", "clear")
+KERNEL = spec.MoveRowsSpec("sm_90a")
 """The kernel that compiles fastest."""
 
 COMPILE = f"""

@@ -30,6 +30,7 @@ from cutefce.cute_kernels.variant import LogitTransform
 from cutefce.cute_kernels.workspace import (
     NO_CLASS,
     Coefficient,
+    Move,
     Semaphore,
     SoftRow,
     Stat,
@@ -543,9 +544,9 @@ def test_moved_rows(count: int) -> None:
     x, scale = torch.randn(tokens, hidden).bfloat16(), torch.randn(tokens)
     order, counter = torch.randperm(tokens), torch.tensor([count], dtype=torch.int32)
     x[order[count:]] = torch.nan
-    for kernel, factor in ((kernels.gather_rows, None), (kernels.gather_scaled_rows, scale)):
+    for kernel, factor in ((kernels.move_rows, None), (kernels.gather_scaled_rows, scale)):
         out = torch.full_like(x, 7)
-        run(kernel, out, x, order, factor, counter)
+        run(kernel, out, x, order, factor, counter, Move.GATHER)
         want = x[order[:count]].float()
         want = want if factor is None else want * factor[:count, None]
         assert torch.equal(out[:count], want.bfloat16())
@@ -553,14 +554,17 @@ def test_moved_rows(count: int) -> None:
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         rows = x.to(dtype)
         out = torch.full_like(rows, torch.nan)
-        run(kernels.scatter_rows, as_bits(out), as_bits(rows), order, None, counter)
+        own = order, None, counter, Move.SCATTER
+        run(kernels.move_rows, as_bits(out), as_bits(rows), *own)
         assert torch.equal(out[order[:count]].nan_to_num(), rows[:count].nan_to_num())
         assert not out[order[count:]].any()
     out = torch.full_like(x, torch.nan)
-    run(kernels.scale_rows, out, x, None, scale, None)
+    run(kernels.scale_rows, out, x, None, scale, None, Move.GATHER)
     assert torch.equal(out.nan_to_num(), (x.float() * scale[:, None]).bfloat16().nan_to_num())
-    run(kernels.clear_rows, x, None, None, None, counter)
+    before = x.clone()
+    run(kernels.move_rows, x, x, order, None, counter, Move.CLEAR)
     assert not x[count:].any()
+    assert torch.equal(x[:count].nan_to_num(), before[:count].nan_to_num())
 
 
 def test_target_logits_of_selected_rows() -> None:

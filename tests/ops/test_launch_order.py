@@ -25,10 +25,10 @@ from cutefce.ops.rows import loss_parts
 from tests.support.kernel_models import model_of, serve_calls
 from tests.support.layouts import Layout, pinned
 
-FORWARD = "SelectRows GatherRows TargetLogit ProjectExp ReducePartials"
+FORWARD = "SelectRows MoveRows TargetLogit ProjectExp ReducePartials"
 REPAIR = "ProjectExp"
 """Of stored exponentials whose reference was too far from the logits, which the device knows."""
-BEFORE_DW = "RowCoefficients SortTargets GatherRows"
+BEFORE_DW = "RowCoefficients SortTargets MoveRows"
 STEPS: dict[str, tuple[str | int | Layout, str, str, str, str]] = {
     "a plain step": (
         "max",
@@ -62,8 +62,8 @@ STEPS: dict[str, tuple[str | int | Layout, str, str, str, str]] = {
         0,
         "h",
         FORWARD,
-        "RowCoefficients GatherRows( ProjectExp GradHidden)+ KeptSums",
-        "RowCoefficients GatherRows( ProjectExp GradHidden)+ KeptSums",
+        "RowCoefficients MoveRows( ProjectExp GradHidden)+ KeptSums",
+        "RowCoefficients MoveRows( ProjectExp GradHidden)+ KeptSums",
     ),
     "frozen hidden states": (
         "max",
@@ -99,8 +99,6 @@ def test_launches_of_steps(
         name = type(kernel).__name__.removesuffix("Spec")
         if isinstance(kernel, GradGemmSpec):
             name = f"Grad{kernel.wrt.capitalize()}"
-        if isinstance(kernel, MoveRowsSpec):
-            name = f"{kernel.move.capitalize()}Rows"
 
         def launch(*arguments: Any) -> None:
             launched.append(name)

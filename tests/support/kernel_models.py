@@ -30,6 +30,7 @@ from cutefce.cute_kernels.problem import (
 from cutefce.cute_kernels.variant import SUM_ONLY
 from cutefce.cute_kernels.workspace import (
     Coefficient,
+    Move,
     Semaphore,
     SoftRow,
     Stat,
@@ -121,19 +122,21 @@ def _select_rows(
 def _move_rows(
     kernel: spec.MoveRowsSpec,
     out: Tensor,
-    x: Tensor | None,
+    x: Tensor,
     order: Tensor | None,
     scale: Tensor | None,
     count: Tensor | None,
+    move: int,
 ) -> None:
     assert (scale is not None) == (kernel.dtype is not None)
+    assert (order is not None) == (count is not None) == kernel.orders
     rows = len(out) if count is None else int(count[0])
-    if kernel.move == "scatter":
-        assert x is not None and order is not None
+    if move == Move.SCATTER:
+        assert order is not None
         out[order[:rows]] = x[:rows]
         out[order[rows:]] = 0
         return
-    if x is not None:
+    if move == Move.GATHER:
         moved = x[:rows] if order is None else x[order[:rows]]
         out[:rows] = moved if scale is None else (moved * scale[:rows, None]).to(out.dtype)
     out[rows:] = 0
