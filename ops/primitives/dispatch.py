@@ -207,12 +207,12 @@ def kernel_primitives(
 
     With `fixed_tiles`, kept sums of few rows have the tiles of `kernels` too, as checks need.
     """
-    semaphores, has_gemms = Semaphores(), kernels.grad_weight is not None
+    semaphores, gemms = Semaphores(), kernels.grad_weight
     # the bias' gradient is a GEMM of cuBLAS, as all are without kernels for them; and those of sums
     # of dW read whole K tiles of tokens, which row blocks of swapped operands may not fill
-    clears = grad_bias or not has_gemms or kernels.row_sums.config.rows % TILE_K > 0
+    clears = grad_bias or gemms is None or kernels.row_sums.config.rows % TILE_K > 0
     projection = CuteProjection(kernels, num_sms, semaphores, clears)
-    if not has_gemms:
+    if gemms is None:
         return Primitives(window, projection, CublasGradients(kernels, window.window, semaphores))
     gradients = CuteGradients(kernels, num_sms, semaphores, fixed_tiles)
     return Primitives(window, projection, gradients)
