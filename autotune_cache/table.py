@@ -48,7 +48,7 @@ Candidate = GemmConfig | int | None
 """A configuration, the columns of a window, or None for the cuBLAS GEMM."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, order=True)
 class Key:
     """One tuned kernel and problem."""
 

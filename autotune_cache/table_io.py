@@ -162,14 +162,14 @@ def to_json(table: Table) -> str:
     """Return the text of a file: each entry and each rejection on one line, sorted by key."""
     entries = (
         dataclasses.asdict(key) | dataclasses.asdict(entry)
-        for key, entry in sorted(table.entries.items(), key=lambda pair: _order(pair[0]))
+        for key, entry in sorted(table.entries.items(), key=lambda pair: pair[0])
     )
     rejected = (
         dataclasses.asdict(key)
         | {"config": dataclasses.asdict(config) if isinstance(config, GemmConfig) else config}
         | dataclasses.asdict(rejection)
         for (key, config), rejection in sorted(
-            table.rejected.items(), key=lambda pair: (_order(pair[0][0]), repr(pair[0][1]))
+            table.rejected.items(), key=lambda pair: (pair[0][0], repr(pair[0][1]))
         )
     )
     header = {
@@ -187,7 +187,3 @@ def to_json(table: Table) -> str:
 def _lines(items: Iterable[dict[str, Any]]) -> str:
     lines = ",\n".join(f"  {json.dumps(item)}" for item in items)
     return f"[\n{lines}\n ]" if lines else "[]"
-
-
-def _order(key: Key) -> tuple[str, str, tuple[int, int, int]]:
-    return key.kernel, key.dtype, key.sizes

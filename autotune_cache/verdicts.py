@@ -12,7 +12,7 @@ What is proven is a configuration of a kernel in a part of what calls launch (`c
 import contextlib
 import json
 from collections.abc import Iterable, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from cutefce.autotune_cache import lookup
@@ -35,14 +35,8 @@ class Verdict:
     passed: bool
     reason: str = ""
     """Why it failed."""
-
-
-@dataclass(frozen=True)
-class _Record:
-    """The contents of a file: a failure of the dtype, or the uses that passed."""
-
-    verdict: Verdict
-    uses: frozenset[str] = frozenset()
+    uses: frozenset[str] = field(default=frozenset(), compare=False)
+    """What passed, of a recorded one."""
 
 
 def uses(configs: KernelConfigs, parts: Iterable[str] = PARTS) -> set[str]:
@@ -63,14 +57,14 @@ def known(gpu: Gpu, dtype: str, needed: Set[str]) -> Verdict | None:
     A recorded failure is one on all kernels of `dtype`, and outweighs what tables prove.
     """
     recorded = _recorded(gpu.arch, dtype)
-    if not recorded.verdict.passed:
-        return recorded.verdict
+    if not recorded.passed:
+        return recorded
     return Verdict(True) if needed <= recorded.uses | _of_tables(gpu, dtype) else None
 
 
 def failure(gpu: Gpu, dtype: str) -> Verdict | None:
     """Return the recorded failure of the kernels of `dtype`, None without one."""
-    verdict = _recorded(gpu.arch, dtype).verdict
+    verdict = _recorded(gpu.arch, dtype)
     return None if verdict.passed else verdict
 
 
@@ -100,18 +94,16 @@ def record_path(arch: Arch, dtype: str) -> Path:
     return cache_files.base_folder() / "verified" / name
 
 
-def _recorded(arch: Arch, dtype: str) -> _Record:
+def _recorded(arch: Arch, dtype: str) -> Verdict:
     """Return what is recorded if nobody else can have written it; else that nothing has passed."""
-    nothing = _Record(Verdict(True))
     try:
         data = json.loads(cache_files.read(record_path(arch, dtype)))
-        verdict = Verdict(data["passed"] is True, str(data["reason"]))
-        return _Record(verdict, frozenset(data["uses"]))
+        return Verdict(data["passed"] is True, str(data["reason"]), frozenset(data["uses"]))
     except CacheError as error:
         warn_once(str(error))
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         pass
-    return nothing
+    return Verdict(True)
 
 
 def _of_tables(gpu: Gpu, dtype: str) -> set[str]:

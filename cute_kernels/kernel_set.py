@@ -5,9 +5,9 @@ This module does not import the DSL.
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 from cutefce.cute_kernels.arch import arch_named
 from cutefce.cute_kernels.arch.base import Arch
@@ -15,28 +15,31 @@ from cutefce.cute_kernels.config import KernelConfigs
 from cutefce.cute_kernels.parts import FORWARD, SAMPLES, SOFT_TARGETS, STEP
 from cutefce.cute_kernels.problem import FLOAT32_LOW_BITS, LOW_BITS, WEIGHT_LOW_BITS, can_keep
 from cutefce.cute_kernels.spec import (
-    ClearRowsSpec,
-    GatherRowsSpec,
     GradGemmSpec,
     KeptSumsSpec,
     KernelSpec,
+    MoveRowsSpec,
     PrepareSoftSpec,
     ProjectExpSpec,
     PutSoftSpec,
     ReducePartialsSpec,
     RowCoefficientsSpec,
     ScaleAddRowsSpec,
-    ScaleKeptSpec,
-    ScaleSoftSpec,
-    ScatterRowsSpec,
     SelectRowsSpec,
     SoftLeadsSpec,
     SoftLogitsSpec,
     SortTargetsSpec,
     TargetLogitSpec,
 )
-from cutefce.cute_kernels.spec.groups import GradWeightKernels, KeptHiddenKernels
-from cutefce.cute_kernels.variant import IDENTITY, PLAIN, KernelVariant
+from cutefce.cute_kernels.variant import PLAIN, KernelVariant
+
+KeptT = TypeVar("KeptT", GradGemmSpec, KeptSumsSpec)
+
+
+def with_low_bits(kernel: KeptT | None, low_bits: int) -> KeptT:
+    """Return the kernel of sums with other low bits than those that a `KernelSet` names."""
+    assert kernel is not None
+    return dataclasses.replace(kernel, low_bits=low_bits)
 
 
 @dataclass(frozen=True)
@@ -44,11 +47,9 @@ class KernelSet:
     """The kernels that one architecture, dtype and configuration need."""
 
     select_rows: SelectRowsSpec
-    gather_rows: GatherRowsSpec
-    gather_scaled_rows: GatherRowsSpec
+    move_rows: MoveRowsSpec
+    gather_scaled_rows: MoveRowsSpec
     """s_i h_i of the rows that count."""
-    scatter_rows: ScatterRowsSpec
-    clear_rows: ClearRowsSpec
     target_logit: TargetLogitSpec
     soft_leads: SoftLeadsSpec
     """Classes of the largest probabilities of soft targets."""
@@ -58,7 +59,7 @@ class KernelSet:
     """Their logits."""
     put_soft: PutSoftSpec
     """Their entries among exponentials."""
-    scale_soft: ScaleSoftSpec
+    scale_soft: PutSoftSpec
     """The same where exponentials get the factors of tokens."""
     row_sums: ProjectExpSpec
     """Row sums; if `can_keep`, it stores the exponentials of the first columns, too."""
@@ -71,7 +72,7 @@ class KernelSet:
     """Factors of the rows of dX and dW from their statistics."""
     probability_coefficients: RowCoefficientsSpec
     """The same where exponentials are computed again, as probabilities."""
-    scale_rows: ScaleAddRowsSpec
+    scale_rows: MoveRowsSpec
     """s_i h_i."""
     finish_dx: ScaleAddRowsSpec
     """s_i x_i + c_i W_y."""
@@ -79,42 +80,26 @@ class KernelSet:
     """The same without rounding: one rank's addend."""
     keep_sums: KeptSumsSpec
     """The sums of dX in a chunk, as gradients in forward keep them, in 20 bits."""
-    finish_kept: tuple[KeptSumsSpec, ...]
-    """dX of sums in 20 and in 24 bits, as `LOW_BITS` are."""
-    scale_kept_rows: tuple[ScaleKeptSpec, ...]
-    """Multiply rows of these, which remain kept."""
+    finish_kept: KeptSumsSpec
+    """dX of these, or of sums in 24 bits."""
+    scale_kept_rows: KeptSumsSpec
+    """Multiplies rows of these, which remain kept."""
     grad_hidden: GradGemmSpec | None
     """Adds to the sums of dX; None if cuBLAS computes those of all columns."""
     grad_hidden_short: GradGemmSpec | None
     """The same for few columns."""
     grad_hidden_again: GradGemmSpec | None
     """The same without cuBLAS: of windows, or where the device says whether there are any rows."""
-    grad_hidden_keep: tuple[GradGemmSpec | None, ...]
-    """Add to these; None if cuBLAS and elementwise passes do."""
+    grad_hidden_keep: GradGemmSpec | None
+    """Adds to these; None if cuBLAS and elementwise passes do."""
     grad_weight: GradGemmSpec | None
     """dW in one pass; None if cuBLAS and elementwise passes compute it."""
-    grad_weight_keep: tuple[GradGemmSpec, ...]
-    """Add to sums of dW with each of `WEIGHT_LOW_BITS` that the dtype has."""
-    finish_kept_weight: tuple[ScaleKeptSpec, ...]
+    grad_weight_keep: GradGemmSpec | None
+    """Adds to sums of dW with each of `WEIGHT_LOW_BITS` that the dtype has."""
+    finish_kept_weight: KeptSumsSpec | None
     """dW of sums in 20 and in 24 bits."""
     sort_targets: SortTargetsSpec | None
     """Lists the tokens of each target, whose terms the GEMMs of dW add."""
-
-    @property
-    def kept_hidden_kernels(self) -> dict[int, KeptHiddenKernels]:
-        """The kernels of dX's kept sums, by their low bits."""
-        kernels = zip(self.grad_hidden_keep, self.scale_kept_rows, self.finish_kept, strict=True)
-        return {of.finish.low_bits: of for of in map(KeptHiddenKernels._make, kernels)}
-
-    @property
-    def grad_weight_kernels(self) -> GradWeightKernels | None:
-        """The kernels of dW, None on architectures without them."""
-        final, sort = self.grad_weight, self.sort_targets
-        if not (final and sort):
-            return None
-        keep = {kernel.low_bits: kernel for kernel in self.grad_weight_keep if kernel.low_bits}
-        finish_kept = {kernel.low_bits: kernel for kernel in self.finish_kept_weight}
-        return GradWeightKernels(final, keep, finish_kept, sort)
 
     @property
     def of_soft_targets(self) -> list[ProjectExpSpec | GradGemmSpec]:
@@ -153,9 +138,18 @@ class KernelSet:
     )
     """Kernels that only plans with stored exponentials launch."""
 
+    LOW_BITS: ClassVar = {
+        "finish_kept": LOW_BITS,
+        "scale_kept_rows": LOW_BITS,
+        "grad_hidden_keep": LOW_BITS,
+        "grad_weight_keep": WEIGHT_LOW_BITS,
+        "finish_kept_weight": LOW_BITS,
+    }
+    """Low bits that kernels of kept sums are launched with, see `with_low_bits`."""
+
     OF_FORWARD: ClassVar = (
         "select_rows",
-        "gather_rows",
+        "move_rows",
         "target_logit",
         "row_sums",
         "reduce_partials",
@@ -164,7 +158,7 @@ class KernelSet:
 
     OF_SAMPLES: ClassVar = (
         "select_rows",
-        "gather_rows",
+        "move_rows",
         "target_logit",
         "row_sums",
         "reduce_partials",
@@ -200,11 +194,19 @@ class KernelSet:
 
     def _named(self, names: Iterable[str]) -> list[KernelSpec]:
         """Return the kernels of fields that calls of this dtype launch."""
-        unused = () if can_keep(self.row_sums.dtype) else self.STORED_EXPS_ONLY
-        kernels: list[KernelSpec | None] = []
-        for found in (getattr(self, name) for name in names if name not in unused):
-            kernels += found if isinstance(found, tuple) else [found]
-        return [kernel for kernel in kernels if kernel is not None]
+        keeps = can_keep(self.row_sums.dtype)
+        unused = () if keeps else self.STORED_EXPS_ONLY
+        kernels: list[KernelSpec] = []
+        for name in names:
+            kernel: KernelSpec | None = getattr(self, name)
+            if kernel is None or name in unused:
+                continue
+            if isinstance(kernel, GradGemmSpec | KeptSumsSpec) and name in self.LOW_BITS:
+                every = self.LOW_BITS[name] if keeps else (FLOAT32_LOW_BITS,)
+                kernels += [dataclasses.replace(kernel, low_bits=low_bits) for low_bits in every]
+            else:
+                kernels.append(kernel)
+        return kernels
 
 
 def kernel_set(
@@ -220,36 +222,30 @@ def kernel_set(
         None if config is None else GradGemmSpec(arch.name, dtype, config, "hidden", final=False)
         for config in (configs.grad_hidden, configs.grad_hidden_short)
     )
-    weight = sort_targets = None
-    keep_hidden: Sequence[GradGemmSpec | None] = [None] * len(LOW_BITS)
-    keep: Sequence[GradGemmSpec] = ()
-    finish_kept: Sequence[ScaleKeptSpec] = ()
+    weight = keep_weight = keep_hidden = sort_targets = None
     again = hidden
+    kept = functools.partial(KeptSumsSpec, arch.name, dtype, LOW_BITS[0])
     if configs.grad_weight is not None:
         assert configs.kept_sums is not None
         first = arch.grad_hidden_configs()[0]
         again = hidden or GradGemmSpec(arch.name, dtype, first, "hidden", final=False)
         weight = GradGemmSpec(arch.name, dtype, configs.grad_weight, "weight", final=True)
-        of_weight = dataclasses.replace(weight, config=configs.kept_sums, final=False)
-        kept_bits = WEIGHT_LOW_BITS if can_keep(dtype) else (FLOAT32_LOW_BITS,)
-        keep = [dataclasses.replace(of_weight, low_bits=n) for n in kept_bits]
-        of_hidden = GradGemmSpec(arch.name, dtype, configs.kept_sums, "hidden", final=False)
-        keep_hidden = [dataclasses.replace(of_hidden, low_bits=n) for n in LOW_BITS]
-        finish_kept = [ScaleKeptSpec(arch.name, dtype, n) for n in LOW_BITS]
+        keep_weight = dataclasses.replace(
+            weight, config=configs.kept_sums, final=False, low_bits=FLOAT32_LOW_BITS
+        )
+        keep_hidden = dataclasses.replace(keep_weight, wrt="hidden", low_bits=LOW_BITS[0])
         sort_targets = SortTargetsSpec(arch.name)
     narrow = not can_keep(dtype)
     return KernelSet(
         select_rows=SelectRowsSpec(arch.name),
-        gather_rows=GatherRowsSpec(arch.name),
-        gather_scaled_rows=GatherRowsSpec(arch.name, dtype),
-        scatter_rows=ScatterRowsSpec(arch.name),
-        clear_rows=ClearRowsSpec(arch.name),
-        target_logit=TargetLogitSpec(arch.name, dtype, transform != IDENTITY),
+        move_rows=MoveRowsSpec(arch.name),
+        gather_scaled_rows=MoveRowsSpec(arch.name, dtype),
+        target_logit=TargetLogitSpec(arch.name, dtype, transform),
         soft_leads=SoftLeadsSpec(arch.name),
         prepare_soft=PrepareSoftSpec(arch.name),
         soft_logits=SoftLogitsSpec(arch.name, dtype),
         put_soft=PutSoftSpec(arch.name, dtype),
-        scale_soft=ScaleSoftSpec(arch.name, dtype),
+        scale_soft=PutSoftSpec(arch.name, dtype, scales=True),
         row_sums=project(
             configs.project_exp, sums=True, store=can_keep(dtype), reductions=reductions
         ),
@@ -258,18 +254,18 @@ def kernel_set(
         reduce_partials=ReducePartialsSpec(arch.name, repair.rows),
         row_coefficients=RowCoefficientsSpec(arch.name, narrow=narrow),
         probability_coefficients=RowCoefficientsSpec(arch.name, in_reference=True, narrow=narrow),
-        scale_rows=ScaleAddRowsSpec(arch.name, dtype, dtype),
+        scale_rows=MoveRowsSpec(arch.name, dtype, orders=False),
         finish_dx=ScaleAddRowsSpec(arch.name, dtype, "float32", dtype),
         finish_dx_fp32=ScaleAddRowsSpec(arch.name, "float32", "float32", dtype),
-        keep_sums=KeptSumsSpec(arch.name, dtype, LOW_BITS[0]),
-        finish_kept=tuple(KeptSumsSpec(arch.name, dtype, n, finishes=True) for n in LOW_BITS),
-        scale_kept_rows=tuple(ScaleKeptSpec(arch.name, dtype, n, by_rows=True) for n in LOW_BITS),
+        keep_sums=kept("keep"),
+        finish_kept=kept("finish"),
+        scale_kept_rows=kept("scale"),
         grad_hidden=hidden,
         grad_hidden_short=short,
         grad_hidden_again=again,
-        grad_hidden_keep=tuple(keep_hidden),
+        grad_hidden_keep=keep_hidden,
         grad_weight=weight,
-        grad_weight_keep=tuple(keep),
-        finish_kept_weight=tuple(finish_kept),
+        grad_weight_keep=keep_weight,
+        finish_kept_weight=None if weight is None else kept("round"),
         sort_targets=sort_targets,
     )

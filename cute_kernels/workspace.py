@@ -43,6 +43,14 @@ class Coefficient(IntEnum):
     """What exponentials are computed again relative to."""
 
 
+class Move(IntEnum):
+    """What a launch of `move_rows` with an order does."""
+
+    GATHER = 0
+    SCATTER = 1
+    CLEAR = 2
+
+
 NO_CLASS = -1
 """The lead of a token with a bad probability or class, which is taken for a target out of range."""
 LEAST_DERIVATIVE = 2.0**-24

@@ -22,19 +22,7 @@ _attempted: set[tuple[Gpu, Key]] = set()
 def verify_on_first_use(
     gpu: Gpu, device: str, dtype: str, configs: KernelConfigs, default: KernelConfigs, part: str
 ) -> Verdict | None:
-    """Return the verdict on what a call launches; verify that if there is none.
-
-    Args:
-        gpu: The GPU model.
-        device: The GPU that runs the check, as torch names it.
-        dtype: Dtype of hidden states and weight, such as "bfloat16".
-        configs: The configurations of the call.
-        default: Those that it has if nothing was tuned.
-        part: What it launches, of `cute_kernels.parts`.
-
-    Returns:
-        None if tuned configurations were rejected: lookups return others now.
-    """
+    """Do what `verify.verify_call` does on `device`, a GPU as torch names it."""
     return verify.verify_call(runner.Runner(gpu, device), dtype, configs, default, part)
 
 

@@ -32,9 +32,6 @@ LOCK_SECONDS = 1200
 CHECK_SECONDS = 60
 """Time limit of checking one configuration."""
 
-Tuned = tuple[str, Candidate]
-"""A kernel, as tables name it, and its configuration."""
-
 
 @dataclass(frozen=True)
 class Check:

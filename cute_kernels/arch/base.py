@@ -73,9 +73,12 @@ class Arch(ABC):
     ) -> KernelConfigs:
         """Return the default configurations of all kernels on a GPU model, as torch names it."""
 
-    @abstractmethod
     def grad_hidden_configs(self) -> tuple[GemmConfig, ...]:
-        """Return every configuration of `grad_hidden` that the defaults choose from."""
+        """Return every configuration of `grad_hidden` that the defaults choose from.
+
+        There are none if cuBLAS computes the gradients.
+        """
+        return ()
 
     def grad_weight_configs(self) -> tuple[GemmConfig, ...]:
         """Return those of `grad_weight`."""

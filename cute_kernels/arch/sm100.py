@@ -48,9 +48,6 @@ class Sm100(Arch):
     ) -> KernelConfigs:
         return KernelConfigs(self.default(tokens), None, None)
 
-    def grad_hidden_configs(self) -> tuple[GemmConfig, ...]:
-        return ()  # cuBLAS computes the gradients
-
     def search_space(self) -> tuple[GemmConfig, ...]:
         pairs = itertools.product(self.prebuilt_configs(), (8, 4, 16))
         return tuple(dataclasses.replace(config, raster_group=group) for config, group in pairs)

@@ -10,9 +10,20 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint8
+from cutlass.cute.runtime import make_fake_tensor
 
 QUIET_NAN = 0x7FC00000
 """A NaN that rounding does not change."""
+
+
+def low_signature(rows: Any, columns: Any, low_bits: int, alignment: int) -> Any:
+    """Return a fake tensor of the low bits of sums (rows, columns).
+
+    Its rows begin at multiples of `alignment` bytes.
+    """
+    bytes_ = columns if low_bits == 8 else cute.sym_int(divisibility=4)
+    pitch = cute.sym_int64(divisibility=alignment)
+    return make_fake_tensor(Uint8, (rows, bytes_), (pitch, 1), assumed_align=alignment)
 
 
 @cute.jit

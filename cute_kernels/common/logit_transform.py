@@ -92,33 +92,6 @@ def transform_logit(t: Float32, operands: Any, scale: Any, bias: Any) -> Float32
     return u
 
 
-class AnyTransform(NamedTuple):
-    """The launch argument of any transform, for few logits."""
-
-    row_scale: cute.Tensor
-    """κ (N,) float32; any other vector without it"""
-    bias: cute.Tensor
-    """b (V,) float32, likewise"""
-    slope: Float32
-    """s; 0 without softcap"""
-    has_row_scale: Int32
-    has_bias: Int32
-
-
-@cute.jit
-def transform_any_logit(t: Float32, operands: Any, row: Int32, column: Any) -> Float32:
-    """Return the model's logit of a raw one, of a row and a column that there are."""
-    scale, bias = Float32(1.0), Float32(0.0)
-    if operands.has_row_scale != 0:
-        scale = operands.row_scale[row]
-    if operands.has_bias != 0:
-        bias = operands.bias[column]
-    u = transform_logit(t, None, scale, bias)
-    if operands.slope != 0.0:
-        u = transform_logit(t, Transform(None, None, operands.slope), scale, bias)
-    return u
-
-
 @cute.jit
 def softcap_derivative(u: Float32, inverse_scale: Float32) -> Float32:
     """Return 1 - (u/κ)², the derivative of tanh at a capped logit; 0 at -inf and NaN."""

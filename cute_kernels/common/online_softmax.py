@@ -31,20 +31,13 @@ from cutlass import Float32, Int32, Int64
 from cutlass.cute.runtime import make_fake_compact_tensor
 
 from cutefce.cute_kernels import spec
-from cutefce.cute_kernels.common.dsl import (
-    DTYPES,
-    LOG2_E,
-    current_stream,
-    exp2,
-    matrix,
-    vector,
-)
+from cutefce.cute_kernels.common.dsl import DTYPES, LOG2_E, exp2, matrix, vector
 from cutefce.cute_kernels.common.exp2 import uses_poly_exp2
-from cutefce.cute_kernels.common.logit_transform import Transform, transform_argument
+from cutefce.cute_kernels.common.launch import HostFunction, Signature
+from cutefce.cute_kernels.common.logit_transform import transform_argument
 from cutefce.cute_kernels.common.row_reductions import finite
-from cutefce.cute_kernels.common.sampling import Samples, samples_argument
-from cutefce.cute_kernels.common.soft_classes import SoftClasses, classes_argument
-from cutefce.cute_kernels.schedule.scheduler import RowCount
+from cutefce.cute_kernels.common.sampling import samples_argument
+from cutefce.cute_kernels.common.soft_classes import classes_argument
 
 
 class Rows(NamedTuple):
@@ -62,68 +55,39 @@ class Rows(NamedTuple):
     """Vocabulary entry of the first column: targets are counted from it."""
 
 
-class ProjectExp:
-    """The host function of `project_exp`; subclasses have the launch."""
+class ProjectExp(HostFunction):
+    """The host function of `project_exp`, on clusters that must fit on the device at a time.
 
-    @cute.jit
-    def __call__(
-        self,
-        h: cute.Tensor,
-        w: cute.Tensor,
-        reference: cute.Tensor | None,
-        target: cute.Tensor | None,
-        sums: cute.Tensor | None,
-        exps: cute.Tensor | None,
-        semaphores: cute.Tensor,
-        transform: Transform | None,
-        reductions: cute.Tensor | None,
-        samples: Samples | None,
-        soft: SoftClasses | None,
-        count: cute.Tensor,
-        selects: Int32,
-        first: Int32,
-        vocab_splits: Int32,
-        clusters: Int32,
-        stream: Any,
-    ) -> None:
-        """Launch on `clusters` clusters, which must fit on the device at the same time.
+    Subclasses have the launch.
+    """
 
-        Each parameter is one argument that the host passes by position.
-        """
-        vectors, more = (reference, target, sums, semaphores), (reductions, samples, soft)
-        rows = Rows(*vectors, transform, *more, first)
-        tiles = RowCount(count, selects), vocab_splits
-        self.launch((h, w, exps), rows, tiles, clusters, stream)
+    def rows_of(self, operands: Any) -> Rows:
+        """Return what the epilogue needs of the operands."""
+        return Rows(**{name: getattr(operands, name) for name in Rows._fields})
 
-    def launch(self, matrices: Any, rows: Rows, tiles: Any, clusters: Int32, stream: Any) -> None:
-        """Launch; `matrices` are (h, w, exps), `tiles` are (`RowCount`, vocabulary splits)."""
-        raise NotImplementedError
-
-
-def project_exp_arguments(kernel: spec.ProjectExpSpec) -> tuple[Any, ...]:
-    """Return the arguments to compile a `project_exp` kernel for."""
-    dtype = DTYPES[kernel.dtype]
-    tokens, vocab, hidden = cute.sym_int(), cute.sym_int(), cute.sym_int(divisibility=8)
-    columns, partials = cute.sym_int(divisibility=8), cute.sym_int()
-    return (
-        matrix(dtype, tokens, hidden),
-        matrix(dtype, vocab, hidden),
-        None if kernel.logits else vector(Float32, tokens),
-        None if kernel.logits else vector(Int64, tokens),
-        matrix(Float32, tokens, partials, aligned=False) if kernel.sums else None,
-        matrix(Float32 if kernel.logits else dtype, tokens, columns) if kernel.store else None,
-        vector(Int32, cute.sym_int()),
-        transform_argument(kernel.transform, tokens, vocab),
-        reductions_argument(kernel, tokens, partials),
-        samples_argument(kernel, tokens),
-        classes_argument(tokens) if kernel.soft else None,
-        vector(Int32, cute.sym_int()),
-        Int32(0),
-        Int32(0),
-        Int32(1),
-        Int32(1),
-        current_stream(),
-    )
+    def signature_of(self, kernel: spec.ProjectExpSpec) -> Signature:
+        """Return the function and the arguments to compile it for."""
+        dtype, tokens, vocab = DTYPES[kernel.dtype], cute.sym_int(), cute.sym_int()
+        hidden, columns = cute.sym_int(divisibility=8), cute.sym_int(divisibility=8)
+        stored, partials = Float32 if kernel.logits else dtype, cute.sym_int()
+        return self.signature(
+            h=matrix(dtype, tokens, hidden),
+            w=matrix(dtype, vocab, hidden),
+            reference=None if kernel.logits else vector(Float32, tokens),
+            target=None if kernel.logits else vector(Int64, tokens),
+            sums=matrix(Float32, tokens, partials, aligned=False) if kernel.sums else None,
+            exps=matrix(stored, tokens, columns) if kernel.store else None,
+            semaphores=vector(Int32, cute.sym_int()),
+            transform=transform_argument(kernel.transform, tokens, vocab),
+            reductions=reductions_argument(kernel, tokens, partials),
+            samples=samples_argument(kernel, tokens),
+            soft=classes_argument(tokens) if kernel.soft else None,
+            count=vector(Int32, cute.sym_int()),
+            selects=Int32(0),
+            first=Int32(0),
+            vocab_splits=Int32(1),
+            clusters=Int32(1),
+        )
 
 
 def reductions_argument(kernel: spec.ProjectExpSpec, tokens: Any, partials: Any) -> Any:

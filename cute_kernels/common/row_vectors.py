@@ -10,10 +10,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64
 
-from cutefce.cute_kernels import spec
-
-WARPS = spec.TargetLogitSpec.WARPS
-"""Warps of a thread block."""
+from cutefce.cute_kernels.common.launch import WARPS
 
 
 @cute.jit
@@ -30,6 +27,32 @@ def load_fp32(vectors: cute.Tensor, index: Int32) -> cute.Tensor:
     wide = cute.make_rmem_tensor((8,), Float32)
     wide.store(raw.load().to(Float32))
     return wide
+
+
+@cute.jit
+def store_rounded(values: cute.Tensor, vectors: cute.Tensor, index: Int32) -> None:
+    """Store float32 `values` (8,) as vector `index` of (8, n), rounded to its dtype."""
+    rounded = cute.make_rmem_tensor((8,), vectors.element_type)
+    rounded.store(values.load().to(vectors.element_type))
+    cute.autovec_copy(rounded, vectors[None, index])
+
+
+@cute.jit
+def clear_vectors(vectors: cute.Tensor, begin: Int32, end: Int32) -> None:
+    """Write zeros to the vectors of a row, of which `begin` is the thread's first one."""
+    zeros = cute.make_rmem_tensor((8,), vectors.element_type)
+    zeros.fill(0.0)
+    for i in cutlass.range(begin, end, 32 * WARPS, unroll=1):
+        cute.autovec_copy(zeros, vectors[None, i])
+
+
+@cute.jit
+def mapped(row: Int32, order: cute.Tensor, maps: Int32) -> Int64:
+    """Return `order`_row if `maps`, else the row itself."""
+    place = Int64(row)
+    if maps != 0:
+        place = order[row]
+    return place
 
 
 @cute.jit

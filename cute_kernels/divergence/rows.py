@@ -20,13 +20,8 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
 from cutefce.cute_kernels import spec
-from cutefce.cute_kernels.common.dsl import (
-    USE_PDL,
-    current_stream,
-    matrix,
-    pdl_wait,
-    vector,
-)
+from cutefce.cute_kernels.common.dsl import matrix, pdl_wait, vector
+from cutefce.cute_kernels.common.launch import Signature, row_launch
 from cutefce.cute_kernels.common.row_vectors import row_vectors
 from cutefce.cute_kernels.divergence.log_sum_exps import (
     LOWEST,
@@ -50,19 +45,35 @@ STATS = 6
 """Top and rest of the log-sum-exps of the student and of the teacher, and both divergences."""
 
 
-def compile_signature(kernel: spec.DivergenceRowsSpec) -> tuple[Any, tuple[Any, ...]]:
+def compile_signature(kernel: spec.DivergenceRowsSpec) -> Signature:
     """Return the host function of `kernel` and the arguments to compile it for."""
     rows, vocab = cute.sym_int(), cute.sym_int(divisibility=8)
-    logits = [matrix(Float32, rows, vocab) for _ in range(2)]
-    outs = [
+    out_a, out_b = (
         vector(BFloat16, cute.sym_int64(), aligned=True) if written else None
         for written in (kernel.factors_a, kernel.factors_b)
-    ]
-    exchange = vector(Float32, cute.sym_int(), aligned=True)
-    sums = [sums_argument(rows) if kernel.sums_given else None for _ in range(2)]
-    more = matrix(Float32, STATS, rows, aligned=False), exchange, vector(Float32, 4), Int32(0)
-    places = (Int32(0),) * 6
-    return DivergenceRows(kernel), (*logits, *sums, *outs, *more, *places, current_stream())
+    )
+    return row_launch(
+        DivergenceRows(kernel).kernel,
+        lambda x: (kernel.BLOCKS * x.a.shape[0],),
+        warps=kernel.threads // 32,
+        launch_options={"cluster": [kernel.BLOCKS, 1, 1]},
+        a=matrix(Float32, rows, vocab),
+        b=matrix(Float32, rows, vocab),
+        sums_a=sums_argument(rows) if kernel.sums_given else None,
+        sums_b=sums_argument(rows) if kernel.sums_given else None,
+        out_a=out_a,
+        out_b=out_b,
+        stats=matrix(Float32, STATS, rows, aligned=False),
+        exchange=vector(Float32, cute.sym_int(), aligned=True),
+        numbers=vector(Float32, 4),
+        side=Int32(0),
+        narrow=Int32(0),
+        first=Int32(0),
+        columns=Int32(0),
+        shift=Int32(0),
+        pitch_a=Int32(0),
+        pitch_b=Int32(0),
+    )
 
 
 class Places(NamedTuple):
@@ -89,59 +100,21 @@ class DivergenceRows:
         self.keeps_logs = bool(kernel.mixture and kernel.factors_a and not kernel.factors_b)
         self.blocks, self.threads, self.warps = kernel.BLOCKS, kernel.threads, kernel.threads // 32
 
-    @cute.jit
-    def __call__(
-        self,
-        a: cute.Tensor,
-        b: cute.Tensor,
-        sums_a: cute.Tensor | None,
-        sums_b: cute.Tensor | None,
-        out_a: cute.Tensor | None,
-        out_b: cute.Tensor | None,
-        stats: cute.Tensor,
-        exchange: cute.Tensor,
-        numbers: cute.Tensor,
-        side: Int32,
-        narrow: Int32,
-        first: Int32,
-        columns: Int32,
-        shift: Int32,
-        pitch_a: Int32,
-        pitch_b: Int32,
-        stream: Any,
-    ) -> None:
+    @cute.kernel
+    def kernel(self, operands: Any) -> None:
         """Write the statistics (6, R) of the logits a and b (R, V), and factors to `out`.
 
         `side` is 0 where a is the student's, 1 where it is the teacher's.  The divergence is KL(a
         || b), or both sides' from their mixture.  `sums` (2, R, P) are those of `given_exps`.
         `exchange` is memory of `spec.EXCHANGE` numbers for each row; `numbers` are what the factors
         of a and b have as shares of a JSD, 1 for a KL divergence, and as scales.  The places of the
-        factors are those of `Places`.  Each parameter is one argument that the host passes by
-        position.
+        factors are those of `Places`.  A cluster has a row.
         """
-        places = Places(narrow, first, a.shape[1], columns, shift, (pitch_a, pitch_b))
-        logits, outs = (a, b, sums_a, sums_b), (out_a, out_b, places)
-        self.kernel(logits, outs, stats, exchange, numbers, side).launch(
-            grid=[self.blocks * a.shape[0], 1, 1],
-            block=[self.threads, 1, 1],
-            cluster=[self.blocks, 1, 1],
-            stream=stream,
-            **USE_PDL,
-        )
-
-    @cute.kernel
-    def kernel(
-        self,
-        logits: Any,
-        outs: Any,
-        stats: cute.Tensor,
-        exchange: cute.Tensor,
-        numbers: cute.Tensor,
-        side: Int32,
-    ) -> None:
-        """Compute one row a cluster."""
+        a, b, sums_a, sums_b, out_a, out_b, stats, exchange, numbers, side, *more = operands
+        narrow, first_row, columns, shift, *pitches = more
+        outs = out_a, out_b, Places(narrow, first_row, a.shape[1], columns, shift, pitches)
         pdl_wait()
-        (a, b, *given), smem = logits, SmemAllocator()
+        smem = SmemAllocator()
         shape = (VECTOR, self.threads, 2, self.held)
         memory = smem.allocate_tensor(Float32, cute.make_layout(shape), 16)
         sums = smem.allocate_tensor(Float32, cute.make_layout((4, self.warps)), 16)
@@ -158,8 +131,8 @@ class DivergenceRows:
         for k in cutlass.range_constexpr(self.held):
             self.begin_load(operands, (begin, count), Int32(k + 1), k)
         first = self.load(operands, (begin, count), Int32(0))
-        if cutlass.const_expr(given[0] is not None):
-            rows = given[0][None, row, None], given[1][None, row, None]
+        if cutlass.const_expr(sums_a is not None):
+            rows = sums_a[None, row, None], sums_b[None, row, None]
             own = [given_exps(row, thread, self.threads) for row in rows]
             lses = self.reduced_exps(*own, (sums,))
         else:

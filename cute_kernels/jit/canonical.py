@@ -30,9 +30,15 @@ def _write(node: Any, put: Callable[[str], None]) -> None:
         put("]")
     elif isinstance(node, ast.Constant):
         put(f"{node.value!a}")
+    elif isinstance(node, ast.JoinedStr):
+        for value in node.values:  # Python versions divide its texts differently
+            if isinstance(value, ast.Constant):
+                put(f"{value.value}")
+            else:
+                put("\0")
+                _write(value, put)
+                put("\0")
     elif isinstance(node, ast.AST):
-        if isinstance(node, ast.JoinedStr):
-            node = ast.JoinedStr(_merged(node.values))
         put(type(node).__name__)
         put("(")
         for name in node._fields:
@@ -51,18 +57,3 @@ def _is_text(statement: Any) -> bool:
     """Return whether a statement is only a string: a docstring of a module, class or field."""
     value = statement.value if isinstance(statement, ast.Expr) else None
     return isinstance(value, ast.Constant) and isinstance(value.value, str)
-
-
-def _merged(values: list[ast.expr]) -> list[ast.expr]:
-    """Merge adjacent texts of an f-string, which Python versions divide differently."""
-    merged: list[ast.expr] = []
-    for value in values:
-        if isinstance(value, ast.Constant):
-            before = merged[-1] if merged else None
-            if isinstance(before, ast.Constant):
-                value = ast.Constant(str(before.value) + str(value.value))
-                merged.pop()
-            elif not value.value:
-                continue
-        merged.append(value)
-    return merged

@@ -8,41 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from cutefce.cute_kernels import spec
 from cutefce.cute_kernels.arch import arch_named
 from cutefce.cute_kernels.spec import KernelSpec
 
 OPTIONS = "--enable-tvm-ffi"
 SYMBOL = "kernel"
 """Name of the exported function."""
-
-MODULES: dict[type, str] = {
-    spec.SelectRowsSpec: "rowwise.select_rows",
-    spec.GatherRowsSpec: "rowwise.gather_rows",
-    spec.ScatterRowsSpec: "rowwise.scatter_rows",
-    spec.ClearRowsSpec: "rowwise.clear_rows",
-    spec.TargetLogitSpec: "rowwise.target_logit",
-    spec.SoftLeadsSpec: "soft_targets.soft_leads",
-    spec.PrepareSoftSpec: "soft_targets.prepare_soft",
-    spec.SoftLogitsSpec: "soft_targets.soft_logits",
-    spec.PutSoftSpec: "soft_targets.put_soft",
-    spec.ScaleSoftSpec: "soft_targets.scale_soft",
-    spec.ProjectExpSpec: "{family}.project_exp",
-    spec.ReducePartialsSpec: "rowwise.reduce_partials",
-    spec.ScaleAddRowsSpec: "rowwise.scale_add_rows",
-    spec.KeptSumsSpec: "rowwise.kept_sums",
-    spec.ScaleKeptSpec: "rowwise.scale_kept",
-    spec.GradGemmSpec: "{family}.gradient",
-    spec.RowCoefficientsSpec: "rowwise.row_coefficients",
-    spec.SortTargetsSpec: "rowwise.sort_targets",
-    spec.DivergenceRowsSpec: "divergence.rows",
-    spec.ChooseClassesSpec: "sampling.choose_classes",
-    spec.PrepareSamplesSpec: "sampling.prepare_samples",
-    spec.SortSamplesSpec: "sampling.sort_samples",
-    spec.ListSamplesSpec: "sampling.list_samples",
-    spec.SparseRowsSpec: "sampling.sparse_rows",
-}
-"""The module of each kernel, below `cute_kernels`; `family` is the architecture's."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +46,7 @@ def compile_kernel(kernel: KernelSpec, options: str = "") -> Any:
 
 def compile_signature(kernel: KernelSpec) -> tuple[Any, tuple[Any, ...]]:
     """Return the host function of `kernel` and the arguments to compile it for."""
-    name = MODULES[type(kernel)].format(family=arch_named(kernel.arch).family)
+    name = kernel.MODULE.format(family=arch_named(kernel.arch).family)
     module = importlib.import_module(f"cutefce.cute_kernels.{name}")
     return cast(tuple[Any, tuple[Any, ...]], module.compile_signature(kernel))
 

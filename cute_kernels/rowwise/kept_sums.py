@@ -1,6 +1,10 @@
-"""dX's sums Σ_v e_iv w_v - S_i w_y: kept as 16 bits and 8 or 4 beside them, then made dX.
+"""Sums that are kept as 16 bits and 8 or 4 beside them, see `common.kept_bits`.
 
-See `common.kept_bits` for what these bits are.
+keep      dX's sums Σ_v e_iv w_v - S_i w_y of a chunk
+finish    dX, made of such sums
+scale     sums of dX over windows times factors of rows, which remain kept: where exponentials
+that were stored end, and probabilities begin, each row is divided by its T_i
+round     dW, sums times a factor, in their memory: the last step of gradients in forward
 """
 
 from typing import Any
@@ -8,92 +12,79 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint8
-from cutlass.cute.runtime import make_fake_tensor
 
 from cutefce.cute_kernels import spec
-from cutefce.cute_kernels.common.dsl import (
-    DTYPES,
-    USE_PDL,
-    current_stream,
-    matrix,
-    pdl_wait,
-    vector,
+from cutefce.cute_kernels.common.dsl import DTYPES, matrix, pdl_wait, vector
+from cutefce.cute_kernels.common.kept_bits import join_eight, low_signature, split_eight
+from cutefce.cute_kernels.common.launch import WARPS, Signature, blocks_of, row_launch
+from cutefce.cute_kernels.common.rank_one import rank_one_signature
+from cutefce.cute_kernels.common.row_vectors import (
+    clamped,
+    load_fp32,
+    mapped,
+    row_vectors,
+    store_rounded,
 )
-from cutefce.cute_kernels.common.kept_bits import join_eight, split_eight
-from cutefce.cute_kernels.common.rank_one import RankOne, rank_one_signature
-from cutefce.cute_kernels.common.row_vectors import WARPS, clamped, load_fp32, row_vectors
 
 
-def compile_signature(kernel: spec.KeptSumsSpec) -> tuple[Any, tuple[Any, ...]]:
+def compile_signature(kernel: spec.KeptSumsSpec) -> Signature:
     """Return the host function of `kernel` and the arguments to compile it for."""
-    assert kernel.finishes or not kernel.rank_one
+    assert kernel.step == "finish" or not kernel.rank_one
     dtype, rows, hidden = DTYPES[kernel.dtype], cute.sym_int(), cute.sym_int(divisibility=8)
-    places, low_bits = cute.sym_int(), kernel.low_bits
-    kept, low = matrix(dtype, places, hidden), low_signature(places, hidden, low_bits)
+    scales, kernels = kernel.step in ("scale", "round"), KeptSums(kernel)
+    places = rows if scales else cute.sym_int()
+    sums = {
+        "kept": matrix(dtype, places, hidden),
+        "low": low_signature(places, hidden, kernel.low_bits, kernel.low_bits),
+    }
+    if scales:
+        factor = vector(Float32, rows if kernel.step == "scale" else 1)
+        return row_launch(kernels.scale, blocks_of("kept"), **sums, factor=factor)
     table, target = matrix(dtype, cute.sym_int(), hidden), vector(Int64, rows)
-    factor = vector(Float32, rows)
-    more = vector(Int64, rows), Int32(0), current_stream()
-    if kernel.finishes:
-        term = rank_one_signature(rows, hidden, kernel.rank_one)
-        out, factors = matrix(dtype, cute.sym_int(), hidden), (factor, vector(Float32, rows))
-        return FinishKept(low_bits), (out, kept, low, table, target, *factors, term, *more)
-    sums = matrix(Float32, rows, hidden)
-    return KeepSums(low_bits), (kept, low, sums, table, target, factor, Int64(0), *more)
+    order = {"order": vector(Int64, rows), "scatters": Int32(0)}
+    if kernel.step == "keep":
+        return row_launch(
+            kernels.keep,
+            blocks_of("sums"),
+            **sums,
+            sums=matrix(Float32, rows, hidden),
+            table=table,
+            target=target,
+            others=vector(Float32, rows),
+            ignored=Int64(0),
+            **order,
+        )
+    return row_launch(
+        kernels.finish,
+        blocks_of("target"),
+        out=matrix(dtype, cute.sym_int(), hidden),
+        **sums,
+        table=table,
+        target=target,
+        scale=vector(Float32, rows),
+        target_scale=vector(Float32, rows),
+        rank_one=rank_one_signature(rows, hidden, kernel.rank_one),
+        **order,
+    )
 
 
-def low_signature(rows: Any, hidden: Any, low_bits: int) -> Any:
-    """Return a fake tensor of the low bits of (rows, hidden) sums, see `common.kept_bits`."""
-    bytes_ = hidden if low_bits == 8 else cute.sym_int(divisibility=4)
-    pitch = cute.sym_int64(divisibility=low_bits)
-    return make_fake_tensor(Uint8, (rows, bytes_), (pitch, 1), assumed_align=low_bits)
+class KeptSums:
+    """The kernels; each has a row a block."""
 
+    def __init__(self, kernel: spec.KeptSumsSpec) -> None:
+        self.low_bits, self.by_rows = kernel.low_bits, kernel.step == "scale"
 
-class KeepSums:
-    """The kernel that keeps a chunk's sums, and its launch."""
-
-    def __init__(self, low_bits: int) -> None:
-        self.low_bits = low_bits
-
-    @cute.jit
-    def __call__(
-        self,
-        kept: cute.Tensor,
-        low: cute.Tensor,
-        sums: cute.Tensor,
-        table: cute.Tensor,
-        target: cute.Tensor,
-        others: cute.Tensor,
-        ignored: Int64,
-        order: cute.Tensor,
-        scatters: Int32,
-        stream: Any,
-    ) -> None:
+    @cute.kernel
+    def keep(self, operands: Any) -> None:
         """Write sums (M, D) - S_i table_{y_i} to kept and low (N, D); 0 where target is `ignored`.
 
         Of four low bits, low is (N, D / 2).  target (M,) is y, `others` (M,) is S.  If `scatters`,
-        row i becomes row order_i.  More than eight parameters: each is one argument that the host
-        passes by position.
+        row i becomes row order_i.
         """
-        rows, places = (target, others, ignored), (order, scatters)
-        self.kernel(kept, low, sums, table, rows, places).launch(
-            grid=[sums.shape[0], 1, 1], block=[32 * WARPS, 1, 1], stream=stream, **USE_PDL
-        )
-
-    @cute.kernel
-    def kernel(
-        self,
-        kept: cute.Tensor,
-        low: cute.Tensor,
-        sums: cute.Tensor,
-        table: cute.Tensor,
-        rows: Any,
-        places: Any,
-    ) -> None:
-        """Keep one row a block."""
-        target, others, ignored = rows
+        kept, low, sums, table, target, others, ignored, *places = operands
         pdl_wait()
         row = cute.arch.block_idx()[0]
-        place = place_of(row, places)
+        place = mapped(row, *places)
         index, factor = target[row], -others[row]
         source, addends = row_vectors(sums, row), row_vectors(table, clamped(index, table))
         upper_half, lower = row_vectors(kept, place), row_vectors(low, place, self.low_bits)
@@ -107,57 +98,19 @@ class KeepSums:
                     values[j] = values[j] + rounded_product(factor, addend[j])
             store_kept(values, upper_half, lower, i)
 
-
-class FinishKept:
-    """The kernel that makes dX of kept sums, and its launch."""
-
-    def __init__(self, low_bits: int) -> None:
-        self.low_bits = low_bits
-
-    @cute.jit
-    def __call__(
-        self,
-        out: cute.Tensor,
-        kept: cute.Tensor,
-        low: cute.Tensor,
-        table: cute.Tensor,
-        target: cute.Tensor,
-        scale: cute.Tensor,
-        target_scale: cute.Tensor,
-        rank_one: RankOne | None,
-        order: cute.Tensor,
-        scatters: Int32,
-        stream: Any,
-    ) -> None:
+    @cute.kernel
+    def finish(self, operands: Any) -> None:
         """Write dX (N, D) = scale_i x_i + target_scale_i table_{y_i} to `out`, rounded once.
 
         x are the sums in kept and low (N, D), y is target (N,).  A row whose factors are all 0 is
         0, whatever x and table hold.  `out` may be `kept`.  With `scatters`, row i of dX is row
-        order_i of `out`; if that is `OUT_AND_SUMS`, so is row i of x in memory.  More than eight
-        parameters: each is one argument that the host passes by position.
+        order_i of `out`; if that is `OUT_AND_SUMS`, so is row i of x in memory.
         """
-        rows, places = (target, scale, target_scale), (order, scatters)
-        self.kernel(out, kept, low, table, rows, rank_one, places).launch(
-            grid=[target.shape[0], 1, 1], block=[32 * WARPS, 1, 1], stream=stream, **USE_PDL
-        )
-
-    @cute.kernel
-    def kernel(
-        self,
-        out: cute.Tensor,
-        kept: cute.Tensor,
-        low: cute.Tensor,
-        table: cute.Tensor,
-        rows: Any,
-        rank_one: Any,
-        places: Any,
-    ) -> None:
-        """Compute one row a block."""
-        target, scales, target_scales = rows
+        out, kept, low, table, target, scales, target_scales, rank_one, order, scatters = operands
         pdl_wait()
         row = cute.arch.block_idx()[0]
-        place, source = place_of(row, places), Int64(row)
-        if places[1] == spec.OUT_AND_SUMS:
+        place, source = mapped(row, order, scatters), Int64(row)
+        if scatters == spec.OUT_AND_SUMS:
             source = place
         scale, factor, every = scales[row], target_scales[row], Float32(0.0)
         upper_half, lower = row_vectors(kept, source), row_vectors(low, source, self.low_bits)
@@ -179,9 +132,27 @@ class FinishKept:
                     addends = load_fp32(term, i)
                     for j in cutlass.range_constexpr(8):
                         values[j] = cute.math.fma(every, addends[j], values[j])
-            rounded = cute.make_rmem_tensor((8,), out.element_type)
-            rounded.store(values.load().to(out.element_type))
-            cute.autovec_copy(rounded, to[None, i])
+            store_rounded(values, to, i)
+
+    @cute.kernel
+    def scale(self, operands: Any) -> None:
+        """Multiply the sums in kept and low (M, D) by `factor`, (1,) or one for each row, (M,).
+
+        Without factors of rows the product is written to `kept`, rounded once.  Of four low bits,
+        low is (M, D / 2).
+        """
+        kept, low, factor = operands
+        pdl_wait()
+        row = cute.arch.block_idx()[0]
+        upper_half, scale = row_vectors(kept, row), factor[row if self.by_rows else 0]
+        lower = row_vectors(low, row, self.low_bits)
+        for i in cutlass.range(cute.arch.thread_idx()[0], kept.shape[1] // 8, 32 * WARPS, unroll=2):
+            sums = load_kept(upper_half, lower, i)
+            sums.store(sums.load() * scale)
+            if cutlass.const_expr(self.by_rows):
+                store_kept(sums, upper_half, lower, i)
+            else:
+                store_rounded(sums, upper_half, i)
 
 
 @cute.jit
@@ -200,15 +171,6 @@ def store_kept(values: cute.Tensor, upper: cute.Tensor, low: cute.Tensor, index:
     halves, bytes_ = split_eight(values, cute.size(low, mode=[0]))
     cute.autovec_copy(cute.recast_tensor(halves, upper.element_type), upper[None, index])
     cute.autovec_copy(bytes_, low[None, index])
-
-
-@cute.jit
-def place_of(row: Int32, places: Any) -> Int64:
-    """Return where a row is kept; `places` are (order, scatters)."""
-    (order, scatters), place = places, Int64(row)
-    if scatters != 0:
-        place = order[row]
-    return place
 
 
 def rounded_product(x: Any, y: Any) -> Any:

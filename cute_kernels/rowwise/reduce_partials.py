@@ -8,57 +8,41 @@ from cutlass import Float32, Int32, Int64
 from cutlass.memory import SmemAllocator
 
 from cutefce.cute_kernels import spec
-from cutefce.cute_kernels.common.dsl import (
-    LN_2,
-    LOG2_E,
-    USE_PDL,
-    current_stream,
-    exp2,
-    matrix,
-    pdl_wait,
-    scalar,
-    vector,
-)
+from cutefce.cute_kernels.common.dsl import LN_2, LOG2_E, exp2, matrix, pdl_wait, scalar, vector
+from cutefce.cute_kernels.common.launch import WARPS, Signature, blocks_of, row_launch
 from cutefce.cute_kernels.common.row_reductions import bounded_sum
-from cutefce.cute_kernels.common.row_vectors import WARPS
 from cutefce.cute_kernels.problem import GRADIENT_LOSS, LOWEST_LOGIT, SLACK
-from cutefce.cute_kernels.rowwise.loss_terms import Terms, terms_argument, token_loss
+from cutefce.cute_kernels.rowwise.loss_terms import terms_argument, token_loss
 from cutefce.cute_kernels.workspace import NUM_STATS, Semaphore, Stat
 
 
-def compile_signature(kernel: spec.ReducePartialsSpec) -> tuple[Any, tuple[Any, ...]]:
+def compile_signature(kernel: spec.ReducePartialsSpec) -> Signature:
     """Return the host function of `kernel` and the arguments to compile it for."""
     rows = cute.sym_int()
-    partials = matrix(Float32, rows, cute.sym_int(), aligned=False)
-    stats = matrix(Float32, NUM_STATS, rows, aligned=False)
-    inputs = partials, vector(Float32, rows), vector(Int64, rows)
-    outputs = stats, scalar(Float32), vector(Int32, cute.sym_int())
-    class_logits = vector(Float32, rows) if kernel.class_row else None
-    more = Int64(0), Int32(0), terms_argument(kernel.terms), class_logits, current_stream()
-    return ReducePartials(kernel), (*inputs, *outputs, *more)
+    return row_launch(
+        ReducePartials(kernel).kernel,
+        blocks_of("logit", WARPS),
+        partials=matrix(Float32, rows, cute.sym_int(), aligned=False),
+        logit=vector(Float32, rows),
+        target=vector(Int64, rows),
+        stats=matrix(Float32, NUM_STATS, rows, aligned=False),
+        reduced=scalar(Float32),
+        semaphores=vector(Int32, cute.sym_int()),
+        ignored=Int64(0),
+        mean=Int32(0),
+        terms=terms_argument(kernel.terms),
+        class_logits=vector(Float32, rows) if kernel.class_row else None,
+    )
 
 
 class ReducePartials:
-    """The kernel and its launch."""
+    """The kernel."""
 
     def __init__(self, kernel: spec.ReducePartialsSpec) -> None:
         self.rows = kernel.rows
 
-    @cute.jit
-    def __call__(
-        self,
-        partials: cute.Tensor,
-        logit: cute.Tensor,
-        target: cute.Tensor,
-        stats: cute.Tensor,
-        reduced: cute.Tensor,
-        semaphores: cute.Tensor,
-        ignored: Int64,
-        mean: Int32,
-        terms: Terms | None,
-        class_logits: cute.Tensor | None,
-        stream: Any,
-    ) -> None:
+    @cute.kernel
+    def kernel(self, operands: Any) -> None:
         """Write stats (NUM_STATS, N) from partials (N, P), log2 sums relative to logit r (N,).
 
         ρ is r, unless a partial exceeds the slack: then ρ is about the largest partial, and the row
@@ -67,31 +51,10 @@ class ReducePartials:
         losses, or their mean over the targets that are not `ignored`.  These have `terms`, which
         depend on `class_logits` (N,), if given; the statistics are of cross entropies.
 
-        semaphores are laid out as in `workspace.Semaphore`.  Each parameter is one argument that
-        the host passes by position.
+        semaphores are laid out as in `workspace.Semaphore`.  A warp reduces a row; the last block
+        to finish reduces the losses.
         """
-        blocks = (logit.shape[0] + WARPS - 1) // WARPS
-        results, given = (stats, reduced, semaphores), (terms, class_logits)
-        self.kernel(partials, logit, target, results, ignored, mean, given).launch(
-            grid=[blocks, 1, 1], block=[32 * WARPS, 1, 1], stream=stream, **USE_PDL
-        )
-
-    @cute.kernel
-    def kernel(
-        self,
-        partials: cute.Tensor,
-        logit: cute.Tensor,
-        target: cute.Tensor,
-        results: Any,
-        ignored: Int64,
-        mean: Int32,
-        given: Any,
-    ) -> None:
-        """Reduce one row a warp; the last block to finish reduces the losses.
-
-        `given` are the terms of the losses and the class logits, or None.
-        """
-        stats, reduced, semaphores = results
+        partials, logit, target, stats, reduced, semaphores, ignored, mean, *given = operands
         pdl_wait()
         thread = cute.arch.thread_idx()[0]
         smem = SmemAllocator()

@@ -8,58 +8,47 @@ from cutlass import Float32, Int32, Int64
 from cutlass.memory import SmemAllocator
 
 from cutefce.cute_kernels import spec
-from cutefce.cute_kernels.common.dsl import (
-    LN_2,
-    USE_PDL,
-    current_stream,
-    matrix,
-    pdl_wait,
-    scalar,
-    vector,
-)
+from cutefce.cute_kernels.common.dsl import LN_2, matrix, pdl_wait, scalar, vector
+from cutefce.cute_kernels.common.launch import Signature, blocks_of, row_launch
 from cutefce.cute_kernels.problem import FLOAT16_TOTAL
-from cutefce.cute_kernels.rowwise.loss_terms import Terms, by_lse, terms_argument
+from cutefce.cute_kernels.rowwise.loss_terms import by_lse, terms_argument
 from cutefce.cute_kernels.workspace import Coefficient, Stat
 
 THREADS = spec.RowCoefficientsSpec.THREADS
 WARPS = THREADS // 32
 
 
-def compile_signature(kernel: spec.RowCoefficientsSpec) -> tuple[Any, tuple[Any, ...]]:
+def compile_signature(kernel: spec.RowCoefficientsSpec) -> Signature:
     """Return the host function of `kernel` and the arguments to compile it for."""
-    tokens, zeros = cute.sym_int(), vector(Int32, cute.sym_int())
-    stats = matrix(Float32, cute.sym_int(), tokens, aligned=False)
-    given = stats, vector(Int64, tokens), vector(Float32, cute.sym_int())
-    results = matrix(Float32, kernel.planes, tokens, aligned=False), scalar(Float32), zeros
-    count = vector(Int32, cute.sym_int()), Int32(0)
-    options = Int64(0), Int32(0), Int32(0), terms_argument(kernel.terms), current_stream()
-    return RowCoefficients(kernel), (*given, *results, *count, *options)
+    tokens = cute.sym_int()
+    return row_launch(
+        RowCoefficients(kernel).kernel,
+        blocks_of("target", THREADS),
+        warps=WARPS,
+        stats=matrix(Float32, cute.sym_int(), tokens, aligned=False),
+        target=vector(Int64, tokens),
+        upstream=vector(Float32, cute.sym_int()),
+        coefficients=matrix(Float32, kernel.planes, tokens, aligned=False),
+        grad_scale=scalar(Float32),
+        zeros=vector(Int32, cute.sym_int()),
+        count=vector(Int32, cute.sym_int()),
+        selects=Int32(0),
+        ignored=Int64(0),
+        mean=Int32(0),
+        vocab=Int32(0),
+        terms=terms_argument(kernel.terms),
+    )
 
 
 class RowCoefficients:
-    """The kernel and its launch."""
+    """The kernel."""
 
     def __init__(self, kernel: spec.RowCoefficientsSpec) -> None:
         self.in_reference, self.narrow = kernel.in_reference, kernel.narrow
         self.total = FLOAT16_TOTAL if kernel.narrow else 1.0
 
-    @cute.jit
-    def __call__(
-        self,
-        stats: cute.Tensor,
-        target: cute.Tensor,
-        upstream: cute.Tensor,
-        coefficients: cute.Tensor,
-        grad_scale: cute.Tensor,
-        zeros: cute.Tensor,
-        count: cute.Tensor,
-        selects: Int32,
-        ignored: Int64,
-        mean: Int32,
-        vocab: Int32,
-        terms: Terms | None,
-        stream: Any,
-    ) -> None:
+    @cute.kernel
+    def kernel(self, operands: Any) -> None:
         """Write coefficients (P, N) and dW's factor `grad_scale` () from stats (S, N).
 
         With g_i of `upstream`, (1,) or (N,), the gradient by the logit of class v is g_i e_iv / T_i
@@ -68,29 +57,10 @@ class RowCoefficients:
         to these where the target is one of the `vocab` classes.  Fills `zeros`, int32, with 0.
 
         Factors in the reference make exponentials probabilities times a total, and dW's factor
-        g over the total.  Otherwise it is 1, for float16 the largest factor.  More than eight
-        parameters: each is one argument that the host passes by position.
+        g over the total.  Otherwise it is 1, for float16 the largest factor.  A thread has a token.
         """
-        blocks = (target.shape[0] + THREADS - 1) // THREADS
-        results, counted = (coefficients, grad_scale, zeros), (count, selects, mean)
-        self.kernel(stats, target, upstream, results, counted, ignored, vocab, terms).launch(
-            grid=[blocks, 1, 1], block=[THREADS, 1, 1], stream=stream, **USE_PDL
-        )
-
-    @cute.kernel
-    def kernel(
-        self,
-        stats: cute.Tensor,
-        target: cute.Tensor,
-        upstream: cute.Tensor,
-        results: Any,
-        counted: Any,
-        ignored: Int64,
-        vocab: Int32,
-        terms: Any,
-    ) -> None:
-        """Compute one token a thread; `counted` are (count, selects, mean)."""
-        (coefficients, grad_scale, zeros), (count, selects, mean) = results, counted
+        stats, target, upstream, coefficients, grad_scale, zeros, *more = operands
+        count, selects, ignored, mean, vocab, terms = more
         smem = SmemAllocator()
         parts = smem.allocate_tensor(Float32, cute.make_layout((WARPS, 2)), 16)
         pdl_wait()

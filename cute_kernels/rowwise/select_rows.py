@@ -12,7 +12,8 @@ from cutlass import Int32, Int64
 from cutlass.memory import SmemAllocator
 
 from cutefce.cute_kernels import spec
-from cutefce.cute_kernels.common.dsl import USE_PDL, current_stream, pdl_wait, vector
+from cutefce.cute_kernels.common.dsl import pdl_wait, vector
+from cutefce.cute_kernels.common.launch import Signature, blocks_of, row_launch
 from cutefce.cute_kernels.common.scan import inclusive_sum
 
 WARPS = 32
@@ -20,45 +21,30 @@ THREADS = 32 * WARPS
 """Rows of a thread block."""
 
 
-def compile_signature(_: spec.SelectRowsSpec) -> tuple[Any, tuple[Any, ...]]:
+def compile_signature(_: spec.SelectRowsSpec) -> Signature:
     """Return the host function and the arguments to compile it for."""
     rows = cute.sym_int()
-    vectors = vector(Int64, rows), vector(Int64, rows), vector(Int64, rows)
-    counts = vector(Int32, cute.sym_int())
-    return select_rows, (*vectors, counts, Int32(1), Int64(0), current_stream())
-
-
-@cute.jit
-def select_rows(
-    target: cute.Tensor,
-    order: cute.Tensor,
-    selected: cute.Tensor,
-    counts: cute.Tensor,
-    chunk: Int32,
-    ignored: Int64,
-    stream: Any,
-) -> None:
-    """Write the rows whose target (N,) is not `ignored` to `order` (N,), then the others.
-
-    `selected` (N,) receives the targets in that order, and `counts`_k how many of the rows
-    k · chunk to (k + 1) · chunk of that order are not ignored.
-    """
-    blocks = (target.shape[0] + THREADS - 1) // THREADS
-    select_rows_kernel(target, order, selected, counts, chunk, ignored).launch(
-        grid=[blocks, 1, 1], block=[THREADS, 1, 1], stream=stream, **USE_PDL
+    return row_launch(
+        select_rows_kernel,
+        blocks_of("target", THREADS),
+        warps=WARPS,
+        target=vector(Int64, rows),
+        order=vector(Int64, rows),
+        selected=vector(Int64, rows),
+        counts=vector(Int32, cute.sym_int()),
+        chunk=Int32(1),
+        ignored=Int64(0),
     )
 
 
 @cute.kernel
-def select_rows_kernel(
-    target: cute.Tensor,
-    order: cute.Tensor,
-    selected: cute.Tensor,
-    counts: cute.Tensor,
-    chunk: Int32,
-    ignored: Int64,
-) -> None:
-    """Place one row a thread."""
+def select_rows_kernel(operands: Any) -> None:
+    """Write the rows whose target (N,) is not `ignored` to `order` (N,), then the others.
+
+    `selected` (N,) receives the targets in that order, and `counts`_k how many of the rows
+    k · chunk to (k + 1) · chunk of that order are not ignored.  A thread places a row.
+    """
+    target, order, selected, counts, chunk, ignored = operands
     pdl_wait()
     thread, warp, lane = cute.arch.thread_idx()[0], cute.arch.warp_idx(), cute.arch.lane_idx()
     rows, start = target.shape[0], cute.arch.block_idx()[0] * THREADS

@@ -12,7 +12,9 @@ from cutlass import Float32, Int32, Int64
 from cutlass.memory import SmemAllocator
 
 from cutefce.cute_kernels import spec
-from cutefce.cute_kernels.common.dsl import USE_PDL, current_stream, pdl_wait, vector
+from cutefce.cute_kernels.common.dsl import pdl_wait, vector
+from cutefce.cute_kernels.common.launch import Signature, blocks_of, row_launch
+from cutefce.cute_kernels.common.row_vectors import mapped
 from cutefce.cute_kernels.common.scan import inclusive_sum, sums_of_warps
 
 WARPS = 32
@@ -22,51 +24,35 @@ LOADS = 4
 """Targets that a thread loads at a time."""
 
 
-def compile_signature(_: spec.SortTargetsSpec) -> tuple[Any, tuple[Any, ...]]:
+def compile_signature(_: spec.SortTargetsSpec) -> Signature:
     """Return the host function and the arguments to compile it for."""
     tokens = cute.sym_int()
-    given = vector(Int64, tokens), vector(Float32, tokens), vector(Int64, tokens)
-    csr = vector(Int64, tokens), vector(Int32, cute.sym_int()), vector(Float32, tokens)
-    return sort_targets, (*given, *csr, Int64(0), Int32(0), current_stream())
-
-
-@cute.jit
-def sort_targets(
-    target: cute.Tensor,
-    coefficient: cute.Tensor,
-    rows: cute.Tensor,
-    order: cute.Tensor,
-    offsets: cute.Tensor,
-    sorted_coefficient: cute.Tensor,
-    ignored: Int64,
-    maps: Int32,
-    stream: Any,
-) -> None:
-    """List the tokens of each class v < V; `offsets`_v (V + 1,) is where its list begins.
-
-    `order` (N,) receives the tokens, or if `maps` their `rows` (N,), and `sorted_coefficient` (N,)
-    their coefficients.  Tokens whose target (N,) is `ignored` or no class are in no list; what is
-    behind the last list is undefined.  More than eight parameters: each is one argument that the
-    host passes by position.
-    """
-    blocks = (offsets.shape[0] + THREADS - 1) // THREADS
-    csr = order, offsets, sorted_coefficient
-    sort_targets_kernel(target, coefficient, rows, csr, ignored, maps).launch(
-        grid=[blocks, 1, 1], block=[THREADS, 1, 1], stream=stream, **USE_PDL
+    return row_launch(
+        sort_targets_kernel,
+        blocks_of("offsets", THREADS),
+        warps=WARPS,
+        target=vector(Int64, tokens),
+        coefficient=vector(Float32, tokens),
+        rows=vector(Int64, tokens),
+        order=vector(Int64, tokens),
+        offsets=vector(Int32, cute.sym_int()),
+        sorted_coefficient=vector(Float32, tokens),
+        ignored=Int64(0),
+        maps=Int32(0),
     )
 
 
 @cute.kernel
-def sort_targets_kernel(
-    target: cute.Tensor,
-    coefficient: cute.Tensor,
-    rows: cute.Tensor,
-    csr: Any,
-    ignored: Int64,
-    maps: Int32,
-) -> None:
-    """Count the tokens of one class a thread, then place those of the block's classes."""
-    _, offsets, _ = csr
+def sort_targets_kernel(operands: Any) -> None:
+    """List the tokens of each class v < V; `offsets`_v (V + 1,) is where its list begins.
+
+    `order` (N,) receives the tokens, or if `maps` their `rows` (N,), and `sorted_coefficient` (N,)
+    their coefficients.  Tokens whose target (N,) is `ignored` or no class are in no list; what is
+    behind the last list is undefined.  A thread counts the tokens of a class; then those of the
+    block's classes are placed.
+    """
+    target, coefficient, rows, order, offsets, sorted_coefficient, ignored, maps = operands
+    csr = order, offsets, sorted_coefficient
     thread, warp, lane = cute.arch.thread_idx()[0], cute.arch.warp_idx(), cute.arch.lane_idx()
     first, entries = cute.arch.block_idx()[0] * THREADS, offsets.shape[0]
     smem = SmemAllocator()
@@ -140,9 +126,7 @@ def find_tokens(
     place, count = sums_of_warps(counts, warp, lane)
     if is_here != 0:
         place += up_to - 1
-        row = Int64(token)
-        if maps != 0:
-            row = rows[token]
+        row = mapped(token, rows, maps)
         found_classes, found_coefficients, found_rows = found
         found_classes[place], found_rows[place] = own, row
         found_coefficients[place] = coefficient[token]

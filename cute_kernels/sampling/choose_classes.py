@@ -13,7 +13,8 @@ from cutlass import Int32, Int64, Uint32
 from cutlass.memory import SmemAllocator
 
 from cutefce.cute_kernels import spec
-from cutefce.cute_kernels.common.dsl import USE_PDL, current_stream, pdl_wait, vector
+from cutefce.cute_kernels.common.dsl import USE_PDL, pdl_wait, vector
+from cutefce.cute_kernels.common.launch import HostFunction, Signature, blocks_of, row_launch
 from cutefce.cute_kernels.common.sampling import mix
 from cutefce.cute_kernels.common.scan import inclusive_sum, sums_of_warps
 from cutefce.cute_kernels.spec.sampling import (
@@ -34,43 +35,53 @@ SEARCH_STEPS = spec.ChooseClassesSpec.MAX_FREQUENT.bit_length()
 STRATUM_ROW_KEY = STRATUM_ROW * ROW_FACTOR % (1 << 32)
 
 
-def compile_signature(kernel: spec.ChooseClassesSpec) -> tuple[Any, tuple[Any, ...]]:
+def compile_signature(kernel: spec.ChooseClassesSpec) -> Signature:
     """Return the host function of a step and the arguments to compile it for."""
     rows = cute.sym_int()
     index, classes = vector(Int64, rows), vector(Int64, cute.sym_int())
     if kernel.step == "choose":
-        own = vector(Int32, 2), classes, vector(Int32, cute.sym_int(), aligned=True)
-        return choose_classes, (index, *own, Int32(0), Int64(0), Int64(0), current_stream())
-    places = vector(Int64, rows), vector(Int64, rows)
-    return place_targets, (index, classes, *places, Int32(0), Int64(0), current_stream())
-
-
-@cute.jit
-def choose_classes(
-    index: cute.Tensor,
-    seed: cute.Tensor,
-    classes: cute.Tensor,
-    counts: cute.Tensor,
-    frequent: Int32,
-    first: Int64,
-    ignored: Int64,
-    stream: Any,
-) -> None:
-    """Write the `frequent` most frequent targets and drawn others to classes (M + S,).
-
-    Both ascend; of equally frequent ones, the first.  Targets are `index` (N,) + `first`, those
-    that are `ignored` or outside of `counts` (V,), which is between the kernels, do not count.
-    """
-    launch = {"stream": stream, **USE_PDL}
-    blocks = (counts.shape[0] + THREADS - 1) // THREADS
-    row_blocks = (index.shape[0] + THREADS - 1) // THREADS
-    clear_kernel(counts).launch(grid=[blocks, 1, 1], block=[THREADS, 1, 1], **launch)
-    count_kernel(index, counts, first, ignored).launch(
-        grid=[row_blocks, 1, 1], block=[THREADS, 1, 1], **launch
+        return ChooseClasses().signature(
+            index=index,
+            seed=vector(Int32, 2),
+            classes=classes,
+            counts=vector(Int32, cute.sym_int(), aligned=True),
+            frequent=Int32(0),
+            first=Int64(0),
+            ignored=Int64(0),
+        )
+    return row_launch(
+        place_kernel,
+        blocks_of("index", THREADS),
+        index=index,
+        classes=classes,
+        of_frequent=vector(Int64, rows),
+        of_drawn=vector(Int64, rows),
+        frequent=Int32(0),
+        first=Int64(0),
     )
-    choose_kernel(seed, classes, counts, frequent).launch(
-        grid=[1, 1, 1], block=[CHOICE_THREADS, 1, 1], **launch
-    )
+
+
+class ChooseClasses(HostFunction):
+    """The launches of the choice."""
+
+    @cute.jit
+    def launch(self, operands: Any, stream: Any) -> None:
+        """Write the `frequent` most frequent targets and drawn others to classes (M + S,).
+
+        Both ascend; of equally frequent ones, the first.  Targets are `index` (N,) + `first`, those
+        that are `ignored` or outside of `counts` (V,), which is between the kernels, do not count.
+        """
+        index, seed, classes, counts, frequent, first, ignored = operands
+        launch = {"stream": stream, **USE_PDL}
+        blocks = (counts.shape[0] + THREADS - 1) // THREADS
+        row_blocks = (index.shape[0] + THREADS - 1) // THREADS
+        clear_kernel(counts).launch(grid=[blocks, 1, 1], block=[THREADS, 1, 1], **launch)
+        count_kernel(index, counts, first, ignored).launch(
+            grid=[row_blocks, 1, 1], block=[THREADS, 1, 1], **launch
+        )
+        choose_kernel(seed, classes, counts, frequent).launch(
+            grid=[1, 1, 1], block=[CHOICE_THREADS, 1, 1], **launch
+        )
 
 
 @cute.kernel
@@ -213,37 +224,19 @@ def sum_before(value: Int32, parts: cute.Tensor) -> Int32:
     return before + up_to - value
 
 
-@cute.jit
-def place_targets(
-    index: cute.Tensor,
-    classes: cute.Tensor,
-    of_frequent: cute.Tensor,
-    of_drawn: cute.Tensor,
-    frequent: Int32,
-    first: Int64,
-    stream: Any,
-) -> None:
+@cute.kernel
+def place_kernel(operands: Any) -> None:
     """Write where `index` (N,) + `first` is among the frequent and among the drawn classes.
 
-    Places are from 0 in each; -1 if it is not there.
+    Places are from 0 in each; -1 if it is not there.  A thread has a row.
     """
-    blocks = (index.shape[0] + THREADS - 1) // THREADS
-    place_kernel(index, classes, (of_frequent, of_drawn), frequent, first).launch(
-        grid=[blocks, 1, 1], block=[THREADS, 1, 1], stream=stream, **USE_PDL
-    )
-
-
-@cute.kernel
-def place_kernel(
-    index: cute.Tensor, classes: cute.Tensor, places: Any, frequent: Int32, first: Int64
-) -> None:
-    """Place the target of a row a thread."""
+    index, classes, of_frequent, of_drawn, frequent, first = operands
     pdl_wait()
     row = cute.arch.block_idx()[0] * THREADS + cute.arch.thread_idx()[0]
     if row < index.shape[0]:
         target, count = index[row] + first, Int32(classes.shape[0])
-        places[0][row] = Int64(place_of(classes, target, Int32(0), frequent))
-        places[1][row] = Int64(place_of(classes, target, frequent, count))
+        of_frequent[row] = Int64(place_of(classes, target, Int32(0), frequent))
+        of_drawn[row] = Int64(place_of(classes, target, frequent, count))
 
 
 @cute.jit

@@ -13,14 +13,9 @@ from cutlass import Float32, Int32, Int64
 from cutlass.memory import SmemAllocator
 
 from cutefce.cute_kernels import spec
-from cutefce.cute_kernels.common.dsl import (
-    USE_PDL,
-    current_stream,
-    matrix,
-    pdl_wait,
-    vector,
-)
+from cutefce.cute_kernels.common.dsl import USE_PDL, matrix, pdl_wait, vector
 from cutefce.cute_kernels.common.kept_bits import QUIET_NAN
+from cutefce.cute_kernels.common.launch import HostFunction, Signature
 from cutefce.cute_kernels.common.sampling import column_of, number_of, pack
 from cutefce.cute_kernels.common.scan import inclusive_sum, sums_of_warps
 
@@ -72,7 +67,7 @@ class Lists(NamedTuple):
     """(1,) float32: 0, or NaN where the gradient of a row that counts is not defined."""
 
 
-def compile_signature(kernel: spec.ListSamplesSpec) -> tuple[Any, tuple[Any, ...]]:
+def compile_signature(kernel: spec.ListSamplesSpec) -> Signature:
     """Return the host function of `kernel` and the arguments to compile it for."""
     rows, total = cute.sym_int(), cute.sym_int()
     entries = matrix(Int64, rows, cute.sym_int(), aligned=False)
@@ -83,21 +78,22 @@ def compile_signature(kernel: spec.ListSamplesSpec) -> tuple[Any, tuple[Any, ...
     of_rows = Rows(entries, vector(Int32, rows), target, *scales, *places, *of_targets)
     offsets = vector(Int32, cute.sym_int()), vector(Int32, total), vector(Int32, cute.sym_int())
     lists = Lists(vector(Int64, total), *offsets, vector(Float32, 1))
-    return ListSamples(kernel), (of_rows, lists, current_stream())
+    return ListSamples(kernel).signature(rows=of_rows, lists=lists)
 
 
-class ListSamples:
+class ListSamples(HostFunction):
     """The kernels and their launches."""
 
     def __init__(self, kernel: spec.ListSamplesSpec) -> None:
         self.short, self.table_rows = kernel.short, kernel.table_rows
 
     @cute.jit
-    def __call__(self, rows: Rows, lists: Lists, stream: Any) -> None:
+    def launch(self, operands: Any, stream: Any) -> None:
         """List s_i · value of entry (i, v), and c_i if v = y_i, of each class v in the order of i.
 
         Leaves out what a coefficient of 0 multiplies, and targets that are no class.
         """
+        rows, lists = operands
         launch = {"stream": stream, **USE_PDL}
         block, classes = [32 * WARPS, 1, 1], lists.class_counts.shape[0]
         scan_classes = 32 * SCAN_WARPS * SCAN_COLUMNS

@@ -11,15 +11,8 @@ from cutlass import Float32, Int32, Int64, Uint32
 from cutlass.memory import SmemAllocator
 
 from cutefce.cute_kernels import spec
-from cutefce.cute_kernels.common.dsl import (
-    LOG2_E,
-    USE_PDL,
-    current_stream,
-    exp2,
-    matrix,
-    pdl_wait,
-    vector,
-)
+from cutefce.cute_kernels.common.dsl import LOG2_E, exp2, matrix, pdl_wait, vector
+from cutefce.cute_kernels.common.launch import Signature, blocks_of, row_launch
 from cutefce.cute_kernels.common.logit_transform import softcap_derivative
 from cutefce.cute_kernels.common.sampling import (
     column_of,
@@ -29,60 +22,50 @@ from cutefce.cute_kernels.common.sampling import (
     number_of,
     pack,
 )
+from cutefce.cute_kernels.common.sort import bitonic_sort
 from cutefce.cute_kernels.spec.sampling import COLUMN_FACTOR, HASH_BITS
 
 LAST = (1 << 63) - 1
 """What is no entry is sorted to the end."""
 
 
-def compile_signature(kernel: spec.SortSamplesSpec) -> tuple[Any, tuple[Any, ...]]:
+def compile_signature(kernel: spec.SortSamplesSpec) -> Signature:
     """Return the host function of `kernel` and the arguments to compile it for."""
-    rows = cute.sym_int()
-    entries, counts = matrix(Int64, rows, cute.sym_int(), aligned=False), vector(Int32, rows)
-    vectors = (vector(dtype, rows) for dtype in (Float32, Int32, Float32, Float32))
-    row_scale = vector(Float32, rows) if kernel.softcap else None
-    numbers = Float32(0.0), Int32(0), current_stream()
-    return SortSamples(kernel), (entries, counts, *vectors, row_scale, *numbers)
+    rows, sorter = cute.sym_int(), SortSamples(kernel)
+    return row_launch(
+        sorter.kernel,
+        blocks_of("counts"),
+        warps=sorter.threads // 32,
+        entries=matrix(Int64, rows, cute.sym_int(), aligned=False),
+        counts=vector(Int32, rows),
+        threshold=vector(Float32, rows),
+        row_hash=vector(Int32, rows),
+        reference=vector(Float32, rows),
+        sum_exp=vector(Float32, rows),
+        row_scale=vector(Float32, rows) if kernel.softcap else None,
+        log2_samples=Float32(0.0),
+        shard_start=Int32(0),
+    )
 
 
 class SortSamples:
-    """The kernel and its launch."""
+    """The kernel."""
 
     def __init__(self, kernel: spec.SortSamplesSpec) -> None:
         self.size = kernel.size
         self.threads = min(max(kernel.size // 4, 32), 256)
 
-    @cute.jit
-    def __call__(
-        self,
-        entries: cute.Tensor,
-        counts: cute.Tensor,
-        threshold: cute.Tensor,
-        row_hash: cute.Tensor,
-        reference: cute.Tensor,
-        sum_exp: cute.Tensor,
-        row_scale: cute.Tensor | None,
-        log2_samples: Float32,
-        shard_start: Int32,
-        stream: Any,
-    ) -> None:
-        """Sort entries (N, K) by column, and put e/q in the place of u.
+    @cute.kernel
+    def kernel(self, operands: Any) -> None:
+        """Sort entries (N, K) by column, and put e/q in the place of u; a row a block.
 
         e = exp(u - ρ) with `reference` ρ (N,), with softcap times 1 - (u/κ)², with `row_scale`
         κ (N,); q is 1 or e over what the final threshold says, see `common.sampling`, for the
         estimates `threshold` (N,) and lse = ρ + log `sum_exp`.  Of a row with more than K entries,
-        `counts` (N,) becomes -1; K is at most the spec's size.  Each parameter is one argument that
-        the host passes by position.
+        `counts` (N,) becomes -1; K is at most the spec's size.
         """
-        rows = entries, counts, threshold, row_hash, reference, sum_exp, row_scale
-        self.kernel(rows, log2_samples, shard_start).launch(
-            grid=[counts.shape[0], 1, 1], block=[self.threads, 1, 1], stream=stream, **USE_PDL
-        )
-
-    @cute.kernel
-    def kernel(self, rows: Any, log2_samples: Float32, shard_start: Int32) -> None:
-        """Sort one row a block."""
-        entries, counts, threshold, row_hash, reference, sum_exp, row_scale = rows
+        entries, counts, threshold, row_hash, reference, sum_exp, row_scale, *numbers = operands
+        log2_samples, shard_start = numbers
         smem = SmemAllocator()
         sorted_entries = smem.allocate_tensor(Int64, cute.make_layout(self.size), 16)
         kept_count = smem.allocate_tensor(Int32, cute.make_layout(1), 4)
@@ -121,37 +104,9 @@ class SortSamples:
                 sorted_entries[i] = entry
             if own_kept > 0:
                 cute.arch.atomic_add(kept_count.iterator, own_kept, sem="relaxed", scope="cta")
-            self.sort(sorted_entries, thread, half)
+            bitonic_sort(sorted_entries, half, self.size, (thread, self.threads))
             kept = kept_count[0]
             for i in cutlass.range(thread, kept, self.threads, unroll=1):
                 slots[i] = sorted_entries[i]
             if thread == 0:
                 counts[row] = kept
-
-    @cute.jit
-    def sort(self, entries: cute.Tensor, thread: Int32, half: Int32) -> None:
-        """Sort the first 2 · `half` entries, a power of 2, by a bitonic network."""
-        for level in cutlass.range_constexpr(self.size.bit_length() - 1):
-            if 1 << level <= half:
-                self.merge(entries, thread, level, half)
-        cute.arch.sync_threads()
-
-    @cute.jit
-    def merge(self, entries: cute.Tensor, thread: Int32, level: int, half: Int32) -> None:
-        """Merge pairs of sorted runs of 2^level entries."""
-        for step in cutlass.range_constexpr(level, -1, -1):
-            distance = 1 << step
-            before = 1 if step == level else 2 * distance
-            # up to this distance the 32 pairs of a warp are those of the same 64 entries
-            if cutlass.const_expr(level == 0 or max(distance, before) > 32):
-                cute.arch.sync_threads()
-            else:
-                cute.arch.sync_warp()
-            for pair in cutlass.range(thread, half, self.threads, unroll=1):
-                low = pair // distance * 2 * distance + pair % distance
-                high = low + distance
-                if cutlass.const_expr(step == level):  # the second run is read backwards
-                    high = low ^ (2 * distance - 1)
-                first, second = entries[low], entries[high]
-                if first > second:
-                    entries[low], entries[high] = second, first

@@ -18,15 +18,16 @@ from cutlass import Float32, Int32, Int64
 from cutlass.memory import SmemAllocator
 
 from cutefce.cute_kernels import spec
-from cutefce.cute_kernels.common.dsl import (
-    DTYPES,
-    USE_PDL,
-    current_stream,
-    matrix,
-    pdl_wait,
-    vector,
+from cutefce.cute_kernels.common.dsl import DTYPES, matrix, pdl_wait, vector
+from cutefce.cute_kernels.common.launch import Signature, row_launch
+from cutefce.cute_kernels.common.row_vectors import (
+    clamped,
+    load_fp32,
+    mapped,
+    row_vectors,
+    store_rounded,
+    widened,
 )
-from cutefce.cute_kernels.common.row_vectors import clamped, load_fp32, row_vectors, widened
 from cutefce.cute_kernels.common.sampling import column_of, number_of
 from cutefce.cute_kernels.integers import ceil_div
 
@@ -63,11 +64,9 @@ class ClassLists(NamedTuple):
     """dbias (V,), None without it."""
 
 
-def compile_signature(kernel: spec.SparseRowsSpec) -> tuple[Any, tuple[Any, ...]]:
+def compile_signature(kernel: spec.SparseRowsSpec) -> Signature:
     """Return the host function of `kernel` and the arguments to compile it for."""
     dtype, rows, hidden = DTYPES[kernel.dtype], cute.sym_int(), cute.sym_int(divisibility=8)
-    out = matrix(DTYPES[kernel.out or kernel.dtype], rows, hidden)
-    table = matrix(dtype, cute.sym_int(), hidden)
     bias = vector(Float32, rows) if kernel.bias else None
     of_classes = vector(Int64, cute.sym_int()), vector(Int32, cute.sym_int()), vector(Float32, 1)
     lists: Any = ClassLists(*of_classes, bias)
@@ -77,7 +76,16 @@ def compile_signature(kernel: spec.SparseRowsSpec) -> tuple[Any, tuple[Any, ...]
         places = vector(Int64, rows), vector(Int64, rows), Int32(0)
         lists = RowLists(entries, vector(Int32, rows), *scales, *places)
     assert kernel.wrt == "weight" or not (kernel.adds or kernel.bias)
-    return SparseRows(kernel), (out, table, lists, current_stream())
+    sums = SparseRows(kernel)
+    return row_launch(
+        sums.kernel,
+        sums.blocks,
+        warps=kernel.WARPS,
+        launch_options=sums.occupancy,
+        out=matrix(DTYPES[kernel.out or kernel.dtype], rows, hidden),
+        table=matrix(dtype, cute.sym_int(), hidden),
+        lists=lists,
+    )
 
 
 class SparseRows:
@@ -101,24 +109,20 @@ class SparseRows:
                 "preferred_smem_carveout": carveout,
             }
 
-    @cute.jit
-    def __call__(
-        self, out: cute.Tensor, table: cute.Tensor, lists: RowLists | ClassLists, stream: Any
-    ) -> None:
-        """Write or add to out, dX (N, D) or dW (V, D); `table` is w (V, D) or h (M, D)."""
+    def blocks(self, operands: Any) -> Any:
+        """Return the thread blocks, and those of a slab."""
+        out, _, _ = operands
         slabs = (out.shape[1] // 8 + self.width - 1) // self.width
         blocks = (out.shape[0] + self.lists_per_block - 1) // self.lists_per_block
-        self.kernel(out, table, lists, blocks).launch(
-            grid=[slabs * blocks, 1, 1],
-            block=[32 * self.warps, 1, 1],
-            **self.occupancy,
-            stream=stream,
-            **USE_PDL,
-        )
+        return slabs * blocks, blocks
 
     @cute.kernel
-    def kernel(self, out: cute.Tensor, table: cute.Tensor, lists: Any, blocks: Int32) -> None:
-        """Compute the features of a slab of a block's rows, then those of its long lists."""
+    def kernel(self, operands: Any, blocks: Int32) -> None:
+        """Write or add to out, dX (N, D) or dW (V, D); `table` is w (V, D) or h (M, D).
+
+        A thread block computes the features of a slab of its rows, then those of its long lists.
+        """
+        out, table, lists = operands
         smem = SmemAllocator()
         layout = cute.make_layout((8, self.width, self.warps))
         partials = smem.allocate_tensor(Float32, layout, 16)
@@ -306,8 +310,7 @@ class SparseRows:
         if cutlass.const_expr(self.is_hidden):
             scale, target_scale = lists.scale[row], lists.target_scale[row]
             of_target = row_vectors(table, clamped(lists.target[row], table))
-            if lists.scatters != 0:
-                place = lists.order[row]
+            place = mapped(row, lists.order, lists.scatters)
         destination = row_vectors(out, place)
         for v in cutlass.range_constexpr(self.vectors):
             index = slab + v * 32 + lane
@@ -321,9 +324,7 @@ class SparseRows:
                     before = load_fp32(destination, index)
                     for j in cutlass.range_constexpr(8):
                         values[j] = values[j] + before[j]
-                rounded = cute.make_rmem_tensor((8,), out.element_type)
-                rounded.store(values.load().to(out.element_type))
-                cute.autovec_copy(rounded, destination[None, index])
+                store_rounded(values, destination, index)
 
     @cute.jit
     def add_target(

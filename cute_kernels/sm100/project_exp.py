@@ -18,6 +18,7 @@ from cutlass.utils import blackwell_helpers as sm100
 from cutefce.cute_kernels import spec
 from cutefce.cute_kernels.common.dsl import LOG2_E, exp2, partition
 from cutefce.cute_kernels.common.exp2 import uses_poly_exp2
+from cutefce.cute_kernels.common.launch import Signature
 from cutefce.cute_kernels.common.logit_transform import (
     column_bias,
     load_bias,
@@ -25,12 +26,7 @@ from cutefce.cute_kernels.common.logit_transform import (
     softcap_derivative,
     transform_logit,
 )
-from cutefce.cute_kernels.common.online_softmax import (
-    ProjectExp,
-    Rows,
-    accumulate,
-    project_exp_arguments,
-)
+from cutefce.cute_kernels.common.online_softmax import ProjectExp, Rows, accumulate
 from cutefce.cute_kernels.common.row_reductions import RowReducer, bounded_sum
 from cutefce.cute_kernels.common.sampling import append_entries, place_entries
 from cutefce.cute_kernels.schedule.scheduler import (
@@ -49,9 +45,9 @@ from cutefce.cute_kernels.sm100.mainloop import (
 )
 
 
-def compile_signature(kernel: spec.ProjectExpSpec) -> tuple[Any, tuple[Any, ...]]:
+def compile_signature(kernel: spec.ProjectExpSpec) -> Signature:
     """Return the host function of `kernel` and the arguments to compile it for."""
-    return ProjectExpSm100(kernel), project_exp_arguments(kernel)
+    return ProjectExpSm100(kernel).signature_of(kernel)
 
 
 class ProjectExpSm100(ProjectExp, MainloopSm100):
@@ -65,11 +61,10 @@ class ProjectExpSm100(ProjectExp, MainloopSm100):
         self.epi_tile_n = self.arch.EPI_TILE_COLUMNS
 
     @cute.jit
-    def launch(self, matrices: Any, rows: Rows, tiles: Any, clusters: Int32, stream: Any) -> None:
+    def launch(self, operands: Any, stream: Any) -> None:
         """See `ProjectExp`."""
-        (h, w, exps), (row_count, vocab_splits) = matrices, tiles
-        cluster = self.config.cluster
-        h_load, w_load = self.tma_loads(h, w)
+        x, cluster = operands, self.config.cluster
+        h_load, w_load = self.tma_loads(x.h, x.w)
         store_e, g_e, e_layout = None, None, None
         if cutlass.const_expr(self.store):
             e_layout = sm100.make_smem_layout_epi(
@@ -80,13 +75,14 @@ class ProjectExpSm100(ProjectExp, MainloopSm100):
             )
             store_e, g_e = cpasync.make_tiled_tma_atom(
                 cpasync.CopyBulkTensorTileS2GOp(),
-                exps,
+                x.exps,
                 cute.slice_(e_layout, (None, None, 0)),
                 (32, self.epi_tile_n),
             )
         e_store = store_e, g_e, e_layout
-        self.kernel(h_load, w_load, e_store, rows, row_count, vocab_splits).launch(
-            grid=[clusters * cluster, 1, 1],
+        tiles = RowCount(x.count, x.selects), x.vocab_splits
+        self.kernel(h_load, w_load, e_store, self.rows_of(x), *tiles).launch(
+            grid=[x.clusters * cluster, 1, 1],
             block=[32 * WARPS, 1, 1],
             cluster=[cluster, 1, 1],
             min_blocks_per_mp=1,

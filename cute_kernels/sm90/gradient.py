@@ -26,12 +26,12 @@ from cutefce.cute_kernels.arch import arch_named
 from cutefce.cute_kernels.common.dsl import (
     DTYPES,
     await_count,
-    current_stream,
     matrix,
     pdl_wait,
     transposed,
     vector,
 )
+from cutefce.cute_kernels.common.launch import HostFunction, Signature
 from cutefce.cute_kernels.common.rank_one import RankOne, rank_one_signature
 from cutefce.cute_kernels.problem import FLOAT32_LOW_BITS, LOW_BITS
 from cutefce.cute_kernels.schedule.scheduler import (
@@ -41,7 +41,7 @@ from cutefce.cute_kernels.schedule.scheduler import (
     make_gemm_scheduler,
 )
 from cutefce.cute_kernels.sm90.epilogue_store import EpilogueStoreSm90
-from cutefce.cute_kernels.sm90.kept_store import KeptStoreSm90, KeptSums, kept_signature
+from cutefce.cute_kernels.sm90.kept_store import KeptStoreSm90, kept_signature
 from cutefce.cute_kernels.sm90.mainloop import (
     MMA_WARP_GROUPS,
     WARP_GROUP_THREADS,
@@ -52,14 +52,13 @@ from cutefce.cute_kernels.sm90.mainloop import (
 from cutefce.cute_kernels.sm90.row_scaling import (
     RowScaling,
     count_reads,
-    row_scaling_signature,
     scale_rows,
 )
 from cutefce.cute_kernels.sm90.target_terms import TargetCsr, add_targets, target_ranges
 from cutefce.cute_kernels.workspace import SPLIT_K_COUNTERS
 
 
-def compile_signature(kernel: spec.GradGemmSpec) -> tuple[Any, tuple[Any, ...]]:
+def compile_signature(kernel: spec.GradGemmSpec) -> Signature:
     """Return the host function of `kernel` and the arguments to compile it for."""
     dtype = DTYPES[kernel.dtype]
     rows, inner, hidden = cute.sym_int(), cute.sym_int(), cute.sym_int(divisibility=8)
@@ -74,24 +73,23 @@ def compile_signature(kernel: spec.GradGemmSpec) -> tuple[Any, tuple[Any, ...]]:
         factor = vector(Float32, 1) if kernel.final else None
         targets = TargetCsr(*csr, matrix(dtype, cute.sym_int(), hidden), factor)
     if kernel.scales:
-        targets = row_scaling_signature(dtype, rows)
-    return GradGemmSm90(kernel), (
-        a,
-        transposed(dtype, hidden, inner),
-        out,
-        targets,
-        rank_one_signature(rows, hidden, kernel.rank_one),
-        vector(Int32, cute.sym_int()),
-        vector(Int32, cute.sym_int()),
-        Int32(0),
-        Int32(1),
-        None if kernel.final or kernel.kept else Int32(1),
-        None if kernel.final else Int32(1),
-        current_stream(),
+        targets = RowScaling(matrix(dtype, rows, cute.sym_int()), vector(Float32, rows))
+    return GradGemmSm90(kernel).signature(
+        a=a,
+        b=transposed(dtype, hidden, inner),
+        out=out,
+        targets=targets,
+        rank_one=rank_one_signature(rows, hidden, kernel.rank_one),
+        semaphores=vector(Int32, cute.sym_int()),
+        count=vector(Int32, cute.sym_int()),
+        selects=Int32(0),
+        clusters=Int32(1),
+        k_splits=None if kernel.final or kernel.kept else Int32(1),
+        overwrite=None if kernel.final else Int32(1),
     )
 
 
-class GradGemmSm90(MainloopSm90):
+class GradGemmSm90(HostFunction, MainloopSm90):
     """The kernel and its launch."""
 
     def __init__(self, kernel: spec.GradGemmSpec) -> None:
@@ -114,41 +112,25 @@ class GradGemmSm90(MainloopSm90):
             self.kept_store = KeptStoreSm90(arch_named(kernel.arch), kernel.config, kernel.low_bits)
 
     @cute.jit
-    def __call__(
-        self,
-        a: cute.Tensor,
-        b: cute.Tensor,
-        out: cute.Tensor | KeptSums,
-        targets: TargetCsr | RowScaling | None,
-        rank_one: RankOne | None,
-        semaphores: cute.Tensor,
-        count: cute.Tensor,
-        selects: Int32,
-        clusters: Int32,
-        k_splits: Int32 | None,
-        overwrite: Int32 | None,
-        stream: Any,
-    ) -> None:
+    def launch(self, operands: Any, stream: Any) -> None:
         """Launch on `clusters` clusters: a (M, K) and b (D, K) to out (M, D).
 
         The clusters must fit on the device at the same time, as some wait for others.  `targets`
         are of dW, or what a spec of dX scales.
         Sums are added to `out` unless `overwrite`; float32 sums of dX split the K of the last
         wave's work tiles by `k_splits`.  `count` and `selects` are those of `RowCount`; operands
-        are 0 from the tokens that count to the next multiple of `TILE_K`.  Each parameter is one
-        argument that the host passes by position.
+        are 0 from the tokens that count to the next multiple of `TILE_K`.
         """
-        a_loads, b_load = self.tma_loads(a, b)
-        add = None
+        x, add = operands, None
+        a_loads, b_load = self.tma_loads(x.a, x.b)
         if cutlass.const_expr(self.kept):
-            out_store = self.kept_store.tma(out)
+            out_store = self.kept_store.tma(x.out)
         else:
-            out_store, add = self.epilogue.tma_store(out), self.epilogue.tma_add(out)
-        sums = add, k_splits, overwrite, RowCount(count, selects)
-        tiled_mma = self.tiled_mma(self.m_halves)
-        terms = targets, rank_one
-        self.kernel(tiled_mma, a_loads, b_load, out_store, terms, semaphores, sums).launch(
-            **self.launch_shape(clusters), stream=stream
+            out_store, add = self.epilogue.tma_store(x.out), self.epilogue.tma_add(x.out)
+        sums = add, x.k_splits, x.overwrite, RowCount(x.count, x.selects)
+        given = self.tiled_mma(self.m_halves), a_loads, b_load, out_store, (x.targets, x.rank_one)
+        self.kernel(*given, x.semaphores, sums).launch(
+            **self.launch_shape(x.clusters), stream=stream
         )
 
     @cute.kernel

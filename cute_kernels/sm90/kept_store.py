@@ -14,14 +14,13 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int16, Int32, Int64, Uint8
 from cutlass.cute.nvgpu import CopyUniversalOp, cpasync
-from cutlass.cute.runtime import make_fake_tensor
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as sm90
 
 from cutefce.cute_kernels.arch.base import BARRIER_BYTES, Arch
 from cutefce.cute_kernels.common.dsl import matrix, partition
-from cutefce.cute_kernels.common.kept_bits import join_eight, split_eight
+from cutefce.cute_kernels.common.kept_bits import join_eight, low_signature, split_eight
 from cutefce.cute_kernels.config import GemmConfig
 from cutefce.cute_kernels.problem import FLOAT32_LOW_BITS
 from cutefce.cute_kernels.schedule.scheduler import TileScheduler
@@ -50,9 +49,7 @@ def kept_signature(rows: Any, columns: Any, low_bits: int) -> KeptSums:
     """Return fake tensors to compile for."""
     if low_bits == FLOAT32_LOW_BITS:
         return KeptSums(matrix(Float32, rows, columns), None)
-    pitch = cute.sym_int64(divisibility=16)
-    bytes_ = columns if low_bits == 8 else cute.sym_int(divisibility=4)
-    low = make_fake_tensor(Uint8, (rows, bytes_), (pitch, 1), assumed_align=16)
+    low = low_signature(rows, columns, low_bits, 16)
     return KeptSums(matrix(BFloat16, rows, columns), low)
 
 

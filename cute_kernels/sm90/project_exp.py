@@ -12,6 +12,7 @@ from cutlass import Float32, Int32
 
 from cutefce.cute_kernels import spec
 from cutefce.cute_kernels.common.dsl import LOG2_E, exp2
+from cutefce.cute_kernels.common.launch import Signature
 from cutefce.cute_kernels.common.logit_transform import (
     column_bias,
     load_bias,
@@ -19,11 +20,7 @@ from cutefce.cute_kernels.common.logit_transform import (
     softcap_derivative,
     transform_logit,
 )
-from cutefce.cute_kernels.common.online_softmax import (
-    Rows,
-    accumulate,
-    project_exp_arguments,
-)
+from cutefce.cute_kernels.common.online_softmax import Rows, accumulate
 from cutefce.cute_kernels.common.row_reductions import RowReducer, bounded_sum, finite
 from cutefce.cute_kernels.common.sampling import append_entries, place_entries
 from cutefce.cute_kernels.schedule.scheduler import TileScheduler
@@ -34,10 +31,10 @@ from cutefce.cute_kernels.sm90.project_exp_swapped import ProjectExpSwappedSm90
 from cutefce.cute_kernels.sm90.soft_logits import SoftLogitReader
 
 
-def compile_signature(kernel: spec.ProjectExpSpec) -> tuple[Any, tuple[Any, ...]]:
+def compile_signature(kernel: spec.ProjectExpSpec) -> Signature:
     """Return the host function of `kernel` and the arguments to compile it for."""
     chosen = ProjectExpSwappedSm90 if kernel.config.swaps else ProjectExpSm90
-    return chosen(kernel), project_exp_arguments(kernel)
+    return chosen(kernel).signature_of(kernel)
 
 
 class ProjectExpSm90(ProjectExpLaunchSm90):

@@ -44,17 +44,17 @@ class ProjectExpLaunchSm90(ProjectExp, MainloopSm90):
         self.sums, self.store, self.swaps = kernel.sums, kernel.store, kernel.config.swaps
 
     @cute.jit
-    def launch(self, matrices: Any, rows: Rows, tiles: Any, clusters: Int32, stream: Any) -> None:
+    def launch(self, operands: Any, stream: Any) -> None:
         """See `ProjectExp`."""
-        (h, w, exps), (row_count, vocab_splits) = matrices, tiles
-        a, b = (w, h) if self.swaps else (h, w)
+        x = operands
+        a, b = (x.w, x.h) if self.swaps else (x.h, x.w)
         a_loads, b_load = self.tma_loads(a, b)
         e_store = None, None, None
         if cutlass.const_expr(self.store):
-            e_store = self.epilogue.tma_store(exps)
-        operands = self.tiled_mma(self.m_halves), a_loads, b_load, e_store
-        self.kernel(*operands, rows, row_count, vocab_splits).launch(
-            **self.launch_shape(clusters), stream=stream
+            e_store = self.epilogue.tma_store(x.exps)
+        given = self.tiled_mma(self.m_halves), a_loads, b_load, e_store, self.rows_of(x)
+        self.kernel(*given, RowCount(x.count, x.selects), x.vocab_splits).launch(
+            **self.launch_shape(x.clusters), stream=stream
         )
 
     @cute.kernel

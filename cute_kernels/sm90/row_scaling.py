@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Int32
 
-from cutefce.cute_kernels.common.dsl import await_count, matrix, vector
+from cutefce.cute_kernels.common.dsl import await_count
 from cutefce.cute_kernels.common.row_vectors import scale_row_part
 from cutefce.cute_kernels.config import GemmConfig
 from cutefce.cute_kernels.schedule.scheduler import TileScheduler, WorkTile
@@ -34,11 +34,6 @@ class RowScaling(NamedTuple):
     """(N, W)"""
     factor: cute.Tensor
     """(N,) float32"""
-
-
-def row_scaling_signature(dtype: Any, rows: Any) -> RowScaling:
-    """Return what a kernel of `rows` tokens is compiled for."""
-    return RowScaling(matrix(dtype, rows, cute.sym_int()), vector(Float32, rows))
 
 
 @cute.jit

@@ -7,13 +7,13 @@ shared memory, as rows of 32 bytes, and issues a TMA store.  Warps never wait fo
 from typing import Any
 
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync
+from cutlass import Int32
+from cutlass.cute.nvgpu import cpasync
 from cutlass.cute.nvgpu.warp import StMatrix8x8x16bOp
-from cutlass.utils import hopper_helpers as sm90
 
 from cutefce.cute_kernels.arch.sm90 import stored_tokens
 from cutefce.cute_kernels.common.dsl import partition
+from cutefce.cute_kernels.sm90.epilogue_store import accumulator_mma
 from cutefce.cute_kernels.sm90.mainloop import MMA_WARP_GROUPS
 
 COLUMNS = 16
@@ -69,10 +69,7 @@ class TransposedStoreSm90:
         self, values: cute.Tensor, smem: cute.Tensor, warp_group_idx: Int32, thread: Int32
     ) -> None:
         """Write a thread's values to those of its warp's (tokens, 16) in shared memory."""
-        k = OperandMajorMode.K
-        mma = sm90.make_trivial_tiled_mma(
-            BFloat16, BFloat16, k, k, Float32, (1, 1, 1), (64, self.tokens)
-        )
+        mma = accumulator_mma(self.tokens)
         # the warpgroup's (64 columns, tokens)
         of_warp = self.tokens * COLUMNS
         layout = cute.make_layout(((COLUMNS, 4), self.tokens), stride=((1, of_warp), COLUMNS))

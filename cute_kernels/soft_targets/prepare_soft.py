@@ -12,8 +12,9 @@ from cutlass import Float32, Int32, Int64
 from cutlass.memory import SmemAllocator
 
 from cutefce.cute_kernels import spec
-from cutefce.cute_kernels.common.dsl import USE_PDL, current_stream, matrix, pdl_wait, vector
-from cutefce.cute_kernels.common.row_vectors import WARPS
+from cutefce.cute_kernels.common.dsl import matrix, pdl_wait, vector
+from cutefce.cute_kernels.common.launch import WARPS, Signature, blocks_of, row_launch
+from cutefce.cute_kernels.common.sort import bitonic_sort
 from cutefce.cute_kernels.workspace import LEAST_DERIVATIVE, NUM_SOFT_ROWS, SoftRow
 
 MOST = spec.PrepareSoftSpec.MAX_CLASSES
@@ -25,53 +26,36 @@ LAST = (1 << 63) - 1
 """The key of what has no entry, which is sorted to the end."""
 
 
-def compile_signature(_: spec.PrepareSoftSpec) -> tuple[Any, tuple[Any, ...]]:
+def compile_signature(_: spec.PrepareSoftSpec) -> Signature:
     """Return the host function and the arguments to compile it for."""
     rows, classes = cute.sym_int(), cute.sym_int()
-    index, own_index = (matrix(Int64, rows, classes, aligned=False) for _ in range(2))
-    probs, coefficient = (matrix(Float32, rows, classes, aligned=False) for _ in range(2))
-    given = index, probs, vector(Int64, rows), vector(Float32, rows)
-    results = own_index, coefficient, matrix(Float32, NUM_SOFT_ROWS, rows, aligned=False)
-    numbers = Float32(1.0), Int64(0), Int64(0), Int64(0), current_stream()
-    return prepare_soft, (*given, *results, *numbers)
+    return row_launch(
+        prepare_soft_kernel,
+        blocks_of("lead", WARPS),
+        index=matrix(Int64, rows, classes, aligned=False),
+        probs=matrix(Float32, rows, classes, aligned=False),
+        lead=vector(Int64, rows),
+        token=vector(Float32, rows),
+        own_index=matrix(Int64, rows, classes, aligned=False),
+        coefficient=matrix(Float32, rows, classes, aligned=False),
+        sums=matrix(Float32, NUM_SOFT_ROWS, rows, aligned=False),
+        factor=Float32(1.0),
+        ignored=Int64(0),
+        first=Int64(0),
+        vocab=Int64(0),
+    )
 
 
-@cute.jit
-def prepare_soft(
-    index: cute.Tensor,
-    probs: cute.Tensor,
-    lead: cute.Tensor,
-    token: cute.Tensor,
-    own_index: cute.Tensor,
-    coefficient: cute.Tensor,
-    sums: cute.Tensor,
-    factor: Float32,
-    ignored: Int64,
-    first: Int64,
-    vocab: Int64,
-    stream: Any,
-) -> None:
+@cute.kernel
+def prepare_soft_kernel(operands: Any) -> None:
     """Write `own_index` and `coefficient` b (N, K), and of `sums` (R, N) the rows of `SoftRow`.
 
     Of the classes `index` (N, K) with `probs` q (N, K), b are factor · token_i q_ik; 0 for the lead
     (N,) and for tokens with an `ignored` lead.  Those among the `vocab` classes from `first` on
     come first, ascending, and are counted from there.  The last of equal ones has their sum, the
-    others 0.  What has no coefficient is class 0.  More than eight parameters: each is one
-    argument that the host passes by position.
+    others 0.  What has no coefficient is class 0.  A warp has a row.
     """
-    given, results = (index, probs, lead, token), (own_index, coefficient, sums)
-    prepare_soft_kernel(given, results, (factor, ignored, first, vocab)).launch(
-        grid=[(lead.shape[0] + WARPS - 1) // WARPS, 1, 1],
-        block=[32 * WARPS, 1, 1],
-        stream=stream,
-        **USE_PDL,
-    )
-
-
-@cute.kernel
-def prepare_soft_kernel(given: Any, results: Any, numbers: Any) -> None:
-    """Prepare one row a warp."""
-    (index, probs, lead, token), (own_index, coefficient, sums) = given, results
+    index, probs, lead, token, own_index, coefficient, sums, *numbers = operands
     factor, ignored, first, vocab = numbers
     smem = SmemAllocator()
     all_keys = smem.allocate_tensor(Int64, cute.make_layout((MOST, WARPS)), 16)
@@ -112,7 +96,7 @@ def prepare_soft_kernel(given: Any, results: Any, numbers: Any) -> None:
             sums[SoftRow.LEAD, row], sums[SoftRow.OTHERS, row] = of_lead, others
             sums[SoftRow.ALL, row] = of_lead + others
             sums[SoftRow.LEAST, row] = size * LEAST_DERIVATIVE
-        sort(keys, padded, lane)
+        bitonic_sort(keys, padded // 2, MOST, (lane, 32))
         add_equal(keys, b, totals, classes, lane)
         for k in cutlass.range(lane, classes, 32, unroll=1):
             value, column, other = totals[k], Int64(0), keys[cutlass.min(k + 1, classes - 1)]
@@ -121,25 +105,6 @@ def prepare_soft_kernel(given: Any, results: Any, numbers: Any) -> None:
             if value != 0.0:
                 column = keys[k] >> LEVELS
             own_index[row, k], coefficient[row, k] = column, value
-
-
-@cute.jit
-def sort(keys: cute.Tensor, padded: Int32, lane: Int32) -> None:
-    """Sort `padded` keys by a bitonic network; the lanes of a warp do."""
-    for level in cutlass.range_constexpr(LEVELS):
-        if 1 << level < padded:
-            for step in cutlass.range_constexpr(level, -1, -1):
-                distance = 1 << step
-                cute.arch.sync_warp()
-                for pair in cutlass.range(lane, padded // 2, 32, unroll=1):
-                    low = pair // distance * 2 * distance + pair % distance
-                    high = low + distance
-                    if cutlass.const_expr(step == level):  # the second run is read backwards
-                        high = low ^ (2 * distance - 1)
-                    one, other = keys[low], keys[high]
-                    if one > other:
-                        keys[low], keys[high] = other, one
-    cute.arch.sync_warp()
 
 
 @cute.jit

@@ -7,49 +7,36 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from cutefce.cute_kernels import spec
-from cutefce.cute_kernels.common.dsl import USE_PDL, current_stream, matrix, pdl_wait, vector
-from cutefce.cute_kernels.common.row_vectors import WARPS
+from cutefce.cute_kernels.common.dsl import matrix, pdl_wait, vector
+from cutefce.cute_kernels.common.launch import WARPS, Signature, blocks_of, row_launch
 from cutefce.cute_kernels.workspace import NO_CLASS
 
 LARGEST = 3.4028234663852886e38
 """The largest float32 number."""
 
 
-def compile_signature(_: spec.SoftLeadsSpec) -> tuple[Any, tuple[Any, ...]]:
+def compile_signature(_: spec.SoftLeadsSpec) -> Signature:
     """Return the host function and the arguments to compile it for."""
     rows, classes = cute.sym_int(), cute.sym_int()
-    index = matrix(Int64, rows, classes, aligned=False)
-    probs = matrix(Float32, rows, classes, aligned=False)
-    return soft_leads, (index, probs, vector(Int64, rows), Int64(0), Int64(0), current_stream())
-
-
-@cute.jit
-def soft_leads(
-    index: cute.Tensor,
-    probs: cute.Tensor,
-    lead: cute.Tensor,
-    vocab: Int64,
-    ignored: Int64,
-    stream: Any,
-) -> None:
-    """Write lead (N,): the first class (N, K) of the largest of `probs` (N, K).
-
-    It is `ignored` if all of them are 0, and `NO_CLASS` if one is negative or not finite, or is of
-    a class outside [0, vocab).
-    """
-    soft_leads_kernel(index, probs, lead, vocab, ignored).launch(
-        grid=[(lead.shape[0] + WARPS - 1) // WARPS, 1, 1],
-        block=[32 * WARPS, 1, 1],
-        stream=stream,
-        **USE_PDL,
+    return row_launch(
+        soft_leads_kernel,
+        blocks_of("lead", WARPS),
+        index=matrix(Int64, rows, classes, aligned=False),
+        probs=matrix(Float32, rows, classes, aligned=False),
+        lead=vector(Int64, rows),
+        vocab=Int64(0),
+        ignored=Int64(0),
     )
 
 
 @cute.kernel
-def soft_leads_kernel(
-    index: cute.Tensor, probs: cute.Tensor, lead: cute.Tensor, vocab: Int64, ignored: Int64
-) -> None:
-    """Find that of one row a warp."""
+def soft_leads_kernel(operands: Any) -> None:
+    """Write lead (N,): the first class (N, K) of the largest of `probs` (N, K).
+
+    It is `ignored` if all of them are 0, and `NO_CLASS` if one is negative or not finite, or is of
+    a class outside [0, vocab).  A warp has a row.
+    """
+    index, probs, lead, vocab, ignored = operands
     pdl_wait()
     row, lane = cute.arch.block_idx()[0] * WARPS + cute.arch.warp_idx(), cute.arch.lane_idx()
     if row < lead.shape[0]:

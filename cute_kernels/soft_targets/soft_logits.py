@@ -10,18 +10,12 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from cutefce.cute_kernels import spec
-from cutefce.cute_kernels.common.dsl import (
-    DTYPES,
-    USE_PDL,
-    current_stream,
-    matrix,
-    pdl_wait,
-    vector,
-)
+from cutefce.cute_kernels.common.dsl import DTYPES, matrix, pdl_wait, vector
+from cutefce.cute_kernels.common.launch import WARPS, Signature, blocks_of, row_launch
 from cutefce.cute_kernels.common.row_vectors import (
-    WARPS,
     clamped,
     load_fp32,
+    mapped,
     row_vectors,
     widened,
 )
@@ -31,46 +25,33 @@ CLASSES = 4
 """Classes of a warp at a time: they share the loads of the hidden states."""
 
 
-def compile_signature(kernel: spec.SoftLogitsSpec) -> tuple[Any, tuple[Any, ...]]:
+def compile_signature(kernel: spec.SoftLogitsSpec) -> Signature:
     """Return the host function of `kernel` and the arguments to compile it for."""
-    dtype, hidden = DTYPES[kernel.dtype], cute.sym_int(divisibility=8)
-    h, w = (matrix(dtype, cute.sym_int(), hidden) for _ in range(2))
-    rows = cute.sym_int()
-    order = vector(Int64, rows), Int32(0)
-    return soft_logits, (h, w, classes_argument(rows), *order, current_stream())
-
-
-@cute.jit
-def soft_logits(
-    h: cute.Tensor,
-    w: cute.Tensor,
-    classes: SoftClasses,
-    order: cute.Tensor,
-    selects: Int32,
-    stream: Any,
-) -> None:
-    """Write the logits of `classes`.
-
-    If `selects`, the hidden states of token i are row `order`_i of h.
-    """
-    soft_logits_kernel(h, w, classes, order, selects).launch(
-        grid=[classes.logits.shape[0], 1, 1], block=[32 * WARPS, 1, 1], stream=stream, **USE_PDL
+    dtype, hidden, rows = DTYPES[kernel.dtype], cute.sym_int(divisibility=8), cute.sym_int()
+    return row_launch(
+        soft_logits_kernel,
+        blocks_of("order"),
+        h=matrix(dtype, cute.sym_int(), hidden),
+        w=matrix(dtype, cute.sym_int(), hidden),
+        classes=classes_argument(rows),
+        order=vector(Int64, rows),
+        selects=Int32(0),
     )
 
 
 @cute.kernel
-def soft_logits_kernel(
-    h: cute.Tensor, w: cute.Tensor, classes: SoftClasses, order: cute.Tensor, selects: Int32
-) -> None:
-    """Compute the logits of a token a block, `CLASSES` at a time a warp."""
+def soft_logits_kernel(operands: Any) -> None:
+    """Write the logits of `classes`, a token a block, `CLASSES` at a time a warp.
+
+    If `selects`, the hidden states of token i are row `order`_i of h.
+    """
+    h, w, classes, order, selects = operands
     pdl_wait()
     row, lane = cute.arch.block_idx()[0], cute.arch.lane_idx()
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-    source = Int64(row)
-    if selects != 0:
-        source = order[row]
     index, coefficient = classes.index, classes.coefficient
-    count, vectors, states = index.shape[1], h.shape[1] // 8, row_vectors(h, source)
+    states = row_vectors(h, mapped(row, order, selects))
+    count, vectors = index.shape[1], h.shape[1] // 8
     for begin in cutlass.range(warp * CLASSES, count, WARPS * CLASSES, unroll=1):
         counts, rows_w = Int32(0), []
         for c in cutlass.range_constexpr(CLASSES):

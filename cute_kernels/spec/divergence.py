@@ -6,17 +6,18 @@ from typing import ClassVar
 
 from cutefce.cute_kernels.arch.base import Arch
 from cutefce.cute_kernels.spec.gemm import ProjectExpSpec
+from cutefce.cute_kernels.spec.kernel import KernelSpec
 
 
 @dataclass(frozen=True)
-class DivergenceRowsSpec:
+class DivergenceRowsSpec(KernelSpec):
     """Rows of two models' logits to their log-sum-exps, divergences and factors.
 
     Of a JSD the sides a and b are student and teacher; of a KL divergence, a is the side whose
     probabilities it averages over.
     """
 
-    arch: str
+    MODULE = "divergence.rows"
     mixture: bool
     """Whether the divergences are those from the mixture of both."""
     factors_a: bool

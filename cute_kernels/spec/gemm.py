@@ -5,6 +5,7 @@ from typing import ClassVar, Literal
 
 from cutefce.cute_kernels.config import GemmConfig
 from cutefce.cute_kernels.integers import ceil_div
+from cutefce.cute_kernels.spec.kernel import KernelSpec
 from cutefce.cute_kernels.variant import IDENTITY, SUM_ONLY, LogitTransform, RowReductions
 
 SCALING_RASTER_GROUP = 4
@@ -13,13 +14,13 @@ of the last group have no products beside them."""
 
 
 @dataclass(frozen=True)
-class ProjectExpSpec:
+class ProjectExpSpec(KernelSpec):
     """Exponentials of the logits: their row sums, the exponentials themselves, or both.
 
     With softcap, what is stored is multiplied by the derivative of tanh; row sums are not.
     """
 
-    arch: str
+    MODULE = "{family}.project_exp"
     dtype: str
     config: GemmConfig
     sums: bool
@@ -39,10 +40,10 @@ class ProjectExpSpec:
 
 
 @dataclass(frozen=True)
-class GradGemmSpec:
+class GradGemmSpec(KernelSpec):
     """A gradient GEMM: exponentials times w, or transposed exponentials times hidden states."""
 
-    arch: str
+    MODULE = "{family}.gradient"
     dtype: str
     config: GemmConfig
     wrt: Literal["hidden", "weight"]

@@ -1,9 +1,11 @@
 """Specs of the row-wise kernels."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from cutefce.cute_kernels.integers import ceil_div
+from cutefce.cute_kernels.spec.kernel import KernelSpec
+from cutefce.cute_kernels.variant import IDENTITY, LogitTransform
 from cutefce.cute_kernels.workspace import Coefficient
 
 OUT_AND_SUMS = 2
@@ -11,43 +13,30 @@ OUT_AND_SUMS = 2
 
 
 @dataclass(frozen=True)
-class SelectRowsSpec:
+class SelectRowsSpec(KernelSpec):
     """The order of rows in which those that count come first, and their number."""
 
-    arch: str
+    MODULE = "rowwise.select_rows"
 
 
 @dataclass(frozen=True)
-class GatherRowsSpec:
-    """out_i = x_{order_i} for the rows that count, or scale_i x_{order_i}."""
+class MoveRowsSpec(KernelSpec):
+    """Rows that count to their places, and zeros for the others."""
 
-    arch: str
+    MODULE = "rowwise.move_rows"
     dtype: str | None = None
     """Dtype of rows that are multiplied by a scale; None if they are copied, 16 bits at a time."""
+    orders: bool = True
+    """Whether there is an order of rows; otherwise all rows count, and keep their places."""
 
 
 @dataclass(frozen=True)
-class ScatterRowsSpec:
-    """out_{order_i} = x_i for the rows that count, 0 for the others; 16 bits at a time."""
-
-    arch: str
-
-
-@dataclass(frozen=True)
-class ClearRowsSpec:
-    """Zeros in the place of the rows that do not count; 16 bits at a time."""
-
-    arch: str
-
-
-@dataclass(frozen=True)
-class TargetLogitSpec:
+class TargetLogitSpec(KernelSpec):
     """The targets' logits; also zeroes the semaphores of the kernels that follow."""
 
-    arch: str
+    MODULE = "rowwise.target_logit"
     dtype: str
-    transforms: bool = False
-    """Whether it transforms them; the launch says how."""
+    transform: LogitTransform = IDENTITY
     class_row: bool = False
     """Whether it also writes the products of the hidden states and a class row."""
 
@@ -60,51 +49,45 @@ class TargetLogitSpec:
 
 
 @dataclass(frozen=True)
-class SoftLeadsSpec:
+class SoftLeadsSpec(KernelSpec):
     """The class of the largest probability of each token's soft targets."""
 
-    arch: str
+    MODULE = "soft_targets.soft_leads"
 
 
 @dataclass(frozen=True)
-class PrepareSoftSpec:
+class PrepareSoftSpec(KernelSpec):
     """The soft targets of each token but its lead, ascending, with their coefficients."""
 
-    arch: str
+    MODULE = "soft_targets.prepare_soft"
 
     MAX_CLASSES: ClassVar[int] = 256
     """The most classes of a token."""
 
 
 @dataclass(frozen=True)
-class SoftLogitsSpec:
+class SoftLogitsSpec(KernelSpec):
     """The logits of the soft targets of each token."""
 
-    arch: str
+    MODULE = "soft_targets.soft_logits"
     dtype: str
 
 
 @dataclass(frozen=True)
-class PutSoftSpec:
+class PutSoftSpec(KernelSpec):
     """Entries of soft targets in the place of stored exponentials."""
 
-    arch: str
+    MODULE = "soft_targets.put_soft"
     dtype: str
+    scales: bool = False
+    """Whether exponentials and entries are multiplied by factors of tokens."""
 
 
 @dataclass(frozen=True)
-class ScaleSoftSpec:
-    """Exponentials times factors of tokens, with entries of soft targets."""
-
-    arch: str
-    dtype: str
-
-
-@dataclass(frozen=True)
-class ReducePartialsSpec:
+class ReducePartialsSpec(KernelSpec):
     """Partial sums to row statistics and the loss; flags row blocks that need repair."""
 
-    arch: str
+    MODULE = "rowwise.reduce_partials"
     rows: int
     """Rows of a row block of what repairs."""
     terms: bool = False
@@ -114,54 +97,47 @@ class ReducePartialsSpec:
 
 
 @dataclass(frozen=True)
-class ScaleAddRowsSpec:
-    """out_i = row_scale_i x_i + gather_scale_i table_{index_i}: s ⊙ h, and dX's last step.
+class ScaleAddRowsSpec(KernelSpec):
+    """out_i = row_scale_i x_i + gather_scale_i table_{index_i}: dX's last step.
 
     With `rank_one`, factor_i row is added.
     """
 
-    arch: str
+    MODULE = "rowwise.scale_add_rows"
     out: str
     """Dtype of the result."""
     x: str
     """Dtype of x."""
-    table: str | None = None
-    """Dtype of the table; None without the second term."""
+    table: str
+    """Dtype of the table."""
     rank_one: bool = False
-    """Whether to add a matrix of rank one; needs a table."""
+    """Whether to add a matrix of rank one."""
 
 
 @dataclass(frozen=True)
-class KeptSumsSpec:
-    """A chunk's sums of dX, kept in 24 or 20 bits; or dX, made of such sums."""
+class KeptSumsSpec(KernelSpec):
+    """Sums that are kept in 24 or 20 bits, or what is made of such sums.
 
-    arch: str
+    keep          a chunk's sums of dX
+    finish        dX
+    scale         sums of dX times factors of rows, which remain kept
+    round         dW, sums times a factor, in their memory
+    """
+
+    MODULE = "rowwise.kept_sums"
     dtype: str
     low_bits: int
     """Bits of a sum beside the upper 16."""
-    finishes: bool = False
-    """Whether it makes dX."""
+    step: Literal["keep", "finish", "scale", "round"]
     rank_one: bool = False
-    """Whether to add a matrix of rank one to dX; needs `finishes`."""
+    """Whether to add a matrix of rank one to dX."""
 
 
 @dataclass(frozen=True)
-class ScaleKeptSpec:
-    """Kept sums times a factor, in their memory: dW, rounded; or sums of dX, which remain kept."""
-
-    arch: str
-    dtype: str
-    low_bits: int
-    """Bits of a sum beside the upper 16."""
-    by_rows: bool = False
-    """Whether each row has a factor of its own, and what it gives is kept in as many bits."""
-
-
-@dataclass(frozen=True)
-class RowCoefficientsSpec:
+class RowCoefficientsSpec(KernelSpec):
     """Factors of the rows of dX and of h in dW; also zeroes semaphores."""
 
-    arch: str
+    MODULE = "rowwise.row_coefficients"
     in_reference: bool = False
     """Whether references contain the factors, so that exponentials are probabilities."""
     narrow: bool = False
@@ -181,7 +157,7 @@ class RowCoefficientsSpec:
 
 
 @dataclass(frozen=True)
-class SortTargetsSpec:
+class SortTargetsSpec(KernelSpec):
     """The tokens of every class, and their coefficients, one class after the other."""
 
-    arch: str
+    MODULE = "rowwise.sort_targets"

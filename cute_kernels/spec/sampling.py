@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from cutefce.cute_kernels.spec.kernel import KernelSpec
+
 ROW_FACTOR, COLUMN_FACTOR = 0x9E3779B1, 0x85EBCA77
 """Odd factors of the numbers of a row and a column in the hash of an entry."""
 MIX_FACTORS = 0x7FEB352D, 0x846CA68B
@@ -14,10 +16,10 @@ products with numbers of classes stay below 2^63."""
 
 
 @dataclass(frozen=True)
-class ChooseClassesSpec:
+class ChooseClassesSpec(KernelSpec):
     """The classes that log-sum-exps are estimated of."""
 
-    arch: str
+    MODULE = "sampling.choose_classes"
     step: Literal["choose", "place"]
     """The classes; or where each row's target is among them."""
 
@@ -26,19 +28,19 @@ class ChooseClassesSpec:
 
 
 @dataclass(frozen=True)
-class PrepareSamplesSpec:
+class PrepareSamplesSpec(KernelSpec):
     """Thresholds, hashes and counters of the rows whose entries are sampled."""
 
-    arch: str
+    MODULE = "sampling.prepare_samples"
     step: Literal["estimate", "first", "again"]
     """Estimates of lse; what they give; or that of rows which are sampled again, with their lse."""
 
 
 @dataclass(frozen=True)
-class SortSamplesSpec:
+class SortSamplesSpec(KernelSpec):
     """Sampled entries in the order of columns, with their values."""
 
-    arch: str
+    MODULE = "sampling.sort_samples"
     size: int
     """The most entries of a row; a power of 2."""
     softcap: bool = False
@@ -46,10 +48,10 @@ class SortSamplesSpec:
 
 
 @dataclass(frozen=True)
-class ListSamplesSpec:
+class ListSamplesSpec(KernelSpec):
     """The sampled entries of every class, and its targets, in the order of tokens."""
 
-    arch: str
+    MODULE = "sampling.list_samples"
     short: int = 256
     """The longest list that a warp orders: it compares every two entries."""
     table_rows: int = 8192
@@ -57,10 +59,10 @@ class ListSamplesSpec:
 
 
 @dataclass(frozen=True)
-class SparseRowsSpec:
+class SparseRowsSpec(KernelSpec):
     """Sums of rows of a matrix, times the values of entries: dX or dW of sampled entries."""
 
-    arch: str
+    MODULE = "sampling.sparse_rows"
     dtype: str
     wrt: Literal["hidden", "weight"]
     """The operand that the gradient belongs to."""

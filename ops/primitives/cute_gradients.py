@@ -16,12 +16,11 @@ from cutefce.cute_kernels.arch.base import TILE_K
 from cutefce.cute_kernels.config import GemmConfig, KernelConfigs
 from cutefce.cute_kernels.integers import ceil_div
 from cutefce.cute_kernels.jit.cache import compiled
-from cutefce.cute_kernels.kernel_set import KernelSet
+from cutefce.cute_kernels.kernel_set import KernelSet, with_low_bits
 from cutefce.cute_kernels.problem import can_keep
 from cutefce.cute_kernels.process_cache import process_cache
 from cutefce.cute_kernels.schedule.order import add_tiles, choose_k_splits
 from cutefce.cute_kernels.spec import GradGemmSpec, SortTargetsSpec
-from cutefce.cute_kernels.spec.groups import GradWeightKernels
 from cutefce.ops.primitives.cute_projection import Semaphores
 from cutefce.ops.primitives.cute_rowwise import RowwiseSteps, low_bits, with_rank_one
 from cutefce.ops.primitives.portable_gradients import TargetGrad, matmul_into
@@ -102,13 +101,12 @@ class CuteGradients(RowwiseSteps):
     def __init__(
         self,
         kernels: KernelSet,
-        grad_weight: GradWeightKernels,
         num_sms: int,
         semaphores: Semaphores,
         fixed_tiles: bool = False,
     ) -> None:
         self.kernels, self.num_sms, self.semaphores = kernels, num_sms, semaphores
-        self.grad_weight, self.fixed_tiles = grad_weight, fixed_tiles
+        self.fixed_tiles = fixed_tiles
 
     def add_grad_hidden(
         self,
@@ -146,15 +144,15 @@ class CuteGradients(RowwiseSteps):
         accumulate: bool,
         selection: RowSelection | None = None,
     ) -> None:
-        spec = self.kernels.kept_hidden_kernels[low_bits(kept, low)].add
-        assert spec is not None
+        spec = with_low_bits(self.kernels.grad_hidden_keep, low_bits(kept, low))
         clusters, semaphores = self._launch_shape(spec, kept.device)
         operands = exps, w.t(), (kept, low), None, None
         count = row_count(selection, semaphores)
         compiled(spec)(*operands, semaphores, *count, clusters, None, int(not accumulate))
 
     def target_grad(self, h: Tensor, coefficient: Tensor, targets: Targets) -> TargetCsr:
-        return TargetCsr.of(self.grad_weight.sort_targets, h, coefficient, targets)
+        assert self.kernels.sort_targets is not None
+        return TargetCsr.of(self.kernels.sort_targets, h, coefficient, targets)
 
     def no_target_grad(self, h: Tensor, targets: Targets) -> TargetCsr:
         return TargetCsr.empty(h, targets)
@@ -170,7 +168,8 @@ class CuteGradients(RowwiseSteps):
         rank_one: RankOne | None = None,
         selection: RowSelection | None = None,
     ) -> None:
-        spec, term = with_rank_one(self.grad_weight.final, rank_one)
+        assert self.kernels.grad_weight is not None
+        spec, term = with_rank_one(self.kernels.grad_weight, rank_one)
         clusters, semaphores = self._launch_shape(spec, out.device)
         targets = *target_grad.pack(first, out.shape[0]), grad_scale.view(1)
         operands = exps.t(), scaled.t(), out, targets, term
@@ -191,7 +190,7 @@ class CuteGradients(RowwiseSteps):
         accumulate: bool,
     ) -> None:
         """More than eight parameters: operands, and what the last step adds."""
-        spec = self.grad_weight.keep[low_bits(kept, low)]
+        spec = with_low_bits(self.kernels.grad_weight_keep, low_bits(kept, low))
         if not self.fixed_tiles:
             spec = kept_sums_kernel(spec, (*kept.shape, len(exps)), self.num_sms)
         spec, term = with_rank_one(spec, rank_one)
@@ -202,7 +201,7 @@ class CuteGradients(RowwiseSteps):
         compiled(spec)(*operands, semaphores, *count, clusters, None, int(not accumulate))
 
     def finish_kept_dw(self, kept: Tensor, low: Tensor, factor: Tensor) -> None:
-        spec = self.grad_weight.finish_kept[low_bits(kept, low)]
+        spec = with_low_bits(self.kernels.finish_kept_weight, low_bits(kept, low))
         compiled(spec)(kept, low, factor.view(1))
 
     def _gemm(

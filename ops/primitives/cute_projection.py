@@ -23,7 +23,7 @@ from cutefce.cute_kernels.workspace import forward_semaphore_count
 from cutefce.ops.planning.step_memory import UNUSED_COLUMNS
 from cutefce.ops.primitives.portable_projection import PortableProjection
 from cutefce.ops.primitives.row_selection import (
-    as_bits,
+    clear_rows,
     far_rows,
     gather_rows,
     row_count,
@@ -72,13 +72,6 @@ class Semaphores:
         return self._zeros[begin:] if begin else self._zeros
 
 
-def any_transform(transform: Sequence[Any], unused: Tensor) -> tuple[Any, ...]:
-    """Return the `AnyTransform` of (κ, b, s), None where absent; `unused` is any float32 vector."""
-    *vectors, slope = transform
-    given = (unused if vector is None else vector for vector in vectors)
-    return *given, slope or 0.0, *(int(vector is not None) for vector in vectors)
-
-
 @dataclass(frozen=True)
 class PartialLse:
     """Row sums of one `project_exp`."""
@@ -114,8 +107,6 @@ class CuteProjection(CuteSoftTargetSteps, PortableProjection):
         count = min(Semaphores.BLOCK, kernel.max_zeros(tokens))
         zeros = h.new_empty(count, dtype=torch.int32)  # faster than torch.empty
         transform = launch_transform(targets, (0, w.shape[0]))
-        if transform is not None:
-            transform = any_transform(transform, logit)
         order = targets.index if chosen is None else chosen.order
         numbers, class_row = (targets.options.ignore_index, int(chosen is not None)), None
         if targets.class_row is not None:
@@ -271,7 +262,7 @@ class CuteProjection(CuteSoftTargetSteps, PortableProjection):
     def _clear(self, exps: Tensor | None, targets: Targets) -> None:
         """Write zeros to the rows of `exps` (N, K) that do not count, if other GEMMs read them."""
         if self.clears and exps is not None and targets.selection is not None:
-            compiled(self.kernels.clear_rows)(as_bits(exps), targets.selection.count)
+            clear_rows(self.kernels, exps, targets.selection)
 
     def _take_semaphores(self, h: Tensor) -> Tensor:
         count: int = forward_semaphore_count(h.shape[0], self.kernels.reduce_partials.rows)

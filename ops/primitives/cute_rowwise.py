@@ -7,10 +7,16 @@ import torch
 from torch import Tensor
 
 from cutefce.cute_kernels.jit.cache import compiled
-from cutefce.cute_kernels.kernel_set import KernelSet
+from cutefce.cute_kernels.kernel_set import KernelSet, with_low_bits
 from cutefce.cute_kernels.problem import FLOAT32_LOW_BITS
-from cutefce.cute_kernels.spec import OUT_AND_SUMS, GradGemmSpec, KeptSumsSpec, ScaleAddRowsSpec
-from cutefce.cute_kernels.workspace import Coefficient
+from cutefce.cute_kernels.spec import (
+    OUT_AND_SUMS,
+    GradGemmSpec,
+    KeptSumsSpec,
+    MoveRowsSpec,
+    ScaleAddRowsSpec,
+)
+from cutefce.cute_kernels.workspace import Coefficient, Move
 from cutefce.ops.primitives.cute_projection import Semaphores
 from cutefce.ops.primitives.portable_gradients import PortableGradients
 from cutefce.ops.primitives.row_selection import row_count
@@ -105,11 +111,11 @@ class RowwiseSteps(PortableGradients):
         order: Tensor | None = None,
     ) -> None:
         rows = targets.index, stats.sum_exp_others, targets.options.ignore_index
-        spec = replace(self.kernels.keep_sums, low_bits=low_bits(kept, low))
+        spec = with_low_bits(self.kernels.keep_sums, low_bits(kept, low))
         compiled(spec)(kept, low, sums, w, *rows, *_places(targets, order))
 
     def scale_kept_rows(self, kept: Tensor, low: Tensor, scale: Tensor) -> None:
-        spec = self.kernels.kept_hidden_kernels[low_bits(kept, low)].scale_rows
+        spec = with_low_bits(self.kernels.scale_kept_rows, low_bits(kept, low))
         compiled(spec)(kept, low, scale.contiguous())
 
     def finish_kept(
@@ -123,7 +129,7 @@ class RowwiseSteps(PortableGradients):
         rank_one: RankOne | None = None,
         order: Tensor | None = None,
     ) -> None:
-        kernel = self.kernels.kept_hidden_kernels[low_bits(kept, low)].finish
+        kernel = with_low_bits(self.kernels.finish_kept, low_bits(kept, low))
         spec, term = with_rank_one(kernel, rank_one)
         rows = targets.index, coefficients.scale.contiguous(), coefficients.target
         order, scatters = _places(targets, order)
@@ -149,7 +155,6 @@ def _places(targets: Targets, order: Tensor | None) -> tuple[Tensor, int]:
     return (targets.index, 0) if order is None else (order, 1)
 
 
-def launch_scale_rows(spec: ScaleAddRowsSpec, out: Tensor, x: Tensor, scale: Tensor) -> None:
+def launch_scale_rows(spec: MoveRowsSpec, out: Tensor, x: Tensor, scale: Tensor) -> None:
     """Write scale_i x_i to `out` (M, D), rounded once; `out` may be `x`."""
-    scale = scale.contiguous()
-    compiled(spec)(out, x, None, scale, None, None, None, None, 0)
+    compiled(spec)(out, x, None, scale.contiguous(), None, Move.GATHER)

@@ -215,14 +215,14 @@ def kernel_primitives(
 
     With `fixed_tiles`, kept sums of few rows have the tiles of `kernels` too, as checks need.
     """
-    semaphores, gemms = Semaphores(), kernels.grad_weight_kernels
+    semaphores, gemms = Semaphores(), kernels.grad_weight
     # the bias' gradient is a GEMM of cuBLAS, as all are without kernels for them; and those of sums
     # of dW read whole K tiles of tokens, which row blocks of swapped operands may not fill
     clears = grad_bias or gemms is None or kernels.row_sums.config.rows % TILE_K > 0
     projection = CuteProjection(kernels, num_sms, semaphores, clears)
     if gemms is None:
         return Primitives(window, projection, CublasGradients(kernels, window.window, semaphores))
-    gradients = CuteGradients(kernels, gemms, num_sms, semaphores, fixed_tiles)
+    gradients = CuteGradients(kernels, num_sms, semaphores, fixed_tiles)
     return Primitives(window, projection, gradients)
 
 

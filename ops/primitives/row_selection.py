@@ -10,8 +10,8 @@ from cutefce.cute_kernels.integers import ceil_div
 from cutefce.cute_kernels.jit.cache import compiled
 from cutefce.cute_kernels.kernel_set import KernelSet
 from cutefce.cute_kernels.problem import Problem
-from cutefce.cute_kernels.spec import ScatterRowsSpec, SelectRowsSpec
-from cutefce.cute_kernels.workspace import Semaphore
+from cutefce.cute_kernels.spec import MoveRowsSpec, SelectRowsSpec
+from cutefce.cute_kernels.workspace import Move, Semaphore
 from cutefce.ops.rows.selection import RowSelection
 
 
@@ -59,9 +59,9 @@ def gather_rows(
         out = x.new_empty(selection.order.shape[0], x.shape[1])
     own = selection.order, None if scale is None else scale.contiguous(), selection.count
     if scale is None:
-        compiled(kernels.gather_rows)(as_bits(out), as_bits(x), *own)
+        compiled(kernels.move_rows)(as_bits(out), as_bits(x), *own, Move.GATHER)
     else:
-        compiled(kernels.gather_scaled_rows)(out, x, *own)
+        compiled(kernels.gather_scaled_rows)(out, x, *own, Move.GATHER)
     return out
 
 
@@ -76,9 +76,15 @@ def restore_rows(selection: RowSelection | None, x: Tensor) -> Tensor:
         return x
     if selection.arch is None:
         return selection.restore(x, 0)
-    out, scatter = torch.empty_like(x), compiled(ScatterRowsSpec(selection.arch))
-    scatter(as_bits(out), as_bits(x), selection.order, selection.count)
+    out, own = torch.empty_like(x), (selection.order, None, selection.count)
+    compiled(MoveRowsSpec(selection.arch))(as_bits(out), as_bits(x), *own, Move.SCATTER)
     return out
+
+
+def clear_rows(kernels: KernelSet, x: Tensor, selection: RowSelection) -> None:
+    """Write zeros to the rows of x (M, D) that do not count."""
+    bits, own = as_bits(x), (selection.order, None, selection.count)
+    compiled(kernels.move_rows)(bits, bits, *own, Move.CLEAR)
 
 
 def select_rows(

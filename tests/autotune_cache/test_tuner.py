@@ -201,7 +201,7 @@ def test_a_kernel_that_does_not_compile_is_rejected(folder: Path) -> None:
 @pytest.mark.slow
 def test_compiling_ahead(folder: Path) -> None:
     pytest.importorskip("cutlass")
-    good = spec.ScaleAddRowsSpec("sm_90a", "bfloat16", "bfloat16")
+    good = spec.MoveRowsSpec("sm_90a")
     bad = dataclasses.replace(good, arch="sm_1")
     assert build.missing([good, good]) == [good]
     done: list[None] = []

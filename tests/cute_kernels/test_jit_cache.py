@@ -30,7 +30,7 @@ from cutefce.cute_kernels.jit import notices
 from cutefce.cute_kernels.jit.compiler import compile_kernel
 from tests.support.tiers import rest_slow
 
-KERNEL = spec.ScaleAddRowsSpec("sm_90a", "bfloat16", "bfloat16")
+KERNEL = spec.MoveRowsSpec("sm_90a")
 """The kernel that compiles fastest."""
 
 COMPILE = f"""
@@ -93,7 +93,7 @@ def output(process: "subprocess.Popen[str]") -> list[str]:
 
 def works(function: Any) -> bool:
     """Return whether this is the kernel: it checks its arguments, even without a GPU."""
-    with pytest.raises(TypeError, match="out: Tensor"):
+    with pytest.raises(TypeError, match=": Tensor"):
         function()
     return True
 
@@ -452,7 +452,7 @@ def source_fingerprint(folder: Path) -> str:
 
 
 def test_the_source_fingerprint_is_the_same_on_every_python_version(sources: Path) -> None:
-    assert source_fingerprint(sources) == "88b6bddc321016ec"
+    assert source_fingerprint(sources) == "e1b5d5d7d84b5f8a"
 
 
 def test_text_does_not_change_the_source_fingerprint(sources: Path) -> None:

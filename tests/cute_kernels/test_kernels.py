@@ -37,7 +37,7 @@ from cutefce.ops.primitives import (
     cute_rowwise,
     dispatch,
 )
-from cutefce.ops.primitives.cute_projection import CuteProjection, PartialLse, any_transform
+from cutefce.ops.primitives.cute_projection import CuteProjection, PartialLse
 from cutefce.ops.primitives.dispatch import kernel_primitives
 from cutefce.ops.primitives.primitives import Primitives
 from cutefce.ops.rows.coefficients import RankOne, RowCoefficients
@@ -257,8 +257,7 @@ class Launches:
     def target_logit(self) -> Tensor:
         logit, zeros = torch.empty(self.tokens, device="cuda"), self.semaphores()
         tensors = self.case.h, self.case.w, self.case.y, logit, zeros
-        transform = self.transform and any_transform(self.transform, logit)
-        more = transform, self.case.y, -100, 0, None
+        more = self.transform, self.case.y, -100, 0, None
         jit_cache.compiled(self.kernels.target_logit)(*tensors, *more)
         return logit
 
@@ -753,11 +752,11 @@ def test_launch_arguments_match_the_kernels(arch: Arch, monkeypatch: pytest.Monk
         gradients.finish_kept_dw(kept, low, logit[0])
     names = ["TargetLogit", *["ProjectExp"] * 2, "ReducePartials", *["ProjectExp"] * 2]
     names += [*["RowCoefficients"] * 2, *["ScaleAddRows"] * 4]
-    steps_of_kept = ["KeptSums", "KeptSums", "ScaleKept", *["GradGemm"] * bool(default.grad_weight)]
-    names += [*steps_of_kept, *steps_of_kept, "KeptSums", "ScaleAddRows"]
+    steps_of_kept = [*["KeptSums"] * 3, *["GradGemm"] * bool(default.grad_weight)]
+    names += [*steps_of_kept, *steps_of_kept, "KeptSums", "MoveRows"]
     if default.grad_weight:
         names += ["GradGemm", "SortTargets", *["GradGemm"] * 3]
-        names += [*["GradGemm"] * 2, "ScaleKept"] * 2
+        names += [*["GradGemm"] * 2, "KeptSums"] * 2
     assert [kernel.__name__ for kernel in launched] == [f"{name}Spec" for name in names]
 
 
@@ -781,7 +780,7 @@ def test_a_variant_is_that_of_the_kernels_that_take_it(arch: Arch) -> None:
     assert kernels.row_sums.reductions == variant.reductions
     without_sums = kernels.exps, kernels.repair_exps
     assert {kernel.reductions for kernel in without_sums} == {SUM_ONLY}
-    assert kernels.target_logit.transforms and not plain.target_logit.transforms
+    assert kernels.target_logit.transform != plain.target_logit.transform
     with_logits = kernels.row_sums, *without_sums
     assert {kernel.transform for kernel in with_logits} == {variant.transform}
     own = spec.ProjectExpSpec, spec.TargetLogitSpec

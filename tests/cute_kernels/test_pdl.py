@@ -42,7 +42,7 @@ KINDS: dict[str, KernelSpec | None] = {
     "small repair_exps": SMALL.repair_exps,
     "small grad_hidden": kernels_of(COOPERATIVE).grad_hidden,
     "select_rows": KERNELS.select_rows,
-    "scatter_rows": KERNELS.scatter_rows,
+    "move_rows": KERNELS.move_rows,
     "sort_targets": KERNELS.sort_targets,
     "target_logit": KERNELS.target_logit,
     "reduce_partials": SMALL.reduce_partials,
@@ -59,8 +59,8 @@ MORE: dict[str, KernelSpec | None] = {
     "sums and logits of soft targets": KERNELS.of_soft_targets[0],
     "grad_hidden, exponentials scaled": KERNELS.of_soft_targets[-1],
     "grad_weight": KERNELS.grad_weight,
-    "grad_weight_keep_32": KERNELS.grad_weight_keep[-1],
-    "clear_rows": KERNELS.clear_rows,
+    "grad_weight_keep_32": KERNELS.grad_weight_keep,
+    "scale_rows": KERNELS.scale_rows,
     "soft_leads": KERNELS.soft_leads,
     "prepare_soft": KERNELS.prepare_soft,
     "soft_logits": KERNELS.soft_logits,
@@ -79,15 +79,14 @@ MORE: dict[str, KernelSpec | None] = {
 for name, kernels in SETS.items():  # Blackwell's project_exp does not use PDL
     MORE |= {
         f"{name} keep_sums": kernels.keep_sums,
-        f"{name} finish_kept": kernels.finish_kept[0],
-        f"{name} scale_kept_rows": kernels.scale_kept_rows[0],
-        f"{name} gather_rows": kernels.gather_rows,
+        f"{name} finish_kept": kernels.finish_kept,
+        f"{name} scale_kept_rows": kernels.scale_kept_rows,
+        f"{name} move_rows": kernels.move_rows,
         f"{name} probability_coefficients": kernels.probability_coefficients,
         f"{name} reduce_partials": kernels.reduce_partials,
         f"{name} finish_dx": kernels.finish_dx,
         f"{name} target_logit": kernels.target_logit,
         f"{name} select_rows": kernels.select_rows,
-        f"{name} scatter_rows": kernels.scatter_rows,
         f"{name} row_coefficients": kernels.row_coefficients,
     }
 ROLE = r"setmaxnreg\.\w+"

@@ -26,15 +26,16 @@ from cutefce.cute_kernels.spec import (
     GradGemmSpec,
     ScaleAddRowsSpec,
 )
+from cutefce.cute_kernels.variant import LogitTransform
 from cutefce.cute_kernels.workspace import (
     NO_CLASS,
     Coefficient,
+    Move,
     Semaphore,
     SoftRow,
     Stat,
 )
 from cutefce.ops.interface.options import LossOptions, TensorOptions
-from cutefce.ops.primitives.cute_projection import any_transform
 from cutefce.ops.primitives.portable_gradients import PortableGradients
 from cutefce.ops.primitives.row_selection import as_bits
 from cutefce.ops.rows.coefficients import RankOne, RowCoefficients
@@ -211,14 +212,14 @@ def test_target_logits(hidden: int) -> None:
     for operands in every if hidden == 600 else every[:1]:
         kernel = kernels_of(PINGPONG).target_logit
         logit, zeros = torch.zeros(21), torch.full((40,), 7, dtype=torch.int32)
-        want, transform = z, None
+        want = z
         if operands is not None:
-            kernel = dataclasses.replace(kernel, transforms=True)
-            transform = any_transform(operands, logit)
+            given = LogitTransform(*(operand is not None for operand in operands))
+            kernel = dataclasses.replace(kernel, transform=given)
             own_bias = 0 if operands[1] is None else bias.double()[y.clamp(0, 29)]
             want = z + own_bias if operands[2] is None else torch.tanh(operands[2] * (z + own_bias))
             want = want if operands[0] is None else scale.double() * want
-        run(kernel, h, w, y, logit, zeros, transform, y, -100, 0, None)
+        run(kernel, h, w, y, logit, zeros, operands, y, -100, 0, None)
         want = want.clamp(min=LOWEST_LOGIT)
         want[3], want[4:6] = torch.inf, torch.nan
         if operands is None or operands[2] is None:
@@ -291,8 +292,6 @@ def test_reduced_losses_with_terms(given: tuple[float, float], possible: bool) -
 
 ROW_KERNELS = {
     "last step of dX": ScaleAddRowsSpec(ARCH.name, "bfloat16", "float32", "bfloat16"),
-    "scaled": ScaleAddRowsSpec(ARCH.name, "bfloat16", "bfloat16"),
-    "scaled float32": ScaleAddRowsSpec(ARCH.name, "float16", "float32"),
     "with a matrix of rank one": ScaleAddRowsSpec(
         ARCH.name, "float32", "float32", "float16", rank_one=True
     ),
@@ -304,7 +303,6 @@ ROW_LAUNCHES = {
     f"{name}, {place}": (kernel, scatters)
     for name, kernel in ROW_KERNELS.items()
     for scatters, place in enumerate(("in place", "scattered"))
-    if kernel.table or not scatters
 }
 
 
@@ -315,20 +313,18 @@ def test_scaled_rows(given: tuple[ScaleAddRowsSpec, int], hidden: int) -> None:
     kernel, scatters = given
     out, x = (torch.randn(5, hidden).to(getattr(torch, name)) for name in (kernel.out, kernel.x))
     scale, gather_scale, factor, row = *torch.randn(3, 5), torch.randn(hidden)
-    index, table, term = torch.tensor([7, 0, 3, -(1 << 62), 2]), None, None
+    index, term = torch.tensor([7, 0, 3, -(1 << 62), 2]), None
+    scale[2] = gather_scale[2] = factor[2] = 0.0
+    table = torch.randn(4, hidden).to(getattr(torch, kernel.table))
     want = scale.double()[:, None] * x.double()
-    gathered: tuple[torch.Tensor | None, ...] = None, None
-    if kernel.table is not None:
-        scale[2] = gather_scale[2] = factor[2] = 0.0
-        table = torch.randn(4, hidden).to(getattr(torch, kernel.table))
-        want += gather_scale.double()[:, None] * table[index.clamp(0, 3)].double()
-        want[2], x[2], gathered = 0.0, torch.nan, (gather_scale, index)
+    want += gather_scale.double()[:, None] * table[index.clamp(0, 3)].double()
+    want[2], x[2] = 0.0, torch.nan
     if kernel.rank_one:
         term = factor, row
         want += factor.double()[:, None] * row.double()
-    order = None if kernel.table is None else torch.tensor([4, 1, 0, 3, 2])
-    run(kernel, out, x, table, scale, *gathered, term, order, scatters)
-    if order is not None and scatters:
+    order = torch.tensor([4, 1, 0, 3, 2])
+    run(kernel, out, x, table, scale, gather_scale, index, term, order, scatters)
+    if scatters:
         out = out[order]
     rounding = {"bfloat16": 2**-8, "float16": 2**-11, "float32": 1e-6}[kernel.out]
     torch.testing.assert_close(out.double(), want, rtol=1.01 * rounding, atol=1e-5)
@@ -363,8 +359,7 @@ def test_kept_sums(size: tuple[int, int], rank_one: bool, scatters: int) -> None
     scale, target_scale, factor, row = *torch.randn(3, 7), torch.randn(hidden)
     scale[5] = target_scale[5] = factor[5] = 0.0
     term = RankOne(factor, row) if rank_one else None
-    kernel = kernels.kept_hidden_kernels[low_bits].finish
-    kernel = dataclasses.replace(kernel, rank_one=rank_one)
+    kernel = dataclasses.replace(kernels.finish_kept, low_bits=low_bits, rank_one=rank_one)
     more = table, target, scale, target_scale, (factor, row) if term else None, order
     # of sums in the order of the targets
     out = torch.full_like(kept, torch.nan)
@@ -384,7 +379,7 @@ def test_rows_of_kept_sums_are_scaled(low_bits: int) -> None:
     low = torch.empty(5, round_up(columns, 16), dtype=torch.uint8)[:, :columns]
     split_sums(kept, low, sums)
     want, want_low = kept.clone(), low.contiguous()
-    run(kernels.kept_hidden_kernels[low_bits].scale_rows, kept, low, scale)
+    run(dataclasses.replace(kernels.scale_kept_rows, low_bits=low_bits), kept, low, scale)
     PortableGradients(16).scale_kept_rows(want, want_low, scale)
     got, expected = joined_sums(kept, low), joined_sums(want, want_low)
     torch.testing.assert_close(got, expected, rtol=0.0, atol=0.0, equal_nan=True)
@@ -551,9 +546,9 @@ def test_moved_rows(count: int) -> None:
     x, scale = torch.randn(tokens, hidden).bfloat16(), torch.randn(tokens)
     order, counter = torch.randperm(tokens), torch.tensor([count], dtype=torch.int32)
     x[order[count:]] = torch.nan
-    for kernel, factor in ((kernels.gather_rows, None), (kernels.gather_scaled_rows, scale)):
+    for kernel, factor in ((kernels.move_rows, None), (kernels.gather_scaled_rows, scale)):
         out = torch.full_like(x, 7)
-        run(kernel, out, x, order, factor, counter)
+        run(kernel, out, x, order, factor, counter, Move.GATHER)
         want = x[order[:count]].float()
         want = want if factor is None else want * factor[:count, None]
         assert torch.equal(out[:count], want.bfloat16())
@@ -561,11 +556,17 @@ def test_moved_rows(count: int) -> None:
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         rows = x.to(dtype)
         out = torch.full_like(rows, torch.nan)
-        run(kernels.scatter_rows, as_bits(out), as_bits(rows), order, counter)
+        own = order, None, counter, Move.SCATTER
+        run(kernels.move_rows, as_bits(out), as_bits(rows), *own)
         assert torch.equal(out[order[:count]].nan_to_num(), rows[:count].nan_to_num())
         assert not out[order[count:]].any()
-    run(kernels.clear_rows, x, counter)
+    out = torch.full_like(x, torch.nan)
+    run(kernels.scale_rows, out, x, None, scale, None, Move.GATHER)
+    assert torch.equal(out.nan_to_num(), (x.float() * scale[:, None]).bfloat16().nan_to_num())
+    before = x.clone()
+    run(kernels.move_rows, x, x, order, None, counter, Move.CLEAR)
     assert not x[count:].any()
+    assert torch.equal(x[:count].nan_to_num(), before[:count].nan_to_num())
 
 
 def test_target_logits_of_selected_rows() -> None:

@@ -12,9 +12,9 @@ import cutefce
 from cutefce.cute_kernels.arch import arch_named
 from cutefce.cute_kernels.config import PortableTiles
 from cutefce.cute_kernels.spec import (
-    GatherRowsSpec,
     GradGemmSpec,
     KernelSpec,
+    MoveRowsSpec,
     PrepareSoftSpec,
     ProjectExpSpec,
     SelectRowsSpec,
@@ -25,10 +25,10 @@ from cutefce.ops.rows import loss_parts
 from tests.support.kernel_models import model_of, serve_calls
 from tests.support.layouts import Layout, pinned
 
-FORWARD = "SelectRows GatherRows TargetLogit ProjectExp ReducePartials"
+FORWARD = "SelectRows MoveRows TargetLogit ProjectExp ReducePartials"
 REPAIR = "ProjectExp"
 """Of stored exponentials whose reference was too far from the logits, which the device knows."""
-BEFORE_DW = "RowCoefficients SortTargets GatherRows"
+BEFORE_DW = "RowCoefficients SortTargets MoveRows"
 STEPS: dict[str, tuple[str | int | Layout, str, str, str, str]] = {
     "a plain step": (
         "max",
@@ -62,8 +62,8 @@ STEPS: dict[str, tuple[str | int | Layout, str, str, str, str]] = {
         0,
         "h",
         FORWARD,
-        "RowCoefficients GatherRows( ProjectExp GradHidden)+ KeptSums",
-        "RowCoefficients GatherRows( ProjectExp GradHidden)+ KeptSums",
+        "RowCoefficients MoveRows( ProjectExp GradHidden)+ KeptSums",
+        "RowCoefficients MoveRows( ProjectExp GradHidden)+ KeptSums",
     ),
     "frozen hidden states": (
         "max",
@@ -199,7 +199,7 @@ def test_parts_of_soft_targets_are_made_once(
         )
     loss.backward()
     product = launched.index(ProjectExpSpec)
-    before: set[Any] = {SelectRowsSpec, TargetLogitSpec, GatherRowsSpec}
+    before: set[Any] = {SelectRowsSpec, TargetLogitSpec, MoveRowsSpec}
     joins = arch == "sm_90a"
     if joins:
         before |= {"parts"} if outputs else {"parts", PrepareSoftSpec}

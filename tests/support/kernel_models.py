@@ -30,6 +30,7 @@ from cutefce.cute_kernels.problem import (
 from cutefce.cute_kernels.variant import SUM_ONLY
 from cutefce.cute_kernels.workspace import (
     Coefficient,
+    Move,
     Semaphore,
     Stat,
 )
@@ -60,20 +61,16 @@ def model_of(kernel: spec.KernelSpec) -> Callable[..., None]:
     """Return the function that replaces a compiled kernel."""
     models: dict[type, Callable[..., None]] = {
         spec.SelectRowsSpec: _select_rows,
-        spec.GatherRowsSpec: _gather_rows,
-        spec.ScatterRowsSpec: _scatter_rows,
-        spec.ClearRowsSpec: _clear_rows,
+        spec.MoveRowsSpec: _move_rows,
         spec.TargetLogitSpec: _target_logit,
         spec.SoftLeadsSpec: _soft_leads,
         spec.PrepareSoftSpec: _prepare_soft,
         spec.SoftLogitsSpec: _soft_logits,
         spec.PutSoftSpec: _put_soft,
-        spec.ScaleSoftSpec: _scale_soft,
         spec.ProjectExpSpec: _project_exp,
         spec.ReducePartialsSpec: _reduce_partials,
         spec.ScaleAddRowsSpec: _scale_add_rows,
         spec.KeptSumsSpec: _kept_sums,
-        spec.ScaleKeptSpec: _scale_kept,
         spec.GradGemmSpec: _grad_gemm,
         spec.RowCoefficientsSpec: _row_coefficients,
         spec.SortTargetsSpec: _sort_targets,
@@ -121,35 +118,27 @@ def _select_rows(
     counts[:] = (count - chunk * torch.arange(len(counts))).clamp(0, chunk)
 
 
-def _gather_rows(
-    kernel: spec.GatherRowsSpec,
+def _move_rows(
+    kernel: spec.MoveRowsSpec,
     out: Tensor,
     x: Tensor,
-    order: Tensor,
+    order: Tensor | None,
     scale: Tensor | None,
-    count: Tensor,
+    count: Tensor | None,
+    move: int,
 ) -> None:
     assert (scale is not None) == (kernel.dtype is not None)
-    rows = int(count[0])
+    assert (order is not None) == (count is not None) == kernel.orders
+    rows = len(out) if count is None else int(count[0])
+    if move == Move.SCATTER:
+        assert order is not None
+        out[order[:rows]] = x[:rows]
+        out[order[rows:]] = 0
+        return
+    if move == Move.GATHER:
+        moved = x[:rows] if order is None else x[order[:rows]]
+        out[:rows] = moved if scale is None else (moved * scale[:rows, None]).to(out.dtype)
     out[rows:] = 0
-    selected = x[order[:rows]]
-    out[:rows] = selected if scale is None else (selected * scale[:rows, None]).to(out.dtype)
-
-
-def _scatter_rows(
-    _: spec.ScatterRowsSpec,
-    out: Tensor,
-    x: Tensor,
-    order: Tensor,
-    count: Tensor,
-) -> None:
-    inside = torch.arange(len(x)) < count
-    out[order[inside]] = x[inside]
-    out[order[~inside]] = 0
-
-
-def _clear_rows(_: spec.ClearRowsSpec, x: Tensor, count: Tensor) -> None:
-    x[int(count[0]) :] = 0
 
 
 def _soft_leads(
@@ -200,8 +189,11 @@ def _write_soft_logits(
     logits[: len(h)] = torch.where(inside, products, logits[: len(h)])
 
 
-def _put_soft(
-    _: spec.PutSoftSpec,
+def _put_soft(kernel: spec.PutSoftSpec, *operands: Any) -> None:
+    (_scale_soft if kernel.scales else _put_entries)(*operands)
+
+
+def _put_entries(
     exps: Tensor,
     index: Tensor,
     coefficient: Tensor,
@@ -216,7 +208,6 @@ def _put_soft(
 
 
 def _scale_soft(
-    _: spec.ScaleSoftSpec,
     exps: Tensor,
     index: Tensor,
     coefficient: Tensor,
@@ -229,9 +220,7 @@ def _scale_soft(
 ) -> None:
     if not is_scaled:
         exps.copy_(exps * scale[:, None])
-    _put_soft(
-        spec.PutSoftSpec("", ""), exps, index, coefficient, entries * scale[:, None], first, 0
-    )
+    _put_entries(exps, index, coefficient, entries * scale[:, None], first, 0)
     rows = ((lead >= first) & (lead < first + exps.shape[1])).nonzero()[:, 0]
     exps[rows, lead[rows] - first] = of_lead[rows].to(exps.dtype)
 
@@ -250,13 +239,13 @@ def _target_logit(
     target: Tensor,
     logit: Tensor,
     zeros: Tensor,
-    transform: tuple[Tensor, Tensor, float, int, int] | None,
+    transform: Transform | None,
     order: Tensor,
     ignored: int,
     selects: int,
     class_row: tuple[Tensor, Tensor] | None = None,
 ) -> None:
-    assert kernel.transforms == (transform is not None)
+    _check(kernel, transform)
     assert (class_row is not None) == kernel.class_row
     assert len(zeros) <= kernel.max_zeros(len(target))
     zeros.fill_(0)
@@ -268,12 +257,8 @@ def _target_logit(
     index = torch.where(in_vocab, target, 0)
     logit[:] = (h.float() * w[index].float()).sum(1)
     if transform is not None:
-        row_scale, bias, slope, has_scale, has_bias = transform
-        own = (
-            row_scale if has_scale else None,
-            bias[index, None] if has_bias else None,
-            slope or None,
-        )
+        row_scale, bias, slope = transform
+        own = row_scale, None if bias is None else bias[index, None], slope
         logit[:] = transformed(logit[:, None], own)[:, 0]
     logit.clamp_(min=LOWEST_LOGIT)
     logit[~in_vocab | (logit == torch.inf)] = torch.nan
@@ -414,26 +399,25 @@ def _scale_add_rows(
     kernel: spec.ScaleAddRowsSpec,
     out: Tensor,
     x: Tensor,
-    table: Tensor | None,
+    table: Tensor,
     row_scale: Tensor,
-    gather_scale: Tensor | None,
-    index: Tensor | None,
+    gather_scale: Tensor,
+    index: Tensor,
     rank_one: tuple[Tensor, Tensor] | None,
-    order: Tensor | None,
+    order: Tensor,
     scatters: int,
 ) -> None:
     assert (rank_one is not None) == kernel.rank_one
     total = row_scale[:, None] * x.float()
-    if table is not None and gather_scale is not None and index is not None:
-        rows = table[index.clamp(0, len(table) - 1)]
-        total = total + gather_scale[:, None] * rows.float()
-        is_zero = (row_scale == 0) & (gather_scale == 0)
-        if rank_one is not None:
-            factor, row = rank_one
-            total = total + factor[:, None] * row
-            is_zero &= factor == 0
-        total[is_zero] = 0
-    if order is not None and scatters:
+    rows = table[index.clamp(0, len(table) - 1)]
+    total = total + gather_scale[:, None] * rows.float()
+    is_zero = (row_scale == 0) & (gather_scale == 0)
+    if rank_one is not None:
+        factor, row = rank_one
+        total = total + factor[:, None] * row
+        is_zero &= factor == 0
+    total[is_zero] = 0
+    if scatters:
         assert out.data_ptr() != x.data_ptr()
         out[order] = total.to(out.dtype)
     else:
@@ -441,7 +425,8 @@ def _scale_add_rows(
 
 
 def _kept_sums(kernel: spec.KeptSumsSpec, *operands: Any) -> None:
-    (_finish_kept if kernel.finishes else _keep_sums)(kernel, *operands)
+    steps: dict[str, Callable[..., None]] = {"keep": _keep_sums, "finish": _finish_kept}
+    steps.get(kernel.step, _scale_kept)(kernel, *operands)
 
 
 def _keep_sums(
@@ -488,9 +473,9 @@ def _finish_kept(
     _scale_add_rows(spec.ScaleAddRowsSpec(*names), out, sums, *rows)
 
 
-def _scale_kept(kernel: spec.ScaleKeptSpec, kept: Tensor, low: Tensor, factor: Tensor) -> None:
+def _scale_kept(kernel: spec.KeptSumsSpec, kept: Tensor, low: Tensor, factor: Tensor) -> None:
     assert low.shape[1] == kept.shape[1] * kernel.low_bits // 8
-    if kernel.by_rows:
+    if kernel.step == "scale":
         split_sums(kept, low, joined_sums(kept, low) * factor[:, None])
     else:
         kept[:] = (joined_sums(kept, low) * factor).to(kept.dtype)
