@@ -113,6 +113,15 @@ def test_paths_exist(page: Path) -> None:
             assert (ROOT / code).exists(), code
 
 
+def test_the_site_has_every_page() -> None:
+    """`make site` finds broken links, but needs mkdocs."""
+    listed = re.findall(r"([\w/]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M)
+    own = {page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")}
+    assert {path for path in listed if not path.startswith("repository/")} == own | {"index.md"}
+    outside = [path.removeprefix("repository/") for path in listed if path not in own]
+    assert all((ROOT / path).exists() for path in outside if path != "index.md")
+
+
 def test_the_tree_lists_every_module() -> None:
     (tree,) = (text for kind, text in fences(ARCHITECTURE) if kind == "text")
     listed = [line.split()[0] for line in tree.splitlines() if line]
