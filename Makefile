@@ -93,8 +93,8 @@ wheel-check: .venv/ready
 define check-wheel
 	$(INSTALL) --no-deps --target build/site $(1)/cutefce-*.whl
 	ln -s $(CURDIR)/tests $(CURDIR)/bench build/site/
-	cd build/site && PYTHONPATH=. ../../$(BIN)/python -m pytest --rootdir=. -c ../../pyproject.toml \
-	  -o pythonpath=. tests/test_packaging.py tests/ops/test_loss.py
+	cd build/site && PYTHONPATH=$(CURDIR)/build/site ../../$(BIN)/python -m pytest --rootdir=. \
+	  -c ../../pyproject.toml -o pythonpath= tests/test_packaging.py tests/ops/test_loss.py
 	cd build/site && PYTHONPATH=. ../../$(BIN)/python -m cutefce info | grep '^tuned table'
 endef
 

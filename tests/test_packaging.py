@@ -99,6 +99,11 @@ def test_types_are_announced() -> None:
     assert (Path(cutefce.__file__).parent / "py.typed").exists()
 
 
+@pytest.mark.skipif(Path("pyproject.toml").exists(), reason="runs in a checkout")
+def test_a_wheel_is_tested_and_not_the_checkout() -> None:
+    assert Path(cutefce.__file__).is_relative_to(Path.cwd())
+
+
 def test_version_is_that_of_the_distribution() -> None:
     assert cutefce.__version__ == metadata.version("cutefce")
 
