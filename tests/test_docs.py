@@ -362,12 +362,18 @@ def test_the_training_step_of_the_readme_is_committed() -> None:
     assert f"{row['batch']} × {row['context']} tokens" in text
 
 
-def test_ci_runs_on_a_cpu_and_on_every_supported_torch() -> None:
+def test_ci_runs_on_a_cpu_and_on_the_versions_of_the_readme() -> None:
     workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
     assert "run: .ci/run" in workflow and "self-hosted" not in workflow
-    (minors,) = re.findall(r"torch: \[(.*?)\]", workflow)
-    first, *_, last = re.findall(r'"(.*?)"', minors)
-    assert f"torch {first} to {last}" in (ROOT / "README.md").read_text()
+    oldest, pinned, newest = re.findall(r'"(.*?)"', re.findall(r"torch: \[(.*?)\]", workflow)[0])
+    pythons = re.findall(r'"(.*?)"', re.findall(r"python: \[(.*?)\]", workflow)[0])
+    readme = README.read_text()
+    torches = f"torch {oldest}, {pinned} and {newest}"
+    assert f"{torches} on Python {pythons[0]} to {pythons[-1]}" in readme
+    assert f"You need Python ≥ {pythons[0]} and torch ≥ {oldest}" in readme
+    assert f"torch=={pinned}." in (ROOT / "constraints.txt").read_text()
+    project = (ROOT / "pyproject.toml").read_text()
+    assert f'"torch>={oldest}"' in project and f'requires-python = ">={pythons[0]}"' in project
 
 
 def cells_of_options() -> dict[str, list[str]]:
