@@ -5,7 +5,7 @@ BIN := .venv/bin
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test test-all test-gpu-smoke test-gpu test-integrations test-integrations-all faults \
-  sanitize lint type kernels wheel wheel-check autotune bench clean
+  sanitize lint type kernels wheel wheel-check site autotune bench clean
 
 CONSTRAINTS := --constraint constraints.txt --constraint constraints-integrations.txt
 # what is never imported is not compiled to bytecode: half of the installation's time
@@ -93,10 +93,15 @@ wheel-check: .venv/ready
 define check-wheel
 	$(INSTALL) --no-deps --target build/site $(1)/cutefce-*.whl
 	ln -s $(CURDIR)/tests $(CURDIR)/bench build/site/
-	cd build/site && PYTHONPATH=. ../../$(BIN)/python -m pytest --rootdir=. -c ../../pyproject.toml \
-	  -o pythonpath=. tests/test_packaging.py tests/ops/test_loss.py
+	cd build/site && PYTHONPATH=$(CURDIR)/build/site ../../$(BIN)/python -m pytest --rootdir=. \
+	  -c ../../pyproject.toml -o pythonpath= tests/test_packaging.py tests/ops/test_loss.py
 	cd build/site && PYTHONPATH=. ../../$(BIN)/python -m cutefce info | grep '^tuned table'
 endef
+
+# the documentation's site: build/documentation/index.html, without a warning of a link or a page
+site: .venv/ready
+	$(INSTALL) $(CONSTRAINTS) --editable '.[site]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 # the shipped table of this machine's GPU; ARGS=--resume continues an interrupted run
 autotune: .venv/ready

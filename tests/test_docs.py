@@ -27,8 +27,10 @@ from cutefce.ops.schema import OperatorRecord
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 DOCS = ROOT / "docs"
-ARCHITECTURE = DOCS / "architecture.md"
-PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+INTERNALS = DOCS / "internals"
+ARCHITECTURE = INTERNALS / "architecture.md"
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted(DOCS.rglob("*.md"))]
+USER_PAGES = [page for page in sorted(DOCS.glob("*.md")) if page.name != "api.md"]
 LAYERS = ("cute_kernels", "autotune_cache", "ops", "integrations", "cutefce")
 FOLDERS = (*LAYERS, "bench", "docs", "examples", "tests", ".ci", ".github")
 COMMAND_SOURCES = [
@@ -41,6 +43,9 @@ PACKAGE_FOLDERS = sorted(
     path.parent for layer in (*LAYERS, "bench") for path in (ROOT / layer).rglob("__init__.py")
 )
 README_LINES = 100
+USER_PAGE_LINES = 120
+QUESTIONS = ["What you set", "What it costs", "How you see it"]
+"""What a page for users answers, in this order."""
 MEASURED = {"F.linear, F.cross_entropy in float32": "unfused"}
 """Implementations whose name in the README is not the one in the data."""
 
@@ -106,6 +111,15 @@ def test_paths_exist(page: Path) -> None:
             assert (ROOT / code.split("<")[0]).exists(), code
         elif re.fullmatch(r"[\w-]+\.(md|toml|txt)", code):
             assert (ROOT / code).exists(), code
+
+
+def test_the_site_has_every_page() -> None:
+    """`make site` finds broken links, but needs mkdocs."""
+    listed = re.findall(r"([\w/]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M)
+    own = {page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")}
+    assert {path for path in listed if not path.startswith("repository/")} == own | {"index.md"}
+    outside = [path.removeprefix("repository/") for path in listed if path not in own]
+    assert all((ROOT / path).exists() for path in outside if path != "index.md")
 
 
 def test_the_tree_lists_every_module() -> None:
@@ -204,7 +218,7 @@ def test_make_bench_runs_what_exists() -> None:
 
 def test_options_of_tune_are_documented() -> None:
     options = {name for param in command.commands["tune"].params for name in param.opts}
-    documented = {code for code in inline_code(ROOT / "docs" / "tuning.md") if code[:2] == "--"}
+    documented = {code for code in inline_code(DOCS / "tuning.md") if code[:2] == "--"}
     assert documented == options
 
 
@@ -226,7 +240,7 @@ def test_every_subcommand_and_option_is_documented() -> None:
 
 
 def test_every_benchmark_is_documented() -> None:
-    text = (ROOT / "docs" / "benchmarks.md").read_text()
+    text = (INTERNALS / "benchmarks.md").read_text()
     documented = set(re.findall(r"`[^`]*-m bench ([\w-]+)", text)) | {"report"}
     assert documented == set(bench.commands)
 
@@ -249,9 +263,9 @@ def test_runnable_snippets_run(page: Path) -> None:
 
 @pytest.mark.gpu
 def test_a_replayed_step_has_the_results_of_its_data() -> None:
-    (text,) = (text for kind, text in fences(ROOT / "docs" / "kernels.md") if kind == "python gpu")
+    (text,) = (text for kind, text in fences(DOCS / "gpu.md") if kind == "python gpu")
     found: dict[str, Any] = {}
-    exec(compile(text, "docs/kernels.md", "exec"), found)
+    exec(compile(text, "docs/gpu.md", "exec"), found)
     want = found["step"]()
     for name, x in zip(("loss", "dx", "dw"), want, strict=True):
         assert torch.equal(found[name], x), name
@@ -259,7 +273,7 @@ def test_a_replayed_step_has_the_results_of_its_data() -> None:
 
 def signatures() -> Iterator[tuple[str, ast.arguments]]:
     """Yield name and arguments of each function whose signature the API page shows."""
-    for kind, text in fences(ROOT / "docs" / "api.md"):
+    for kind, text in fences(DOCS / "api.md"):
         if kind == "text" or text.startswith("def "):
             source = text.removeprefix("def ").strip().removesuffix(": ...")
             (function,) = ast.parse(f"def {source}: ...").body
@@ -289,6 +303,15 @@ def test_documented_signatures_are_the_real_ones(name: str, documented: ast.argu
 
 def test_the_readme_is_short() -> None:
     assert len(README.read_text().splitlines()) <= README_LINES
+
+
+@pytest.mark.parametrize("page", USER_PAGES, ids=names)
+def test_pages_for_users_answer_three_questions(page: Path) -> None:
+    text = page.read_text()
+    assert len(text.splitlines()) <= USER_PAGE_LINES
+    if page.name != "troubleshooting.md":
+        headings = re.findall(r"^## (.*)$", text, re.M)
+        assert headings[: len(QUESTIONS)] == QUESTIONS
 
 
 def test_warnings_of_the_docs_are_those_of_the_sources() -> None:
@@ -339,17 +362,23 @@ def test_the_training_step_of_the_readme_is_committed() -> None:
     assert f"{row['batch']} × {row['context']} tokens" in text
 
 
-def test_ci_runs_on_a_cpu_and_on_every_supported_torch() -> None:
+def test_ci_runs_on_a_cpu_and_on_the_versions_of_the_readme() -> None:
     workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
     assert "run: .ci/run" in workflow and "self-hosted" not in workflow
-    (minors,) = re.findall(r"torch: \[(.*?)\]", workflow)
-    first, *_, last = re.findall(r'"(.*?)"', minors)
-    assert f"torch {first} to {last}" in (ROOT / "README.md").read_text()
+    oldest, pinned, newest = re.findall(r'"(.*?)"', re.findall(r"torch: \[(.*?)\]", workflow)[0])
+    pythons = re.findall(r'"(.*?)"', re.findall(r"python: \[(.*?)\]", workflow)[0])
+    readme = README.read_text()
+    torches = f"torch {oldest}, {pinned} and {newest}"
+    assert f"{torches} on Python {pythons[0]} to {pythons[-1]}" in readme
+    assert f"You need Python ≥ {pythons[0]} and torch ≥ {oldest}" in readme
+    assert f"torch=={pinned}." in (ROOT / "constraints.txt").read_text()
+    project = (ROOT / "pyproject.toml").read_text()
+    assert f'"torch>={oldest}"' in project and f'requires-python = ">={pythons[0]}"' in project
 
 
 def cells_of_options() -> dict[str, list[str]]:
     """Return the cells of each argument of `linear_cross_entropy` in the API page, without code."""
-    text = section(ROOT / "docs" / "api.md", "`linear_cross_entropy`").replace("`", "")
+    text = section(DOCS / "api.md", "`linear_cross_entropy`").replace("`", "")
     return {cells[0]: cells[1:] for cells in table(text)}
 
 
@@ -366,7 +395,7 @@ def test_the_api_page_says_what_the_table_of_options_says(record: type[OperatorR
 
 @pytest.mark.parametrize("kind", OptionKind)
 def test_the_page_of_options_lists_them_by_kind(kind: OptionKind) -> None:
-    rows = table(section(ROOT / "docs" / "options.md", "Where options are in the code"))
+    rows = table(section(INTERNALS / "options.md", "Where options are in the code"))
     (listed,) = (cells[1] for cells in rows if cells[0].startswith(kind.value))
     for record in OPTIONS:
         own = {name: record.arguments()[name] for name in record.names(public=True)}

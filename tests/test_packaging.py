@@ -2,6 +2,8 @@
 
 import importlib
 import os
+import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -9,6 +11,7 @@ import tarfile
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,6 +20,14 @@ from cutefce.cute_kernels.cache_files import CACHE_VARIABLE
 
 ROOT = Path(__file__).resolve().parents[1]
 TOPS = ("integrations", "ops", "autotune_cache", "cute_kernels")
+MACHINES = {"x86_64": 62, "aarch64": 183}
+"""The machines that have a wheel with kernels, and their numbers in the headers of libraries."""
+TAG = "manylinux_2_28_"
+"""What the platform tag of these wheels begins with: that of the wheels of nvidia-cutlass-dsl."""
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+needs_checkout = pytest.mark.skipif(
+    not (ROOT / "pyproject.toml").exists(), reason="needs a checkout"
+)
 
 
 def packages() -> dict[str, Path]:
@@ -28,7 +39,7 @@ def packages() -> dict[str, Path]:
     return found
 
 
-@pytest.mark.skipif(not (ROOT / "pyproject.toml").exists(), reason="needs a checkout")
+@needs_checkout
 def test_every_package_is_listed() -> None:
     tomllib = pytest.importorskip("tomllib")  # of Python 3.11
     listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
@@ -36,7 +47,7 @@ def test_every_package_is_listed() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not (ROOT / "pyproject.toml").exists(), reason="needs a checkout")
+@needs_checkout
 def test_a_source_distribution_has_the_tests_with_their_helpers(tmp_path: Path) -> None:
     build = pytest.importorskip("setuptools.build_meta")
     left_out = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "demo-output", "*.so")
@@ -88,6 +99,11 @@ def test_types_are_announced() -> None:
     assert (Path(cutefce.__file__).parent / "py.typed").exists()
 
 
+@pytest.mark.skipif(Path("pyproject.toml").exists(), reason="runs in a checkout")
+def test_a_wheel_is_tested_and_not_the_checkout() -> None:
+    assert Path(cutefce.__file__).is_relative_to(Path.cwd())
+
+
 def test_version_is_that_of_the_distribution() -> None:
     assert cutefce.__version__ == metadata.version("cutefce")
 
@@ -101,10 +117,34 @@ def test_import_touches_no_gpu_and_no_compiler() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_a_wheel_for_a_platform_compiles_nothing(tmp_path: Path) -> None:
-    wheel = metadata.distribution("cutefce").read_text("WHEEL")
+def wheel_with_kernels() -> metadata.Distribution:
+    """Return what was installed, if it has kernels, which other tests do not need."""
+    found = metadata.distribution("cutefce")
+    wheel = found.read_text("WHEEL")
     if wheel is None or "py3-none-any" in wheel:
         pytest.skip("has no kernels: `make wheel` builds and checks the wheel that has")
+    return found
+
+
+def test_a_wheel_for_a_platform_has_its_name_and_its_libraries() -> None:
+    wheel = wheel_with_kernels()
+    machine = platform.machine()
+    assert f"Tag: py3-none-{TAG}{machine}\n" in (wheel.read_text("WHEEL") or "")
+    files = [path for path in wheel.files or () if path.parts[0] == "cutefce"]
+    names = {path.as_posix() for path in files}
+    assert {"cutefce/py.typed", "cutefce/autotune_cache/nvidia_h200.json"} <= names
+    assert {f"cutefce/{top}/__init__.py" for top in TOPS} <= names
+    assert all(path.suffix in (".py", ".json", ".so", ".typed") for path in files)
+    libraries = [path for path in files if path.suffix == ".so"]
+    assert libraries
+    for path in libraries:
+        header = path.read_binary()[:20]
+        assert header[:4] == b"\x7fELF", path
+        assert int.from_bytes(header[18:], "little") == MACHINES[machine], path
+
+
+def test_a_wheel_for_a_platform_compiles_nothing(tmp_path: Path) -> None:
+    wheel_with_kernels()
     code = (
         "import sys\n"
         "from cutefce.autotune_cache import ahead\n"
@@ -119,3 +159,67 @@ def test_a_wheel_for_a_platform_compiles_nothing(tmp_path: Path) -> None:
     file.write_text("no folder, nor can one be made here")
     environment = os.environ | {CACHE_VARIABLE: str(file)}
     subprocess.run([sys.executable, "-c", code], check=True, env=environment)
+
+
+@needs_checkout
+@pytest.mark.parametrize("machine", MACHINES)
+def test_make_wheel_names_the_machine(machine: str, tmp_path: Path) -> None:
+    """`make wheel` asks `uname`, which here is one that answers for another machine."""
+    uname = tmp_path / "uname"
+    uname.write_text(f"#!/bin/sh\necho {machine}\n")
+    uname.chmod(0o755)
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    printed = subprocess.run(
+        ["make", "--dry-run", "--old-file=.venv/ready", "wheel"],
+        cwd=ROOT,
+        env=os.environ | {"PATH": path},
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout
+    assert re.findall(r"--plat-name=(\S+)", printed) == [TAG + machine]
+    assert "tests/test_packaging.py" in printed
+
+
+def workflow(path: Path) -> Any:
+    yaml = pytest.importorskip("yaml")
+    return yaml.safe_load(path.read_text())
+
+
+@needs_checkout
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
+def test_workflows_are_whole(path: Path) -> None:
+    found = workflow(path)
+    assert found["name"] and found[True]  # YAML takes `on` for a truth value
+    assert "contents" in found["permissions"]
+    for name, job in found["jobs"].items():
+        assert job["runs-on"] and job["timeout-minutes"], name
+        assert {job["needs"]} <= found["jobs"].keys() if "needs" in job else True
+        for step in job["steps"]:
+            assert ("run" in step) != ("uses" in step), step
+            assert "@" in step.get("uses", "@"), step
+
+
+@needs_checkout
+def test_a_release_has_the_wheels_of_all_machines() -> None:
+    jobs = workflow(ROOT / ".github" / "workflows" / "release.yml")["jobs"]
+    builds = jobs["wheel"]["strategy"]["matrix"]["include"]
+    assert {build["machine"] for build in builds} == MACHINES.keys()
+    for build in builds:
+        assert build["runner"].endswith("-arm") == (build["machine"] == "aarch64")
+    runs = [step.get("run", "") for step in jobs["wheel"]["steps"]]
+    assert "make wheel" in runs
+    assert any(f"-py3-none-{TAG}${{{{ matrix.machine }}}}.whl" in run for run in runs)
+    assert jobs["pypi"]["permissions"] == {"id-token": "write"}  # of trusted publishing
+    published = jobs["pypi"]["steps"][-1]
+    assert published["uses"].startswith("pypa/gh-action-pypi-publish@")
+    assert "password" not in published["with"]
+
+
+@needs_checkout
+def test_the_version_is_dated_and_cited() -> None:
+    cited = workflow(ROOT / "CITATION.cff")
+    newest = re.search(r"^## (\S+) \((.*)\)$", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    assert newest is not None
+    assert newest.groups() == (cited["version"], cited["date-released"].isoformat())
+    assert cited["version"] == cutefce.__version__

@@ -25,9 +25,10 @@ class Row:
 
     model_type: str
     outcome: str
-    """"fused", "fell back", or "not run" where the model itself could not be built or run."""
+    """"fused", "fell back", "refused" by `defer`, or "not run" where the model itself could not be
+    built or run."""
     reason: str
-    """What made the logits, or the model's error."""
+    """What made the logits, or the error of `defer` or of the model."""
     loss: float | None = None
     loss_error: float | None = None
     """Relative difference between the deferred and the plain loss."""
@@ -52,6 +53,11 @@ def model_types() -> list[str]:
     return sorted(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
+def summary(error: Exception) -> str:
+    """Return the type and the beginning of an error, in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
+
+
 def run(model_type: str) -> list[Row]:
     """Compare loss and gradients of a model with and without deferred logits."""
     from transformers.utils import logging as their_logging
@@ -62,9 +68,11 @@ def run(model_type: str) -> list[Row]:
         model = build(tiny_config(model_type)).train()
         loss, gradients = step(model)
     except Exception as error:  # of the configuration, which is not what is measured
-        text = " ".join(str(error).split())
-        return [Row(model_type, "not run", f"{type(error).__name__}: {text[:120]}")]
-    cutefce.defer(model)
+        return [Row(model_type, "not run", summary(error))]
+    try:
+        cutefce.defer(model)
+    except TypeError as error:
+        return [Row(model_type, "refused", summary(error))]
     deferred_loss, deferred_gradients = step(model)
     report = cutefce.deferral_report(model)
     is_fused = report.fused > 0 and not report.fallbacks

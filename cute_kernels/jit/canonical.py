@@ -31,12 +31,12 @@ def _write(node: Any, put: Callable[[str], None]) -> None:
     elif isinstance(node, ast.Constant):
         put(f"{node.value!a}")
     elif isinstance(node, ast.JoinedStr):
-        for value in node.values:  # Python versions divide its texts differently
-            if isinstance(value, ast.Constant):
-                put(f"{value.value}")
+        for part in node.values:  # Python versions divide its texts differently
+            if isinstance(part, ast.Constant):
+                put(f"{part.value}")
             else:
                 put("\0")
-                _write(value, put)
+                _write(part, put)
                 put("\0")
     elif isinstance(node, ast.AST):
         put(type(node).__name__)

@@ -109,7 +109,7 @@ def linear_divergence(  # type: ignore[empty-body]
         NotImplementedError: for second derivatives, forward mode and transforms of torch.func.
         RuntimeError: if another rank of the group failed, or made no such call in time.
 
-    The formulas of the gradients are in docs/distillation.md.
+    The formulas of the gradients are in docs/internals/divergence.md.
     """
 
 

@@ -1,4 +1,4 @@
-"""What surrounds a model in training: the table of docs/integrations.md, and comparing its cells.
+"""What surrounds a model in training: the table of docs/defer.md, and comparing its cells.
 
 Cells that need torch alone are tests of `test_surroundings.py` beside this file, and those that
 need a framework of `tests/integrations/test_surroundings.py`.
@@ -20,7 +20,7 @@ import cutefce
 
 D, V = 16, 24
 LR = 0.5
-DOCS = Path(__file__).parents[2] / "docs" / "integrations.md"
+DOCS = Path(__file__).parents[2] / "docs" / "defer.md"
 FRAMEWORKS = ("DeepSpeed", "PEFT", "`device_map`")
 """How rows of the table begin that need more than torch."""
 

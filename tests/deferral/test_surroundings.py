@@ -1,6 +1,6 @@
 """defer: what surrounds a model in training has the loss and gradients that it has without.
 
-Each cell of the table "What surrounds a model" in docs/integrations.md is a test, here or in
+Each cell of the table "What surrounds a model" in docs/defer.md is a test, here or in
 `tests/integrations`.
 """
 

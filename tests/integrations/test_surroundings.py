@@ -1,6 +1,6 @@
 """defer: frameworks that surround a model in training; `tests/deferral` has what torch alone does.
 
-Each cell of the table "What surrounds a model" in docs/integrations.md is a test in one of both.
+Each cell of the table "What surrounds a model" in docs/defer.md is a test in one of both.
 """
 
 import functools
