@@ -33,7 +33,7 @@ def _write(node: Any, put: Callable[[str], None]) -> None:
     elif isinstance(node, ast.JoinedStr):
         for part in node.values:  # Python versions divide its texts differently
             if isinstance(part, ast.Constant):
-                put(f"{part.value}")
+                put(str(part.value))
             else:
                 put("\0")
                 _write(part, put)
