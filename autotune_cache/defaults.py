@@ -24,7 +24,10 @@ KERNEL_WINDOW_EXPS = 8192 * 8448
 MAX_NARROWER_WINDOWS = 4
 """Narrower windows that a plan may choose from; still narrower ones cost more than they save."""
 KERNEL_REFERENCE_BLOCK = 256
-"""Stored columns are a multiple of this; the kernels' references are per row."""
+"""Stored columns are a multiple of this: references are those of rows, or with Triton of so many
+columns."""
+TRITON_WEIGHT_ROWS = 2048
+"""Rows of dW whose sums exist at a time beside Triton's exponentials: they fit into an L2 cache."""
 
 
 def widest_window(problem: Problem) -> PortableTiles:
@@ -33,7 +36,7 @@ def widest_window(problem: Problem) -> PortableTiles:
     For the kernels a tile is a window; they read only the `WindowConfig` part.
     """
     config = PORTABLE_TILES.get(problem.device, PORTABLE_TILES["cuda"])
-    if problem.arch is not None:
+    if problem.arch is not None or problem.triton:
         # a window whose exponentials are no larger than dX's float32 sums is always affordable
         affordable = (
             columns
@@ -47,17 +50,18 @@ def widest_window(problem: Problem) -> PortableTiles:
             window=columns,
             tile_columns=columns,
             reference_block=KERNEL_REFERENCE_BLOCK,
+            weight_rows=TRITON_WEIGHT_ROWS,
         )
     block = min(config.reference_block, round_up(problem.vocab, 8))
     tile = min(config.tile_columns, round_up(problem.vocab, block))
     window = min(config.window, round_up(problem.vocab, tile))
-    return PortableTiles(window, block, tile, config.tile_rows)
+    return PortableTiles(window, block, tile, config.tile_rows, config.weight_rows)
 
 
 def window_configs(problem: Problem) -> tuple[PortableTiles, ...]:
     """Return the windows that a plan for `problem` chooses from, the widest first."""
     widest = widest_window(problem)
-    if problem.arch is None:
+    if problem.arch is None and not problem.triton:
         return (widest,)
     narrower = [columns for columns in KERNEL_WINDOWS if columns < widest.window]
     return widest, *(with_window(widest, columns) for columns in narrower[:MAX_NARROWER_WINDOWS])
