@@ -13,8 +13,11 @@ PORTABLE_TILES = {
     # Tiles of 128 MiB keep a GPU busy while the CPU launches the next; a window of two tiles makes
     # both gradient GEMMs long enough to run at full rate.
     "cuda": PortableTiles(window=8192, reference_block=1024, tile_columns=4096, tile_rows=8192),
+    # Triton's kernel computes a window at a time, in registers.
+    "triton": PortableTiles(window=8192, reference_block=256, tile_columns=8192, tile_rows=8192),
 }
-"""Tiles of the portable path by device type; other device types are tiled like "cuda"."""
+"""Tiles of the portable path by device type, and beside Triton's kernel; other device types are
+tiled like "cuda"."""
 
 KERNEL_WINDOWS = (67584, 33792, 16896, 8448, 4096, 2048, 1024, 512)
 """Windows that the kernels can recompute.  From 8448 = 33·256 on, the 256-row tiles of a window's
@@ -24,10 +27,7 @@ KERNEL_WINDOW_EXPS = 8192 * 8448
 MAX_NARROWER_WINDOWS = 4
 """Narrower windows that a plan may choose from; still narrower ones cost more than they save."""
 KERNEL_REFERENCE_BLOCK = 256
-"""Stored columns are a multiple of this: references are those of rows, or with Triton of so many
-columns."""
-TRITON_WEIGHT_ROWS = 2048
-"""Rows of dW whose sums exist at a time beside Triton's exponentials: they fit into an L2 cache."""
+"""Stored columns are a multiple of this; the kernels' references are per row."""
 
 
 def widest_window(problem: Problem) -> PortableTiles:
@@ -35,8 +35,9 @@ def widest_window(problem: Problem) -> PortableTiles:
 
     For the kernels a tile is a window; they read only the `WindowConfig` part.
     """
-    config = PORTABLE_TILES.get(problem.device, PORTABLE_TILES["cuda"])
-    if problem.arch is not None or problem.triton:
+    kind = "triton" if problem.triton else problem.device
+    config = PORTABLE_TILES.get(kind, PORTABLE_TILES["cuda"])
+    if problem.arch is not None:
         # a window whose exponentials are no larger than dX's float32 sums is always affordable
         affordable = (
             columns
@@ -50,18 +51,17 @@ def widest_window(problem: Problem) -> PortableTiles:
             window=columns,
             tile_columns=columns,
             reference_block=KERNEL_REFERENCE_BLOCK,
-            weight_rows=TRITON_WEIGHT_ROWS,
         )
     block = min(config.reference_block, round_up(problem.vocab, 8))
     tile = min(config.tile_columns, round_up(problem.vocab, block))
     window = min(config.window, round_up(problem.vocab, tile))
-    return PortableTiles(window, block, tile, config.tile_rows, config.weight_rows)
+    return PortableTiles(window, block, tile, config.tile_rows)
 
 
 def window_configs(problem: Problem) -> tuple[PortableTiles, ...]:
     """Return the windows that a plan for `problem` chooses from, the widest first."""
     widest = widest_window(problem)
-    if problem.arch is None and not problem.triton:
+    if problem.arch is None:
         return (widest,)
     narrower = [columns for columns in KERNEL_WINDOWS if columns < widest.window]
     return widest, *(with_window(widest, columns) for columns in narrower[:MAX_NARROWER_WINDOWS])

@@ -25,17 +25,10 @@ class PortableTiles(WindowConfig):
     """Columns of one tile of logits; divides `window`."""
     tile_rows: int
     """Rows of one tile of logits; with fewer tokens, tiles are wider."""
-    weight_rows: int = 1 << 13
-    """Rows of dW whose sums exist at a time, at most."""
 
     def __post_init__(self) -> None:
         check_multiple("window", self.window, self.tile_columns)
         check_multiple("tile_columns", self.tile_columns, self.reference_block)
-
-    @property
-    def summed_rows(self) -> int:
-        """Rows of dW whose sums exist at a time."""
-        return min(self.window, self.weight_rows)
 
     def columns(self, tokens: int) -> int:
         """Return the columns of a tile for `tokens` rows in total."""

@@ -227,13 +227,13 @@ def kernel_primitives(
 @process_cache
 def portable_primitives(tiles: PortableTiles) -> Primitives:
     """Return primitives in plain torch."""
-    return Primitives(tiles, PortableProjection(tiles), PortableGradients(tiles.summed_rows))
+    return Primitives(tiles, PortableProjection(tiles), PortableGradients(tiles.window))
 
 
 @process_cache
 def triton_primitives(tiles: PortableTiles) -> Primitives:
     """Return primitives in plain torch, but for exponentials, which Triton's kernel makes."""
-    return Primitives(tiles, TritonProjection(tiles), PortableGradients(tiles.summed_rows))
+    return Primitives(tiles, TritonProjection(tiles), PortableGradients(tiles.window))
 
 
 def report(reason: str, served_by: str) -> None:

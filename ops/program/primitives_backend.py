@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from cutefce.cute_kernels.config import PortableTiles, WindowConfig
+from cutefce.cute_kernels.config import WindowConfig
 from cutefce.cute_kernels.integers import ceil_div
 from cutefce.cute_kernels.problem import Problem as Operands
 from cutefce.ops.planning.device import Device
@@ -196,8 +196,7 @@ class PrimitivesBackend:
         if self.is_fused:
             return beside
         wide = accumulates_wider(of) and (len(step.writes) > 1 or p.dw_item < p.sums)
-        assert isinstance(self.tiles, PortableTiles)
-        window = min(self.tiles.summed_rows, columns)
+        window = min(self.tiles.window, columns)
         sums = beside or self._sums(p, window, columns) * (wide and step.writes != ("into",))
         block = window if sums else columns
         steps = [upcast_bytes(of, block, rows, p.hidden), rows_bytes(of, block, PLAIN)]
