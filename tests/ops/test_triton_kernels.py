@@ -99,7 +99,7 @@ def test_exponentials_and_sums(sizes: tuple[int, int, int], std: float, options:
     kernels.project(
         h, w, reference, y, exps, kernels.Window(0, classes, **got, transform=transform)
     )
-    close = {"rtol": 2e-4 * std, "atol": 1e-5 * std, "equal_nan": True}
+    close: dict[str, Any] = {"rtol": 2e-4 * std, "atol": 1e-5 * std, "equal_nan": True}
     for name, x in want.items():
         torch.testing.assert_close(got[name], x, **close)
     active = y >= 0
