@@ -13,8 +13,11 @@ PORTABLE_TILES = {
     # Tiles of 128 MiB keep a GPU busy while the CPU launches the next; a window of two tiles makes
     # both gradient GEMMs long enough to run at full rate.
     "cuda": PortableTiles(window=8192, reference_block=1024, tile_columns=4096, tile_rows=8192),
+    # Triton's kernel computes a window at a time, in registers.
+    "triton": PortableTiles(window=8192, reference_block=256, tile_columns=8192, tile_rows=8192),
 }
-"""Tiles of the portable path by device type; other device types are tiled like "cuda"."""
+"""Tiles of the portable path by device type, and beside Triton's kernel; other device types are
+tiled like "cuda"."""
 
 KERNEL_WINDOWS = (67584, 33792, 16896, 8448, 4096, 2048, 1024, 512)
 """Windows that the kernels can recompute.  From 8448 = 33·256 on, the 256-row tiles of a window's
@@ -32,7 +35,8 @@ def widest_window(problem: Problem) -> PortableTiles:
 
     For the kernels a tile is a window; they read only the `WindowConfig` part.
     """
-    config = PORTABLE_TILES.get(problem.device, PORTABLE_TILES["cuda"])
+    kind = "triton" if problem.triton else problem.device
+    config = PORTABLE_TILES.get(kind, PORTABLE_TILES["cuda"])
     if problem.arch is not None:
         # a window whose exponentials are no larger than dX's float32 sums is always affordable
         affordable = (

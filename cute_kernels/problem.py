@@ -64,6 +64,9 @@ class Problem:
     """Whether dW is in the dtype of sums, as of a float32 weight beside 16-bit hidden states."""
     tile_copies: int = 0
     """Copies of a tile of logits that options of the loss make in plain torch."""
+    triton: bool = False
+    """Whether Triton's kernel makes its exponentials, so that no tile of logits is in memory; then
+    `arch` is None."""
 
     @property
     def selects_rows(self) -> bool:

@@ -20,6 +20,7 @@ from cutefce.ops.planning.device import device_of
 from cutefce.ops.primitives.dispatch import (
     options_unsupported_reason,
     problem_of,
+    triton_serves,
     try_compiler,
     window_configs_for,
 )
@@ -158,7 +159,9 @@ def request_of(
     if operands.arch is not None:
         given = h.device, options, tensors, is_sampled
         if options_unsupported_reason(operands, *given) is not None:
-            operands = replace(operands, arch=None)
+            operands = replace(operands, arch=None, triton=triton_serves(h, w))
+    if is_sampled:  # what is sampled are tiles of logits
+        operands = replace(operands, triton=False)
     problem = _problem(h, operands, options, tensors, buffer, sharding.group is not None)
     if is_sampled:
         problem = replace(problem, samples=options.samples, stores=False)
@@ -224,7 +227,7 @@ def _copies(of: Operands, h: Tensor, w: Tensor, copied: tuple[int, int]) -> Copi
     `copied` are the `copied_item_bytes` of h and w.  The others depend on their layouts: they are
     those of `Projection.prepare`.
     """
-    accepts = is_dense if of.arch is None else has_aligned_rows
+    accepts = has_aligned_rows if of.arch is not None or of.triton else is_dense
     gathered = (w,) if of.sequence_parallel else (h, w)
     return Copies(*copied, sum(x.nbytes for x in gathered if not accepts(x)))
 

@@ -75,6 +75,8 @@ def tile_bytes(
     """
     if p.arch is not None:
         return 0 if stored else unused_bytes(p, tokens)
+    if p.triton:
+        return 0
     assert isinstance(config, PortableTiles)
     rows, columns = min(tokens, config.tile_rows), config.columns(tokens)
     if p.device != "cpu":

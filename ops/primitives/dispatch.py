@@ -31,6 +31,7 @@ from cutefce.ops.primitives.portable_gradients import PortableGradients
 from cutefce.ops.primitives.portable_projection import PortableProjection
 from cutefce.ops.primitives.primitives import Primitives
 from cutefce.ops.primitives.row_selection import has_aligned_rows
+from cutefce.ops.primitives.triton_projection import TritonProjection
 from cutefce.ops.rows.targets import Targets, variant_of
 from cutefce.ops.sampling.sample_sizes import slots as sample_slots
 
@@ -51,7 +52,7 @@ class Backend:
     """Which primitives serve a call."""
 
     name: str
-    """"cute", the kernels, or "torch", the portable path."""
+    """"cute", the kernels; "triton", one of Triton and plain torch; or "torch", this alone."""
     reason: str
     """Why."""
 
@@ -67,7 +68,7 @@ def backend_of(h: Tensor, w: Tensor, tokens: int | None = None) -> Backend:
     try_compiler(h.device, h.dtype)
     reason = _unsupported_reason(h, w, STEP, tokens)
     if reason is not None:
-        return Backend("torch", reason)
+        return Backend("triton" if triton_serves(h, w) else "torch", reason)
     capability = gpu_of(h.device).arch.capability
     return Backend("cute", f"{h.dtype} on compute capability {capability[0]}.{capability[1]}")
 
@@ -101,8 +102,8 @@ def problem_of(
     It has `tokens`, if h is a share of these.
     """
     (rows, hidden), vocab = h.shape, w.shape[0]
-    # equal problems are one object, which is faster to make and to compare
-    return _problem(
+    arch = arch_of(h, w, _exact_part(grad_hidden, grad_weight, grad_bias), tokens)
+    return Problem(
         rows if tokens is None else tokens,
         hidden,
         vocab,
@@ -110,14 +111,10 @@ def problem_of(
         planned_device(h),
         grad_hidden,
         grad_weight,
-        arch_of(h, w, _exact_part(grad_hidden, grad_weight, grad_bias), tokens),
-        grad_bias,
+        arch,
+        grad_bias=grad_bias,
+        triton=arch is None and triton_serves(h, w),
     )
-
-
-@process_cache
-def _problem(*fields: Any) -> Problem:
-    return Problem(*fields[:-1], grad_bias=fields[-1])  # type: ignore[misc]
 
 
 def window_configs_for(problem: Problem, device: torch.device) -> tuple[WindowConfig, ...]:
@@ -150,8 +147,9 @@ def primitives_for(
         is_sampled = options.is_sampled and _part_of(problem) == STEP
         reason = options_unsupported_reason(problem, h.device, options, tensors, is_sampled)
     if problem.tokens and reason is not None:
-        report(reason, h.is_cuda)
-    return portable_primitives(defaults.widest_window(problem))
+        report(reason, "Triton's kernel" if problem.triton else "plain torch" if h.is_cuda else "")
+    made = triton_primitives if problem.triton else portable_primitives
+    return made(defaults.widest_window(problem))
 
 
 def options_unsupported_reason(
@@ -232,12 +230,21 @@ def portable_primitives(tiles: PortableTiles) -> Primitives:
     return Primitives(tiles, PortableProjection(tiles), PortableGradients(tiles.window))
 
 
-def report(reason: str, on_gpu: bool) -> None:
-    """Raise RuntimeError in strict mode, otherwise warn once on a GPU, that no kernels serve."""
+@process_cache
+def triton_primitives(tiles: PortableTiles) -> Primitives:
+    """Return primitives in plain torch, but for exponentials, which Triton's kernel makes."""
+    return Primitives(tiles, TritonProjection(tiles), PortableGradients(tiles.window))
+
+
+def report(reason: str, served_by: str) -> None:
+    """Raise RuntimeError in strict mode, otherwise warn once, that no kernels serve.
+
+    Without `served_by`, as on a CPU, nothing is warned of.
+    """
     if _strict:
         raise RuntimeError(f"cutefce: the kernels cannot serve this call: {reason}")
-    if on_gpu:
-        warn_once(f"served by the portable path: {reason}")
+    if served_by:
+        warn_once(f"served by {served_by}: {reason}")
 
 
 def _unsupported_reason(h: Tensor, w: Tensor, part: str, tokens: int | None) -> str | None:
@@ -261,6 +268,20 @@ def _layout_unsupported_reason(h: Tensor, w: Tensor) -> str | None:
             "expected rows that are contiguous and begin at multiples of 16 bytes"
         )
     return None
+
+
+def triton_serves(h: Tensor, w: Tensor) -> bool:
+    """Whether Triton's kernel can make exponentials of h (N, D) and w (V, D)."""
+    if not h.is_cuda or h.dtype not in (torch.bfloat16, torch.float16) or h.shape[1] % 8:
+        return False
+    return has_aligned_rows(w) and _has_triton(h.device)
+
+
+@process_cache
+def _has_triton(device: torch.device) -> bool:
+    """Whether Triton compiles tensor-core kernels for a GPU, and has descriptors of tensors."""
+    is_recent = find_spec("triton") and find_spec("triton.tools.tensor_descriptor")
+    return is_recent is not None and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 class _RetryLaterError(Exception):

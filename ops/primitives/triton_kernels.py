@@ -1,0 +1,265 @@
+"""Kernels in Triton: exponentials of logits and their row sums, for GPUs without kernels in CuTe.
+
+This module imports Triton, which comes with torch on Linux.  In the shapes N is tokens, D hidden,
+K the columns of a window, P the blocks of columns of which each has a reference of its own.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from cutefce.cute_kernels.integers import ceil_div
+from cutefce.cute_kernels.problem import SLACK
+from cutefce.cute_kernels.process_cache import process_cache
+
+ROWS, BLOCK = 128, 256
+"""Tokens and columns of a tile; a tile's columns share a reference."""
+GROUP = 8
+"""Row blocks that are computed together, so that their hidden states stay in the L2 cache."""
+STAGES, WARPS = 3, 8
+HOPPER_SHARED_BYTES = 200 << 10
+"""Shared memory of a block above which a stage has 64 features: data-centre GPUs since Hopper."""
+RESCALED_ROWS = 32
+
+
+@triton.jit
+def _project(
+    h,
+    w,
+    exps_tiles,
+    exps,
+    exps_pitch,
+    reference,
+    target,
+    sums,
+    references,
+    sums_pitch,
+    of_all,
+    of_all_plane,
+    largest,
+    largest_plane,
+    row_scale,
+    bias,
+    slope,
+    tokens,
+    hidden,
+    first,
+    last,
+    SLACK: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    FEATURES: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    IS_WHOLE: tl.constexpr,
+    SUMS: tl.constexpr,
+    STORES: tl.constexpr,
+    STORES_TILES: tl.constexpr,
+    OF_ALL: tl.constexpr,
+    LARGEST: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+):
+    """Compute tiles (ROWS, BLOCK) of exponentials of the columns [first, last), one after another.
+
+    `h` (N, D), `w` (V, D) and `exps_tiles` (N, K) are descriptors; the other tensors are those of
+    `project`.  A thread block computes every BLOCKS-th tile, and loads the next one's operands
+    under the epilogue of this one.
+    """
+    row_tiles, column_tiles = tl.cdiv(tokens, ROWS), tl.cdiv(last - first, BLOCK)
+    steps = tl.cdiv(hidden, FEATURES)
+    for tile in tl.range(tl.program_id(0), row_tiles * column_tiles, BLOCKS, flatten=True):
+        group = tile // (GROUP * column_tiles)
+        size = tl.minimum(row_tiles - group * GROUP, GROUP)
+        within = tile % (GROUP * column_tiles)
+        row, column = group * GROUP + within % size, within // size
+        z = tl.zeros((ROWS, BLOCK), tl.float32)
+        for step in tl.range(steps):
+            a = h.load([row * ROWS, step * FEATURES])
+            b = w.load([first + column * BLOCK, step * FEATURES])
+            z = tl.dot(a, b.T, z)
+        rows, own = row * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
+        exists = rows < tokens
+        classes = first + column * BLOCK + own
+        if HAS_BIAS:
+            z += tl.load(bias + column * BLOCK + own, mask=classes < last, other=0.0)[None, :]
+        if HAS_CAP:
+            z = 1 - 2 / (tl.exp2(z * slope * 2.8853900817779268) + 1)  # tanh(z slope)
+            derivative = 1 - z * z
+        if HAS_SCALE:
+            z *= tl.load(row_scale + rows, mask=exists, other=1.0)[:, None]
+        if not IS_WHOLE:
+            z = tl.where((classes < last)[None, :], z, float("-inf"))
+        place = rows.to(tl.int64) * sums_pitch + column
+        if OF_ALL:
+            most, at = tl.max(z, 1, return_indices=True)
+            base = tl.where(most == float("-inf"), 0.0, most)
+            d = tl.where(own[None, :] == at[:, None], float("-inf"), z - base[:, None])
+            x = tl.exp(d)
+            tl.store(of_all + place, most, mask=exists)
+            tl.store(of_all + of_all_plane + place, tl.sum(x, 1), mask=exists)
+            d = tl.sum(tl.maximum(d, -1e30) * x, 1)
+            tl.store(of_all + 2 * of_all_plane + place, d, mask=exists)
+            tl.store(of_all + 3 * of_all_plane + place, tl.sum(x * x, 1), mask=exists)
+        # the target's logit, rounded as by a GEMM, must not become the reference of the others
+        y = tl.load(target + rows, mask=exists, other=-1) - (first + column * BLOCK)
+        y = tl.where((y < 0) | (y >= BLOCK), -1, y).to(tl.int32)
+        z = tl.where(own[None, :] == y[:, None], float("-inf"), z)
+        r = tl.load(reference + rows, mask=exists, other=0.0)
+        if LARGEST:
+            most, at = tl.max(z, 1, return_indices=True)
+            tl.store(largest + place, most, mask=exists)
+            at = (first + column * BLOCK + at).to(tl.float32)
+            tl.store(largest + largest_plane + place, at, mask=exists)
+        if SUMS:
+            highest = tl.max(z, 1)
+            r = tl.where(highest - r > SLACK, highest, r)
+            tl.store(references + place, r, mask=exists)
+        r = tl.where(r == float("-inf"), 0.0, r)  # -inf - -inf is NaN
+        e = tl.exp2(z * 1.4426950408889634 - (r * 1.4426950408889634)[:, None])
+        if SUMS:
+            tl.store(sums + place, tl.sum(e, 1), mask=exists)
+        if STORES:
+            if HAS_CAP:
+                e *= derivative
+            if STORES_TILES:
+                exps_tiles.store([row * ROWS, column * BLOCK], e.to(exps_tiles.dtype))
+            else:
+                to = (
+                    exps + rows.to(tl.int64)[:, None] * exps_pitch + (column * BLOCK + own)[None, :]
+                )
+                written = exists[:, None] & (classes < last)[None, :]
+                tl.store(to, e.to(exps.dtype.element_ty), mask=written)
+
+
+@dataclass(frozen=True)
+class Window:
+    """What `project` computes of the columns [first, last), beside exponentials; see there."""
+
+    first: int
+    last: int
+    sums: Tensor | None = None
+    references: Tensor | None = None
+    of_all: Tensor | None = None
+    largest: Tensor | None = None
+    transform: tuple[Tensor | None, Tensor | None, float | None] = (None, None, None)
+
+
+def project(
+    h: Tensor, w: Tensor, reference: Tensor, target: Tensor, exps: Tensor | None, out: Window
+) -> None:
+    """Compute e = exp(u - ρ) of the logits u of h (N, D) @ w (V, D)ᵀ, 0 at the `target` (N,).
+
+    `exps` (N, K), if given, receives e, times the softcap's derivative.  It is relative to
+    `reference` (N,); with sums, a block of `BLOCK` columns whose largest logit is more than `SLACK`
+    above it takes that logit instead, and `references` (N, P) receives the choice.  `sums` (N, P)
+    receives the row sums; `of_all` (4, N, P) and `largest` (2, N, P) the reductions of
+    `elementwise.exponentials_`.  The transform is that of `LogitMap.columns`.
+    """
+    tokens, hidden = h.shape
+    blocks, features = _device(h.device)
+    columns = out.last - out.first
+    tiles = ceil_div(tokens, ROWS) * ceil_div(columns, BLOCK)
+    stores_tiles = exps is not None and _is_aligned(exps)
+    row_scale, bias, slope = out.transform
+    none = reference  # stands for tensors that are not read
+    planes = [none if x is None else x for x in (out.sums, out.references, out.of_all, out.largest)]
+    sums, references, of_all, largest = planes
+    arguments: Any = (
+        TensorDescriptor.from_tensor(h, [ROWS, features]),
+        TensorDescriptor.from_tensor(w, [BLOCK, features]),
+        TensorDescriptor.from_tensor(exps, [ROWS, BLOCK]) if stores_tiles else None,
+        none if exps is None else exps,
+        0 if exps is None else exps.stride(0),
+        reference,
+        target,
+        sums,
+        references,
+        0 if out.sums is None else sums.stride(0),
+        of_all,
+        of_all.stride(0) if out.of_all is not None else 0,
+        largest,
+        largest.stride(0) if out.largest is not None else 0,
+        none if row_scale is None else row_scale,
+        none if bias is None else bias,
+        slope or 0.0,
+        tokens,
+        hidden,
+        out.first,
+        out.last,
+    )
+    _project[(min(blocks, tiles),)](
+        *arguments,
+        SLACK=SLACK,
+        ROWS=ROWS,
+        BLOCK=BLOCK,
+        FEATURES=features,
+        GROUP=GROUP,
+        BLOCKS=blocks,
+        IS_WHOLE=columns % BLOCK == 0,
+        SUMS=out.sums is not None,
+        STORES=exps is not None,
+        STORES_TILES=stores_tiles,
+        OF_ALL=out.of_all is not None,
+        LARGEST=out.largest is not None,
+        HAS_SCALE=row_scale is not None,
+        HAS_BIAS=bias is not None,
+        HAS_CAP=slope is not None,
+        num_stages=STAGES,
+        num_warps=WARPS,
+    )
+
+
+@triton.jit
+def _rescale(
+    exps,
+    pitch,
+    references,
+    references_pitch,
+    reference,
+    tokens,
+    columns,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Make a block (ROWS, BLOCK) of `exps` relative to `reference` (N,), if it is not yet."""
+    rows, block = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1)
+    exists = rows < tokens
+    old = tl.load(references + rows.to(tl.int64) * references_pitch + block, mask=exists, other=0.0)
+    new = tl.load(reference + rows, mask=exists, other=0.0)
+    if tl.max((old != new).to(tl.int32), 0) > 0:
+        factor = tl.where(old == new, 1.0, tl.exp(old - new))
+        own = block * BLOCK + tl.arange(0, BLOCK)
+        places = exps + rows.to(tl.int64)[:, None] * pitch + own[None, :]
+        exist = exists[:, None] & (own < columns)[None, :]
+        e = tl.load(places, mask=exist, other=0.0).to(tl.float32) * factor[:, None]
+        tl.store(places, e.to(exps.dtype.element_ty), mask=exist)
+
+
+def rescale(exps: Tensor, references: Tensor, reference: Tensor) -> None:
+    """Make `exps` (N, K), relative to `references` (N, P) in blocks, so to `reference` (N,)."""
+    tokens, columns = exps.shape
+    grid = ceil_div(tokens, RESCALED_ROWS), ceil_div(columns, BLOCK)
+    pitches = exps.stride(0), references.stride(0)
+    given: Any = exps, pitches[0], references, pitches[1], reference, tokens, columns
+    _rescale[grid](*given, ROWS=RESCALED_ROWS, BLOCK=BLOCK)
+
+
+def _is_aligned(x: Tensor) -> bool:
+    """Whether descriptors address x (N, K): rows begin at multiples of 16 bytes."""
+    pitch, unit = x.stride()
+    return unit == 1 and x.data_ptr() % 16 == 0 and pitch * x.element_size() % 16 == 0
+
+
+@process_cache
+def _device(device: torch.device) -> tuple[int, int]:
+    """Return the thread blocks of a launch, and the features of a stage."""
+    properties = torch.cuda.get_device_properties(device)
+    shared: int = getattr(properties, "shared_memory_per_block_optin", 0)
+    return properties.multi_processor_count, 64 if shared > HOPPER_SHARED_BYTES else 32

@@ -1,0 +1,61 @@
+"""`PortableProjection` with Triton's kernel of exponentials: no logits in memory.
+
+It serves GPUs without kernels in CuTe, and what those do not take; the other steps are those of
+plain torch, whose row-wise functions torch compiles, and cuBLAS.
+"""
+
+from typing import Any
+
+from torch import Tensor
+
+from cutefce.ops.primitives.portable_projection import (
+    PartialSums,
+    PortableProjection,
+    Take,
+)
+from cutefce.ops.primitives.row_selection import with_aligned_rows
+from cutefce.ops.rows.statistics import RowStats
+from cutefce.ops.rows.targets import Targets, launch_transform
+
+
+class TritonProjection(PortableProjection):
+    """The same steps; only tiles that somebody takes are computed in plain torch."""
+
+    def prepare(self, h: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        return with_aligned_rows(h), w
+
+    def _project_tiles(
+        self,
+        h: Tensor,
+        w: Tensor,
+        window: tuple[int, int],
+        reference: Tensor,
+        targets: Targets,
+        exps: Tensor | None,
+        out: PartialSums | None,
+        take: Take | None = None,
+    ) -> None:
+        if take is not None:
+            super()._project_tiles(h, w, window, reference, targets, exps, out, take)
+            return
+        from cutefce.ops.primitives import triton_kernels as kernels
+
+        more: dict[str, Any] = {} if out is None else vars(out)
+        transform = launch_transform(targets, window) or (None, None, None)
+        own = kernels.Window(*window, **more, transform=transform)
+        kernels.project(h, w, reference, targets.index, exps, own)
+
+    def repair_stored_exps(
+        self,
+        exps: Tensor,
+        h: Tensor,
+        w: Tensor,
+        first: int,
+        targets: Targets,
+        partial: Any,
+        stats: RowStats,
+    ) -> None:
+        from cutefce.ops.primitives import triton_kernels as kernels
+
+        start = first // kernels.BLOCK
+        kernels.rescale(exps, partial.references[:, start:], stats.reference)

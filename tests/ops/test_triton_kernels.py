@@ -1,0 +1,135 @@
+"""Triton's kernel of exponentials against the same function in plain torch.
+
+Without a GPU, Triton's interpreter runs it.
+"""
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cutefce.cute_kernels.integers import ceil_div
+from cutefce.ops.primitives.elementwise import exponentials_
+from tests.support.tiers import rest_slow
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is imported
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPE = (
+    torch.bfloat16 if DEVICE == "cuda" else torch.float16
+)  # numpy, in which the interpreter computes, has it
+pytest.importorskip("triton")
+kernels = pytest.importorskip("cutefce.ops.primitives.triton_kernels")
+
+SIZES = [(130, 64, 300), (1, 72, 256), (70, 128, 600), (128, 64, 100)]
+"""Tokens, hidden and classes: tiles that are partly or wholly in range."""
+
+
+@pytest.fixture(autouse=True)
+def a_small_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    if DEVICE == "cpu":
+        monkeypatch.setattr(kernels, "_device", lambda device: (3, 64))
+
+
+def operands(sizes: tuple[int, int, int], std: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
+    """Return random h (N, D), w (V, D) and target (N,)."""
+    tokens, hidden, classes = sizes
+    h = torch.randn(tokens, hidden, device=DEVICE).to(DTYPE)
+    w = (torch.randn(classes, hidden, device=DEVICE) * std / hidden**0.5).to(DTYPE)
+    y = torch.randint(classes, (tokens,), device=DEVICE)
+    y[::5] = -100
+    return h, w, y
+
+
+def logits(h: Tensor, w: Tensor, transform: Any) -> Tensor:
+    """Return the transformed logits u (N, V) in float32."""
+    row_scale, bias, slope = transform
+    u = h.float() @ w.float().t()
+    if bias is not None:
+        u = u + bias
+    if slope is not None:
+        u = (u * slope).tanh()
+    return u if row_scale is None else u * row_scale[:, None]
+
+
+def target_logit(u: Tensor, y: Tensor) -> Tensor:
+    """Return the reference (N,), +inf if ignored."""
+    return torch.where(y < 0, torch.inf, u.gather(1, y.clamp(min=0)[:, None])[:, 0])
+
+
+def expected(
+    u: Tensor, y: Tensor, reference: Tensor, transform: Any, out: dict[str, Tensor]
+) -> Tensor:
+    """Return exponentials (N, V) as plain torch computes them; it fills `out`."""
+    block = kernels.BLOCK
+    width = ceil_div(u.shape[1], block) * block
+    padded = torch.full((len(u), width), -torch.inf, device=DEVICE)
+    padded[:, : u.shape[1]] = u
+    tiles, start = padded.view(len(u), -1, block), torch.zeros((), dtype=torch.int64, device=DEVICE)
+    cap = transform[0] if transform[2] is not None else None
+    more = out.get("sums"), out.get("references"), None, cap
+    exponentials_(tiles, start, reference, y, *more, out.get("of_all"), out.get("largest"))
+    return padded[:, : u.shape[1]]
+
+
+@pytest.mark.parametrize("sizes", rest_slow(SIZES))
+@pytest.mark.parametrize("std", [1.0, 60.0])
+@pytest.mark.parametrize("options", rest_slow(["", "scale bias cap", "scale", "bias"]))
+def test_exponentials_and_sums(sizes: tuple[int, int, int], std: float, options: str) -> None:
+    torch.manual_seed(0)
+    h, w, y = operands(sizes, std)
+    tokens, _, classes = sizes
+    count = ceil_div(classes, kernels.BLOCK)
+    row_scale = torch.rand(tokens, device=DEVICE) + 0.5 if "scale" in options else None
+    bias = torch.randn(classes, device=DEVICE) if "bias" in options else None
+    transform = row_scale, bias, 0.3 if "cap" in options else None
+    u = logits(h, w, transform)
+    reference = target_logit(u, y)
+    want = {
+        "sums": torch.empty(tokens, count, device=DEVICE),
+        "references": torch.empty(tokens, count, device=DEVICE),
+        "of_all": torch.empty(4, tokens, count, device=DEVICE),
+        "largest": torch.empty(2, tokens, count, device=DEVICE),
+    }
+    got = {name: torch.full_like(x, torch.nan) for name, x in want.items()}
+    exps = torch.full((tokens, ceil_div(classes, 8) * 8), torch.nan, device=DEVICE).to(DTYPE)
+    wanted = expected(u, y, reference, transform, want)
+    kernels.project(
+        h, w, reference, y, exps, kernels.Window(0, classes, **got, transform=transform)
+    )
+    close: dict[str, Any] = {"rtol": 2e-4 * std, "atol": 1e-5 * std, "equal_nan": True}
+    for name, x in want.items():
+        torch.testing.assert_close(got[name], x, **close)
+    active = y >= 0
+    assert not exps[~active, :classes].any()
+    wanted = wanted[active].to(DTYPE).float()
+    torch.testing.assert_close(exps[active, :classes].float(), wanted, rtol=0.01 * std, atol=1e-6)
+
+
+def test_columns_of_a_window_without_sums() -> None:
+    torch.manual_seed(0)
+    h, w, y = operands((130, 64, 1000))
+    u, plain = logits(h, w, (None, None, None)), (None, None, None)
+    reference = target_logit(u, y)
+    wanted = expected(u, y, reference, plain, {})[:, 256:768]
+    exps = torch.empty(130, 512, device=DEVICE).to(DTYPE)
+    kernels.project(h, w, reference, y, exps, kernels.Window(256, 768))
+    torch.testing.assert_close(exps.float(), wanted, rtol=0.01, atol=1e-6)
+
+
+def test_blocks_of_other_references_are_rescaled() -> None:
+    torch.manual_seed(0)
+    exps = torch.rand(70, 520, device=DEVICE).to(DTYPE)
+    references = torch.zeros(70, 3, device=DEVICE)
+    references[3, 1], references[65, 2], references[9] = 2.0, torch.inf, torch.inf
+    reference = torch.ones(70, device=DEVICE)
+    reference[3], reference[65], reference[9] = 3.0, torch.inf, torch.inf
+    references[10:] = reference[10:, None]
+    factor = torch.where(
+        references == reference[:, None], 1, (references - reference[:, None]).exp()
+    )
+    want = exps.float() * factor.repeat_interleave(256, 1)[:, :520]
+    kernels.rescale(exps, references, reference)
+    torch.testing.assert_close(exps, want.to(DTYPE))
