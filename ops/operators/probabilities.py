@@ -64,10 +64,7 @@ def losses_of_probabilities(
         RuntimeError: in strict mode.
     """
     if len(h):
-        report(
-            "target: got probabilities (N, V), expected class indices",
-            "plain torch" if h.is_cuda else "",
-        )
+        report("target: got probabilities (N, V), expected class indices", h.is_cuda)
     losses, lse = h.new_empty(2, len(h), dtype=sum_dtype(h.dtype))
     for rows, u, b, z in _blocks(h, w, probs, *unpack(arguments, *RECORDS)):
         lse[rows] = u.logsumexp(1)

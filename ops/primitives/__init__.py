@@ -6,6 +6,8 @@ dispatch.py                which implementation serves a call, and why
 cute_projection.py         launches of the kernels: exponentials, row sums, loss
 cute_gradients.py          launches of the kernels: dX and dW
 cute_rowwise.py            launches of the kernels: row-wise steps of both
+triton_projection.py       from hidden states to exponentials in Triton, else as in torch
+triton_kernels.py          its kernel
 primitives.py              one implementation of both
 row_selection.py           which tokens are computed
 elementwise.py             arithmetic between the GEMMs, fused on a GPU

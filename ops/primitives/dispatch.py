@@ -52,7 +52,7 @@ class Backend:
     """Which primitives serve a call."""
 
     name: str
-    """"cute", the kernels; "triton", one of Triton and plain torch; or "torch", this alone."""
+    """"cute", the kernels, or "torch", the portable path."""
     reason: str
     """Why."""
 
@@ -68,7 +68,7 @@ def backend_of(h: Tensor, w: Tensor, tokens: int | None = None) -> Backend:
     try_compiler(h.device, h.dtype)
     reason = _unsupported_reason(h, w, STEP, tokens)
     if reason is not None:
-        return Backend("triton" if triton_serves(h, w) else "torch", reason)
+        return Backend("torch", reason)
     capability = gpu_of(h.device).arch.capability
     return Backend("cute", f"{h.dtype} on compute capability {capability[0]}.{capability[1]}")
 
@@ -147,7 +147,7 @@ def primitives_for(
         is_sampled = options.is_sampled and _part_of(problem) == STEP
         reason = options_unsupported_reason(problem, h.device, options, tensors, is_sampled)
     if problem.tokens and reason is not None:
-        report(reason, "Triton's kernel" if problem.triton else "plain torch" if h.is_cuda else "")
+        report(reason, h.is_cuda)
     made = triton_primitives if problem.triton else portable_primitives
     return made(defaults.widest_window(problem))
 
@@ -236,15 +236,12 @@ def triton_primitives(tiles: PortableTiles) -> Primitives:
     return Primitives(tiles, TritonProjection(tiles), PortableGradients(tiles.window))
 
 
-def report(reason: str, served_by: str) -> None:
-    """Raise RuntimeError in strict mode, otherwise warn once, that no kernels serve.
-
-    Without `served_by`, as on a CPU, nothing is warned of.
-    """
+def report(reason: str, on_gpu: bool) -> None:
+    """Raise RuntimeError in strict mode, otherwise warn once on a GPU, that no kernels serve."""
     if _strict:
         raise RuntimeError(f"cutefce: the kernels cannot serve this call: {reason}")
-    if served_by:
-        warn_once(f"served by {served_by}: {reason}")
+    if on_gpu:
+        warn_once(f"served by the portable path: {reason}")
 
 
 def _unsupported_reason(h: Tensor, w: Tensor, part: str, tokens: int | None) -> str | None:

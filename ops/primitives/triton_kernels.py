@@ -70,7 +70,8 @@ def _project(
 
     `h` (N, D), `w` (V, D) and `exps_tiles` (N, K) are descriptors; the other tensors are those of
     `project`.  A thread block computes every BLOCKS-th tile, and loads the next one's operands
-    under the epilogue of this one.
+    under the epilogue of this one.  More than eight parameters: operands, sizes and constants of a
+    kernel.
     """
     row_tiles, column_tiles = tl.cdiv(tokens, ROWS), tl.cdiv(last - first, BLOCK)
     steps = tl.cdiv(hidden, FEATURES)
@@ -228,7 +229,10 @@ def _rescale(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Make a block (ROWS, BLOCK) of `exps` relative to `reference` (N,), if it is not yet."""
+    """Make a block (ROWS, BLOCK) of `exps` relative to `reference` (N,), if it is not yet.
+
+    More than eight parameters: operands, sizes and constants of a kernel.
+    """
     rows, block = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1)
     exists = rows < tokens
     old = tl.load(references + rows.to(tl.int64) * references_pitch + block, mask=exists, other=0.0)

@@ -1,9 +1,8 @@
 """Triton's kernel of exponentials against the same function in plain torch.
 
-Without a GPU, Triton's interpreter runs it.
+Without a GPU, Triton's interpreter runs it, see `tests.support.plugin`.
 """
 
-import os
 from typing import Any
 
 import pytest
@@ -14,8 +13,6 @@ from cutefce.cute_kernels.integers import ceil_div
 from cutefce.ops.primitives.elementwise import exponentials_
 from tests.support.tiers import rest_slow
 
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is imported
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = (
     torch.bfloat16 if DEVICE == "cuda" else torch.float16

@@ -5,6 +5,7 @@ Each process that runs tests has them, which `tests/conftest.py` sees to.
 
 import gc
 import logging
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -44,6 +45,8 @@ process_cache._clears[:] = [
 ]
 
 if not torch.cuda.is_available():
+    # read when Triton is imported, which torch may do
+    os.environ["TRITON_INTERPRET"] = "1"
     # torch notes a seed for each device that is not there, with a traceback: it takes longer than
     # to draw
     torch.manual_seed = torch.default_generator.manual_seed
