@@ -129,7 +129,7 @@ def _serve(
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     if backend == "nccl":
         torch.cuda.set_device(rank)
-    for name in defaults.PORTABLE_TILES:
+    for name in {*defaults.PORTABLE_TILES} - {"triton"}:
         defaults.PORTABLE_TILES[name] = SMALL_TILES
     timeout = timedelta(seconds=timeout_s)
     dist.init_process_group(
