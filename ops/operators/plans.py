@@ -90,7 +90,7 @@ def plan_for(
             try_compiler(h.device, h.dtype)
         found = make_plan(*given, counted, leaves_out)
         # kernels that do not serve a call in a graph's capture may serve the next one
-        if found.backend.operands.arch is not None or not h.is_cuda:
+        if not (h.is_cuda and torch.cuda.is_current_stream_capturing()):
             if len(_plans) >= MAX_ENTRIES:
                 _plans.clear()
             _plans[key] = found
