@@ -22,7 +22,6 @@ from cutefce.cute_kernels.problem import GRADIENT_LOSS, Problem
 from cutefce.cute_kernels.variant import (
     IDENTITY,
     PLAIN,
-    PREBUILT,
     SUM_ONLY,
     KernelVariant,
     LogitTransform,
@@ -761,17 +760,6 @@ def test_launch_arguments_match_the_kernels(arch: Arch, monkeypatch: pytest.Monk
     assert [kernel.__name__ for kernel in launched] == [f"{name}Spec" for name in names]
 
 
-@pytest.mark.parametrize("tokens", [130, 300])
-def test_variants_do_not_swap_operands(tokens: int) -> None:
-    configs = Sm90().default_configs(tokens, hidden=4096, num_sms=132)
-    own = Sm90().config_with_options(configs.project_exp, tokens)
-    assert configs.project_exp.swaps and not own.swaps
-    configs = dataclasses.replace(configs, project_exp=own)
-    kernels = kernel_set.kernel_set(Sm90(), "bfloat16", configs, PREBUILT[0])
-    assert kernels.row_sums.config.rows < 2 * tokens
-    assert kernels.reduce_partials.rows == kernels.repair_exps.config.rows
-
-
 @pytest.mark.parametrize("arch", ARCHS, ids=lambda arch: arch.name)
 def test_a_variant_is_that_of_the_kernels_that_take_it(arch: Arch) -> None:
     configs = arch.default_configs(tokens=8192, hidden=4096, num_sms=132)
@@ -814,12 +802,6 @@ def test_a_compiler_that_fails_is_a_reason(monkeypatch: pytest.MonkeyPatch, tmp_
     reason = dispatch._compiler_unsupported_reason(Sm90(), "bfloat16")
     assert reason is not None
     assert "failed: ValueError: no such target" in reason
-
-
-def test_cpu_tensors_take_the_portable_path() -> None:
-    h, w = torch.randn(4, 8), torch.randn(16, 8)
-    assert cutefce.backend_for(h, w).name == "torch"
-    assert "expected cuda" in cutefce.backend_for(h, w).reason
 
 
 def test_strict_mode_raises_the_reason(strict: None) -> None:
