@@ -19,8 +19,9 @@ from cutefce.ops.divergence.options import Divergence
 from cutefce.ops.divergence.sides import Side
 from tests.emulation.hopper import run
 from tests.support import tiers
-from tests.support.divergence import distance, heads, ours, planned, token_divergences
+from tests.support.divergence import heads, ours, planned, token_divergences
 from tests.support.divergence_models import sums_of
+from tests.support.reference import distance
 from tests.support.tiers import rest_slow
 
 BETA = 0.25

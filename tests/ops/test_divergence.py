@@ -16,7 +16,6 @@ from tests.support.divergence import (
     RUNS,
     Heads,
     assert_as_accurate,
-    distance,
     expected,
     heads,
     model_logits,
@@ -25,6 +24,7 @@ from tests.support.divergence import (
     several,
     token_divergences,
 )
+from tests.support.reference import distance
 from tests.support.tiers import pairwise, pairwise_of, rest_slow
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -11,12 +11,12 @@ from tests.support.divergence import (
     PLANS,
     RUNS,
     Heads,
-    distance,
     expected,
     heads,
     ours,
     planned,
 )
+from tests.support.reference import distance
 from tests.support.tiers import pairwise, rest_slow
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import cutefce
 from tests.support.once import once
-from tests.support.reference import Case, are_same, random_case
+from tests.support.reference import Case, are_same, assert_errors, distance, random_case
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "linear_bias": {"linear_bias": torch.randn},
@@ -267,22 +267,33 @@ def unfused(x: OptionsCase, *, rounded: bool, **more: Any) -> tuple[Tensor, ...]
     Products of the forward are `rounded` to the inputs' dtype or are float32; their gradients are
     rounded to the inputs' dtype.
     """
-    h, w, dtype, options = x.case.h, x.case.w, x.case.h.dtype, x.options | more
-    wide = torch.promote_types(dtype, torch.float32)
-    t = (h @ w.t()).to(wide) if rounded else h.to(wide) @ w.to(wide).t()
-    t.requires_grad_()
+    options, t = x.options | more, products(x, rounded)
     loss = losses_of_logits(model_logits(t, **options), x.case.y, **options)
-    (dt,) = torch.autograd.grad(loss, t, x.case.upstream.to(wide) if loss.ndim else None)
+    (dt,) = torch.autograd.grad(loss, t, x.case.upstream.to(t.dtype) if loss.ndim else None)
+    return loss.detach(), *gradients_of_products(x, dt, rounded)
+
+
+def products(x: OptionsCase, rounded: bool) -> Tensor:
+    """Return products of hidden states and weight, which require gradients."""
+    h, w = x.case.h, x.case.w
+    wide = torch.promote_types(h.dtype, torch.float32)
+    t = (h @ w.t()).to(wide) if rounded else h.to(wide) @ w.to(wide).t()
+    return t.requires_grad_()
+
+
+def gradients_of_products(x: OptionsCase, dt: Tensor, rounded: bool) -> tuple[Tensor, ...]:
+    """Return gradients of h, w and the bias, of those of products, which are rounded."""
+    h, w, dtype, wide = x.case.h, x.case.w, x.case.h.dtype, dt.dtype
     dt = dt.to(dtype)
     if rounded:
         dx, dw = dt @ w, dt.t() @ h
     else:
         dx, dw = (dt.to(wide) @ w.to(wide)).to(dtype), (dt.to(wide).t() @ h.to(wide)).to(dtype)
-    bias = options.get("linear_bias")
+    bias = x.options.get("linear_bias")
     if bias is None:
-        return loss.detach(), dx, dw
-    dbias = dt.to(wide).sum(0) / options.get("logit_scale", 1.0)
-    return loss.detach(), dx, dw, dbias.to(bias.dtype)
+        return dx, dw
+    dbias = dt.to(wide).sum(0) / x.options.get("logit_scale", 1.0)
+    return dx, dw, dbias.to(bias.dtype)
 
 
 def assert_results_as_accurate(
@@ -299,22 +310,14 @@ def assert_results_as_accurate(
         losses, eps = exact(x)[0], torch.finfo(got[0].dtype).eps
         terms = float(losses.abs().sum() * (truth[0] / losses.sum()).abs().nan_to_num(1.0))
         assert float((got[0].double() - truth[0]).abs()) <= 64 * eps * (1 + terms), "loss"
-    narrow = x.case.h.dtype.itemsize == 2
-    for name, result, want, other, wide in zip(names, got, truth, others, wides, strict=True):
-        if result.ndim == 0:
-            continue
-        error = _distance(result, want)
-        if x.case.h.dtype == torch.float64:
-            allowed = 64 * torch.finfo(torch.float64).eps * (1 + float(want.norm()))
-        else:
-            allowed = (1.05 if narrow else 2) * _distance(other, want)
-            if name == "loss" or not narrow:
-                allowed += _distance(want.to(result.dtype), want)
-            else:
-                allowed = min(allowed, 1.35 * _distance(wide, want))
-        if saturated:
-            allowed += torch.finfo(result.dtype).eps / 2 * float(want.norm())
-        assert error <= allowed, f"{name}: error {error:.3g}, allowed {allowed:.3g}"
+    every = zip(names, got, truth, others, wides, strict=True)
+    rows = [row for row in every if row[1].ndim]
+    if x.case.h.dtype != torch.float64:
+        assert_errors(rows, x.case.h.dtype, saturated)
+        return
+    for name, result, want, *_ in rows:
+        limit = 64 * torch.finfo(torch.float64).eps * (1 + float(want.norm()))
+        assert distance(result, want) <= limit, name
 
 
 @once
@@ -324,10 +327,6 @@ def _references(x: OptionsCase, more: dict[str, Any]) -> tuple[tuple[Tensor, ...
     if x.case.h.dtype == torch.float64:
         return truth, truth, truth
     return truth, unfused(x, rounded=True, **more), unfused(x, rounded=False, **more)
-
-
-def _distance(a: Tensor, b: Tensor) -> float:
-    return float((a.double() - b.double()).norm())
 
 
 def assert_compiled_equals_eager(cases: Iterable[OptionsCase], device: str) -> None:

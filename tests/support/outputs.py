@@ -8,8 +8,14 @@ import torch
 from torch import Tensor
 
 import cutefce
-from tests.support.options import OptionsCase, model_logits, options_case
-from tests.support.reference import are_same
+from tests.support.options import (
+    OptionsCase,
+    gradients_of_products,
+    model_logits,
+    options_case,
+    products,
+)
+from tests.support.reference import are_same, distance
 
 OUTPUTS = "lse", "entropy", "sum_p_squared", "mean_logit", "is_top1", "argmax"
 DIFFERENTIABLE = "log_probs", "lse", "entropy"
@@ -111,23 +117,10 @@ class ValuesCase:
 
         Products of the forward are `rounded` to the inputs' dtype, or are float32.
         """
-        h, w, options = self.own.case.h, self.own.case.w, self.own.options
-        wide = torch.promote_types(h.dtype, torch.float32)
-        t = (h @ w.t()).to(wide) if rounded else h.to(wide) @ w.to(wide).t()
-        t.requires_grad_()
-        values = row_values(model_logits(t, **options), self.index)
+        t = products(self.own, rounded)
+        values = row_values(model_logits(t, **self.own.options), self.index)
         (dt,) = torch.autograd.grad(self.total(values), t)
-        dt = dt.to(h.dtype)
-        if rounded:
-            gradients = [dt @ w, dt.t() @ h]
-        else:
-            both = dt.to(wide) @ w.to(wide), dt.to(wide).t() @ h.to(wide)
-            gradients = [x.to(h.dtype) for x in both]
-        bias = options.get("linear_bias")
-        if bias is not None:
-            sums = dt.to(wide).sum(0) / options.get("logit_scale", 1.0)
-            gradients.append(sums.to(bias.dtype))
-        return values, (*gradients,)
+        return values, gradients_of_products(self.own, dt, rounded)
 
     def check(self, got: Results) -> None:
         """Assert that errors are those of the unfused form, or a few roundings of its values."""
@@ -139,16 +132,16 @@ class ValuesCase:
         u = model_logits(case.h.double() @ case.w.double().t(), **self.own.options)
         size = float(u.abs().max()) if u.numel() else 0.0
         for name, result, want, other, _ in rows:
-            error, norm = _distance(result, want), float(want.norm())
+            error, norm = distance(result, want), float(want.norm())
             if self.own.case.h.dtype == torch.float64:
                 allowed = 64 * torch.finfo(torch.float64).eps * (1 + size + norm)
             else:
                 narrow = self.own.case.h.dtype.itemsize == 2
-                allowed = (1.05 if narrow else 2) * _distance(other, want)
+                allowed = (1.05 if narrow else 2) * distance(other, want)
                 allowed += 4 * torch.finfo(torch.float32).eps * (1 + norm)
             assert error <= allowed, f"{name}: error {error:.3g}, allowed {allowed:.3g}"
         for name, *results in zip(("dx", "dw", "dbias"), *(x for _, x in forms), strict=False):
-            error, allowed = _distance(results[0], results[1]), self._allowed(name, size, *results)
+            error, allowed = distance(results[0], results[1]), self._allowed(name, size, *results)
             assert error <= allowed, f"{name}: error {error:.3g}, allowed {allowed:.3g}"
         self._check_largest(got[0], u)
 
@@ -162,16 +155,16 @@ class ValuesCase:
         cancels = size if several or entropy else 0.0
         if dtype == torch.float64:
             return 64 * eps * (1 + cancels + norm)
-        allowed = (1.05 if narrow else 2) * _distance(other, want)
+        allowed = (1.05 if narrow else 2) * distance(other, want)
         if not narrow:
             return allowed + 4 * eps * (norm if several else 1 + norm) + cancels * eps / 2 * norm
         if several and name == "dbias":  # few roundings, which need not be average ones
-            return allowed + _distance(want.to(dtype), want)
+            return allowed + distance(want.to(dtype), want)
         if several and not entropy:
             if name == "dw" and dtype == torch.bfloat16:
                 # parts of other classes, if stored, are rounded three times, not twice
-                allowed = 1.5**0.5 * _distance(other, want)
-            return min(allowed, 1.35 * _distance(wide, want))
+                allowed = 1.5**0.5 * distance(other, want)
+            return min(allowed, 1.35 * distance(wide, want))
         return allowed
 
     def _check_largest(self, values: Any, u: Tensor) -> None:
@@ -241,7 +234,3 @@ def values_case(
         if name in DIFFERENTIABLE and not (name == "entropy" and "softcap" in x.options):
             upstream[name] = torch.randn(tokens, dtype=torch.float64)
     return ValuesCase(x, index, outputs, {name: up.to(device) for name, up in upstream.items()})
-
-
-def _distance(a: Tensor, b: Tensor) -> float:
-    return float((a.double() - b.double()).detach().norm())
