@@ -5,7 +5,6 @@ import os
 import re
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,21 +18,18 @@ from cutefce.autotune_cache import lookup, table_io, verdicts
 from cutefce.autotune_cache.table import DSL_PACKAGE, Key, Rejection, Table
 from cutefce.autotune_cache.table_io import file_name
 from cutefce.autotune_cache.tuning import runner, targets, verify
-from cutefce.autotune_cache.tuning.tuner import Outcome
 from cutefce.autotune_cache.tuning.verify import Check
-from cutefce.commands import cache, info, tune, warmup
 from cutefce.commands import compile as compile_command
+from cutefce.commands import info, tune, warmup
 from cutefce.commands import verify as verify_command
-from cutefce.commands.common import make_console, read_table
 from cutefce.cute_kernels import cache_files
 from cutefce.cute_kernels.arch import arch_named
 from cutefce.cute_kernels.arch.sm90 import LOW
-from cutefce.cute_kernels.jit import build
 from cutefce.cute_kernels.jit.compiler import Report
 from cutefce.cute_kernels.spec import ProjectExpSpec
 from cutefce.cute_kernels.variant import LogitTransform
 from cutefce.version import __version__
-from tests.support.fake_tuner import RUNNER, TARGET, InlineWorker, InProcess, job
+from tests.support.fake_tuner import RUNNER, TARGET, InlineWorker, InProcess
 from tests.support.faulty_candidates import Kind, config
 from tests.support.stand_in_gpu import served_by_kernels
 from tests.support.tables import ENTRY, GPU, TABLE
@@ -93,11 +89,6 @@ def test_tune_resumes_with_entries_of_other_kernels_or_compilers(
     assert table_io.read(path) == tuned
 
 
-def test_exhaustive(command: Any) -> None:
-    dry = command("tune", "--shapes", "24x16x300", "--dry-run", "--exhaustive")
-    assert f"1 of 1 problems to tune, in {len(Kind)} trials" in dry.output
-
-
 def test_no_gpu_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for name in ("tune", "verify"):
@@ -149,12 +140,6 @@ def test_show_prints_reasons_and_names_as_they_are(folder: Path) -> None:
         assert word in shown
 
 
-def test_tune_reports_reasons_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
-    todo = job((Kind.SLOW,))
-    tune._report(make_console(), [todo], {}, [Outcome(todo, None, {FAST: BRACKETS})])
-    assert BRACKETS in capsys.readouterr().out.replace("\n", " ")
-
-
 def test_show_goes_on_after_files_that_it_cannot_read(folder: Path) -> None:
     table_io.write(lookup.user_folder() / file_name(GPU), TABLE)
     (lookup.user_folder() / "a.json").write_text("{}")
@@ -182,71 +167,6 @@ def test_clear_leaves_what_is_not_a_trusted_file(folder: Path) -> None:
     assert result.exit_code == 1
     assert "a.json" in result.output and "chmod go-w" in result.output
     assert not file.exists() and others.exists() and strange.is_dir()
-
-
-@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_merge_refuses_tables_of_other_kernels(order: tuple[int, int], tmp_path: Path) -> None:
-    """So that what they were found to be wrong with is neither lost nor revived."""
-    files = tmp_path / "new.json", tmp_path / "old.json"
-    ((key, rejected),) = TABLE.rejected
-    wrong = dataclasses.replace(ENTRY, config=rejected, kernels="0123")
-    table_io.write(files[0], TABLE)
-    old = {**TABLE.versions, "kernels": "0123"}
-    table_io.write(files[1], dataclasses.replace(TABLE, versions=old, entries={key: wrong}))
-    into = tmp_path / "both.json"
-    names = [str(files[i]) for i in order]
-    result = CliRunner().invoke(main, ["cache", "merge", *names, "--into", str(into)])
-    assert result.exit_code == 1
-    assert f"{names[1]}: kernels: got" in result.output
-    assert "cutefce verify --table" in result.output
-    assert sorted(tmp_path.iterdir()) == sorted(files)
-
-
-def test_merge_reads_its_files_under_the_lock(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What a tuner adds to the file during a merge is not lost."""
-    into = tmp_path / "user.json"
-    table_io.write(into, TABLE)
-    (key,) = TABLE.entries
-    new = dataclasses.replace(key, vocab=777)
-    found = dataclasses.replace(TABLE, entries={new: ENTRY}, rejected={})
-    tuner = threading.Thread(target=table_io.update, args=(into, found))
-    read = read_table
-
-    def slow_read(path: Path) -> Table:
-        held = read(path)
-        tuner.start()
-        tuner.join(0.3)
-        return held
-
-    monkeypatch.setattr(cache, "read_table", slow_read)
-    result = CliRunner().invoke(main, ["cache", "merge", str(into), "--into", str(into)])
-    assert result.exit_code == 0, result.output
-    tuner.join()
-    assert table_io.read(into).entries.keys() == {key, new}
-
-
-def test_merge_writes_its_file_alone(tmp_path: Path) -> None:
-    source, real, link = (tmp_path / name for name in ("t.json", "real.json", "link.json"))
-    for path in (source, real):
-        table_io.write(path, TABLE)
-    link.symlink_to(real)
-    precious = tmp_path / "link.tmp"
-    precious.write_text("precious")
-    folder, below = tmp_path / "d.json", source / "x.json"
-    folder.mkdir()
-    before = sorted(tmp_path.iterdir())
-    run = CliRunner().invoke
-    assert run(main, ["cache", "merge", str(source), "--into", str(link)]).exit_code == 0
-    assert link.is_symlink() and table_io.read(real) == TABLE
-    for into in (folder, below, Path("/proc/z.json"), Path("/dev/null")):
-        result = run(main, ["cache", "merge", str(source), "--into", str(into)])
-        assert result.exit_code == 1, into
-        assert result.output.startswith("Error: [Errno"), result.output
-        assert isinstance(result.exception, SystemExit)
-    assert sorted(tmp_path.iterdir()) == before
-    assert precious.read_text() == "precious"
 
 
 def test_verify_leaves_a_table_that_changed_meanwhile(
@@ -318,26 +238,12 @@ def test_info_tells_why_the_cache_folder_cannot_be_used(
     assert f"{folder} cannot be written" in shown(folder)
 
 
-def test_info_names_the_arguments_of_the_loss(folder: Path) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("a GPU serves these dtypes")
-    assert "portable path: input: got device cpu" in CliRunner().invoke(main, ["info"]).output
-
-
 def test_commands_without_a_cache_folder_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(cache_files.CACHE_VARIABLE, "~nobody-of-this-name/cache")
     for arguments in (["cache", "show"], ["cache", "clear"], ["compile"], ["tune"]):
         result = CliRunner().invoke(main, arguments)
         assert result.exit_code == 1
         assert "Error: no cache folder" in result.output
-
-
-def test_compile_into_a_file_is_an_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (folder / "file").write_text("")
-    environment = {cache_files.CACHE_VARIABLE: str(folder / "file")}
-    result = CliRunner().invoke(main, ["compile"], env=environment)
-    assert result.exit_code == 1
-    assert result.output.startswith("Error: [Errno") and result.output.count("\n") == 1
 
 
 def test_warmup_runs_a_step_of_each_head(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -481,22 +387,6 @@ class Faults:
             yield check, self.reasons.get(check.candidate)  # type: ignore[arg-type]
 
 
-def test_verify_checks_defaults_and_each_configuration_once(
-    command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path, faults = tmp_path / "table.json", Faults()
-    table_io.write(path, stale_table(bfloat16=[FAST, WRONG, FAST], float16=[WRONG]))
-    monkeypatch.setattr(verify, "run_checks", faults)
-    assert command("verify", "--table", str(path)).exit_code == 0
-    assert [(check.dtype, check.candidate) for check in faults.checked] == [
-        ("bfloat16", config(Kind.SLOW)),
-        ("bfloat16", FAST),
-        ("bfloat16", WRONG),
-        ("float16", config(Kind.SLOW)),
-        ("float16", WRONG),
-    ]
-
-
 def test_verify_leaves_the_table_if_a_default_fails(
     command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -515,18 +405,6 @@ def test_verify_leaves_the_table_if_a_default_fails(
         "arch: got 'sm_100a', expected 'sm_90a'" in command("verify", "--table", str(path)).output
     )
     assert table_io.read(path) == other
-
-
-def test_any_gpu_of_an_architecture_verifies_its_tables(
-    command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "table.json"
-    stale = stale_table(bfloat16=[FAST])
-    table_io.write(path, dataclasses.replace(stale, gpu=dataclasses.replace(GPU, num_sms=114)))
-    monkeypatch.setattr(verify, "run_checks", Faults())
-    result = command("verify", "--table", str(path))
-    assert result.exit_code == 0, result.output
-    assert table_io.read(path).gpu.num_sms == 114
 
 
 @pytest.mark.parametrize(
@@ -556,33 +434,6 @@ def test_compile_fails_for_kernels_that_spill(
     assert (result.exit_code == 0) == passes, result.output
 
 
-@pytest.mark.parametrize(
-    ("reason", "is_rejected"), [("16 bytes spilled", True), ("ended by SIGKILL", False)]
-)
-def test_verify_rejects_what_no_longer_compiles(
-    reason: str,
-    is_rejected: bool,
-    command: Any,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    path = tmp_path / "table.json"
-    stale = stale_table(bfloat16=[FAST, WRONG])
-    table_io.write(path, stale)
-    monkeypatch.setattr(verify, "run_checks", Faults())
-    monkeypatch.setattr(Check, "kernels", lambda check: (check.candidate,))
-    monkeypatch.setattr(build, "missing", list)
-    monkeypatch.setattr(build, "build", lambda *_: {WRONG: reason})
-    result = command("verify", "--table", str(path))
-    assert result.exit_code == (0 if is_rejected else 1)
-    found = table_io.read(path)
-    if is_rejected:
-        assert [rejection.reason for rejection in found.rejected.values()] == [reason]
-        assert [entry.config for entry in found.entries.values()] == [FAST]
-    else:
-        assert found == stale
-
-
 def test_verify_records_a_verdict_for_each_dtype(
     command: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -598,17 +449,3 @@ def test_verify_records_a_verdict_for_each_dtype(
 
 def test_version() -> None:
     assert CliRunner().invoke(main, ["--version"]).output == f"cutefce, version {__version__}\n"
-
-
-@pytest.mark.parametrize("arguments", [[], ["cache"]])
-def test_help_lists_whole_sentences(arguments: list[str]) -> None:
-    output = CliRunner().invoke(main, [*arguments, "--help"], terminal_width=80).output
-    listed = output.split("Commands:\n")[1].splitlines()
-    assert listed and all(line.endswith(".") and "..." not in line for line in listed)
-
-
-def test_help_of_every_command() -> None:
-    commands = ["compile", "warmup", "info", "tune", "verify", "cache"]
-    assert sorted(main.commands) == sorted(commands)
-    for name in commands:
-        assert CliRunner().invoke(main, [name, "--help"]).exit_code == 0

@@ -216,12 +216,6 @@ def test_make_bench_runs_what_exists() -> None:
     assert {name for line in lines for name in line.split()} <= set(bench.commands)
 
 
-def test_options_of_tune_are_documented() -> None:
-    options = {name for param in command.commands["tune"].params for name in param.opts}
-    documented = {code for code in inline_code(DOCS / "tuning.md") if code[:2] == "--"}
-    assert documented == options
-
-
 def subcommands(group: click.Group, path: str) -> Iterator[tuple[str, click.Command]]:
     """Yield each command below `group` with what is typed to run it."""
     for name, found in group.commands.items():

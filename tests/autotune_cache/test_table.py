@@ -63,28 +63,6 @@ def test_shipped_table_proves_nothing_about_other_kernels(path: Path, folder: Pa
                 assert verdicts.known(shipped.gpu, dtype, verdicts.uses(used)) == expected
 
 
-@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: str(path.stem))
-def test_shipped_choices_outlive_a_change_of_the_kernels_but_no_proof(
-    path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(jit_cache, "source_fingerprint", lambda: "fedcba9876543210")
-    shipped = table_io.read(path)
-    assert lookup.tables(shipped.gpu) == (shipped,)
-    for dtype in sorted({key.dtype for key in shipped.entries}):
-        needed = verdicts.uses(shipped.gpu.default_configs(8192, 4096))
-        assert verdicts.known(shipped.gpu, dtype, needed) is None
-
-
-def test_entries_and_rejections_are_lines(file: Path) -> None:
-    elsewhere = dataclasses.replace(KEY, hidden=512)
-    table_io.write(file, dataclasses.replace(TABLE, entries={KEY: ENTRY, elsewhere: ENTRY}))
-    lines = file.read_text().splitlines()
-    begins = [line for line in lines if line.startswith('  {"kernel": "project_exp"')]
-    assert len(begins) == 3
-    assert '"hidden": 512' in begins[0], "sizes are sorted as numbers"
-    assert '"reason": "no answer within 30 s"' in begins[2]
-
-
 def test_cublas_can_win_but_not_for_project_exp(file: Path) -> None:
     cublas = dataclasses.replace(ENTRY, config=None)
     key = dataclasses.replace(KEY, kernel="grad_hidden")
@@ -150,13 +128,6 @@ def test_rejections_survive_every_merge() -> None:
         assert result.rejected == REJECTED
         texts.add(table_io.to_json(result))
     assert len(texts) == 1
-
-
-def test_a_later_failure_for_one_shape_does_not_weaken_a_rejection(file: Path) -> None:
-    small: table.Rejections = {(KEY, OTHER): Rejection("out of memory", for_all_shapes=False)}
-    table_io.write(file, TABLE)
-    table_io.update(file, dataclasses.replace(TABLE, entries={}, rejected=small))
-    assert table_io.read(file) == TABLE
 
 
 def test_reading_leaves_out_what_the_file_itself_rejects(file: Path) -> None:

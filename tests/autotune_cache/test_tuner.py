@@ -70,21 +70,6 @@ def test_faults_are_rejected_with_their_reason_and_tuning_goes_on(
     assert entry.cublas_ms > 0
 
 
-def test_a_lucky_winner_of_the_trials_does_not_win(folder: Path) -> None:
-    class Lucky(InlineWorker):
-        def ask(self, call: Any, seconds: float) -> Any:
-            answer = super().ask(call, seconds)
-            if call.func is worker.trial and worker.CUBLAS in answer:
-                return {entrant: worker.Timing(2.0, 1.0) for entrant in answer}
-            return answer
-
-    outcome = Tuner(folder / "table.json", HEADER, Lucky(), {}).tune(
-        job((Kind.SLOW, Kind.FAST)), nothing
-    )
-    assert outcome.entry is not None
-    assert outcome.entry.config == config(Kind.SLOW)
-
-
 def fork(work: Callable[[], object]) -> int:
     """Run `work` in a forked process."""
     pid = os.fork()
@@ -196,19 +181,6 @@ def test_a_kernel_that_does_not_compile_is_rejected(folder: Path) -> None:
     assert rejection == Rejection("16 bytes spilled", for_all_shapes=True)
     assert outcome.entry is not None
     assert outcome.entry.config == config(Kind.SLOW)
-
-
-@pytest.mark.slow
-def test_compiling_ahead(folder: Path) -> None:
-    pytest.importorskip("cutlass")
-    good = spec.MoveRowsSpec("sm_90a")
-    bad = dataclasses.replace(good, arch="sm_1")
-    assert build.missing([good, good]) == [good]
-    done: list[None] = []
-    failed = build.build([good, bad], lambda: done.append(None))
-    assert len(done) == 2
-    assert failed.keys() == {bad}
-    assert build.missing([good]) == []
 
 
 @pytest.mark.slow

@@ -78,39 +78,6 @@ def test_verification_is_done_once_and_recorded_for_the_architecture(
     assert known() is None
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "[" * 200_000,
-        "[]",
-        '{"uses": 3, "passed": true, "reason": ""}',
-        '{"uses": [[]], "passed": true, "reason": ""}',
-        "{}",
-    ],
-    ids=["nested without end", "a list", "a number", "a list in a list", "empty"],
-)
-def test_a_damaged_verdict_is_none(text: str, folder: Path) -> None:
-    verdicts.record(GPU, "bfloat16", PASSED, {"a use"})
-    assert verdicts.known(GPU, "bfloat16", {"a use"}) == PASSED
-    verdicts.record_path(GPU.arch, "bfloat16").write_text(text)
-    assert verdicts.known(GPU, "bfloat16", {"a use"}) is None
-    verdicts.record(GPU, "bfloat16", PASSED, {"a use"})
-    assert verdicts.known(GPU, "bfloat16", {"a use"}) == PASSED
-
-
-@pytest.mark.parametrize("part", ["the verdict", "its folder", "the cache folder"])
-def test_a_verdict_that_others_may_have_written_is_none(part: str, folder: Path) -> None:
-    verdicts.record(GPU, "bfloat16", PASSED, {"a use"})
-    file = verdicts.record_path(GPU.arch, "bfloat16")
-    path = {"the verdict": file, "its folder": file.parent, "the cache folder": folder}[part]
-    path.chmod(path.stat().st_mode | 0o020)
-    with pytest.warns(UserWarning, match=f"ignored {path}: .*chmod go-w"):
-        assert verdicts.known(GPU, "bfloat16", {"a use"}) is None
-    verdicts.record(GPU, "bfloat16", verdicts.Verdict(False, "slow"), set())
-    path.chmod(path.stat().st_mode & ~0o020)
-    assert verdicts.known(GPU, "bfloat16", {"a use"}) == PASSED, "it was not replaced"
-
-
 @dataclass
 class FakeGpu:
     """State of a GPU without hardware, as the dispatch sees it."""
@@ -213,32 +180,6 @@ def test_a_kernel_that_fails_is_never_launched_here(
     assert dispatch.device_unsupported_reason(DEVICE, torch.float16) is None
 
 
-@pytest.mark.parametrize(
-    ("kind", "process"),
-    [
-        (Kind.WRONG_SUMS, InProcess),
-        pytest.param(Kind.CRASHES, SubprocessWorker, marks=pytest.mark.slow),
-    ],
-    ids=["wrong", "crashes"],
-)
-def test_a_wrong_default_is_refused_where_nothing_proves_the_architecture(
-    kind: Kind,
-    process: type[SubprocessWorker],
-    folder: Path,
-    fake_gpu: FakeGpu,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(verify, "SubprocessWorker", process)
-    monkeypatch.setattr(lookup, "SHIPPED_FOLDER", folder / "shipped")
-    defaults_are(kind, monkeypatch)
-    assert "the kernels failed on NVIDIA Test 9000" in reason()
-    assert verdicts.failure(H20, "bfloat16") is not None
-    defaults_are(Kind.SLOW, monkeypatch)
-    assert verify.verify(runner.Runner(GPU, "cpu"), "bfloat16").passed
-    process_cache.reset()
-    assert reason() == "None"
-
-
 def test_a_call_has_what_it_launches_checked_and_nothing_else(
     folder: Path,
     fake_gpu: FakeGpu,
@@ -267,19 +208,6 @@ def test_a_call_has_what_it_launches_checked_and_nothing_else(
         assert verdicts.known(other, "bfloat16", verdicts.uses(same, (FORWARD,))) == PASSED
 
 
-def test_an_exact_step_proves_a_forward_too(
-    folder: Path,
-    fake_gpu: FakeGpu,
-    asked: list[verify.Check],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(lookup, "SHIPPED_FOLDER", folder / "shipped")
-    assert reason(STEP) == "None"
-    count = len(asked)
-    assert reason(FORWARD) == "None"
-    assert len(asked) == count
-
-
 def test_options_have_their_own_configuration_checked(
     folder: Path,
     fake_gpu: FakeGpu,
@@ -296,24 +224,6 @@ def test_options_have_their_own_configuration_checked(
     swapped, plain = (check.candidate for check in asked)
     assert isinstance(swapped, GemmConfig) and isinstance(plain, GemmConfig)
     assert (swapped.swaps, plain.swaps) == (True, False)
-
-
-def test_a_check_is_announced_in_one_line(
-    folder: Path,
-    fake_gpu: FakeGpu,
-    asked: list[verify.Check],
-    announced: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(lookup, "SHIPPED_FOLDER", folder / "shipped")
-    said = "cutefce: compares 5 kernels with the portable path on this NVIDIA Test"
-    for tokens in (8192, 20):  # of two configurations
-        announced.clear()
-        for _ in range(2):
-            assert reason(sizes=(tokens, *SIZES[1:])) == "None"
-            process_cache.reset()
-        (line,) = announced
-        assert line.startswith(said)
 
 
 @pytest.mark.parametrize(
@@ -340,22 +250,6 @@ def test_a_shipped_table_proves_all_defaults_of_its_architecture(
 
 
 HIDDEN = 512, 1152, 2048, 2304, 4096, 7168, 16384
-
-
-def test_every_configuration_that_a_table_proves_was_checked() -> None:
-    checked = uses_of(verify.configurations(Runner(GPU), "bfloat16", ()))
-    for project_exp in GPU.arch.prebuilt_configs():
-        for configs in ahead.with_gradients(GPU.arch, project_exp):
-            assert verdicts.uses(configs) <= checked
-
-
-def test_a_shipped_table_of_other_sms_chooses_nothing(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(lookup, "SHIPPED_FOLDER", folder)
-    tune_inline(folder / file_name(GPU), range(100, 101), lambda job: None)
-    with pytest.warns(UserWarning, match="num_sms: got 132"):
-        assert not lookup.tables(dataclasses.replace(GPU, num_sms=114))
 
 
 OTHER_KEY = dataclasses.replace(KEY, vocab=32000)
@@ -448,42 +342,6 @@ def test_a_tuned_configuration_that_fails_is_rejected_alone(
     served = [entry.config for found in lookup.tables(GPU) for entry in found.entries.values()]
     assert served == [right, right], "from the user's table and the shipped one"
     assert "sum of the other exponentials" in table_io.read(user).rejected[KEY, wrong].reason
-
-
-@pytest.mark.slow
-def test_a_call_after_a_change_of_the_kernels_verifies_what_was_tuned_for_it(
-    folder: Path, fake_gpu: FakeGpu, in_process: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nothing is launched here before, and then the defaults in place of what failed."""
-    monkeypatch.setattr(lookup, "SHIPPED_FOLDER", folder / "shipped")
-    defaults_are(Kind.SLOW, monkeypatch)
-    wrong = config(Kind.WRONG_SUMS)
-    entries = {
-        KEY: dataclasses.replace(ENTRY, config=wrong),
-        dataclasses.replace(KEY, vocab=4096): dataclasses.replace(ENTRY, config=OTHER_CONFIG),
-    }
-    tuned = dataclasses.replace(TABLE, entries=entries, rejected={})
-    table_io.write(folder / "shipped" / file_name(GPU), tuned)
-    process_cache.reset()
-    assert reason() == "None"
-    monkeypatch.setattr(jit_cache, "source_fingerprint", lambda: "other kernels")
-    process_cache.reset()
-    small, of_small = dataclasses.replace(PROBLEM, vocab=4096), (8192, 4096, 4096)
-    assert lookup.kernel_configs(PROBLEM, GPU).project_exp == wrong
-    fake_gpu.capturing = True
-    assert "never ran on" in reason()
-    fake_gpu.capturing = False
-    with pytest.warns(UserWarning, match="is rejected: .*sum of the other exponentials"):
-        assert reason() == "None"
-    assert lookup.kernel_configs(PROBLEM, GPU).project_exp == config(Kind.SLOW)
-    assert lookup.kernel_configs(small, GPU).project_exp == OTHER_CONFIG
-    needed = verdicts.uses(lookup.kernel_configs(small, GPU), (FORWARD,))
-    assert verdicts.known(GPU, "bfloat16", needed) is None, "no call has needed it yet"
-    assert reason(sizes=of_small) == "None"
-    assert verdicts.known(GPU, "bfloat16", needed) == PASSED
-    monkeypatch.setattr(verify, "SubprocessWorker", None)
-    process_cache.reset()
-    assert reason() == reason(sizes=of_small) == "None"
 
 
 @pytest.mark.parametrize("part", [FORWARD, STEP, SAMPLES])
@@ -595,17 +453,6 @@ def test_first_use_tunes_problems_that_no_table_has(
         process_cache.reset()
 
 
-def test_first_use_does_not_tune_again_what_was_tuned_with_other_kernels(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(targets, "all_targets", lambda *_: (TARGET,))
-    stale = dataclasses.replace(TABLE, entries={KEY: dataclasses.replace(ENTRY, kernels="0123")})
-    table_io.write(lookup.user_folder() / file_name(GPU), stale)
-    monkeypatch.setattr(first_use, "SubprocessWorker", None)
-    first_use.tune_on_first_use(GPU, "cpu", PROBLEM)
-    assert lookup.tables(GPU) == (stale,)
-
-
 def test_what_other_processes_wrote_during_tuning_is_verified(
     folder: Path,
     fake_gpu: FakeGpu,
@@ -631,18 +478,6 @@ def test_what_other_processes_wrote_during_tuning_is_verified(
         _, kernels, _ = dispatch.kernels_for(DEVICE, problem, PLAIN)
     assert kernels.row_sums.config == another
     assert another in [check.candidate for check in asked]
-
-
-def test_first_use_without_a_subprocess_is_warned_about(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(targets, "all_targets", lambda *_: (TARGET,))
-    process_cache.reset()
-    monkeypatch.setattr(sys, "executable", "/bin/false")
-    problem = RUNNER.problem((20, 16, 300), "bfloat16")
-    with pytest.warns(UserWarning, match="was not tuned: .*exit status 1"):
-        first_use.tune_on_first_use(GPU, "cpu", problem)
-    assert lookup.tables(GPU) == ()
 
 
 def test_first_use_without_a_cache_folder_is_warned_about(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,10 +2,6 @@
 
 import csv
 import math
-import subprocess
-import sys
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,9 +17,6 @@ from bench.__main__ import main
 from bench.experiments import (
     accumulation,
     breakdown,
-    cpu_overhead,
-    few_tokens,
-    first_call,
     loss_curves,
     max_tokens,
     paper_grid,
@@ -138,40 +131,6 @@ def test_a_peer_that_fails_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rows["right"].dx_error == rows["unfused"].dx_error
 
 
-def test_peers_run_at_once_but_for_those_that_tune_or_need_the_memory(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    right_peer = peers.Peer("bench.harness.reference", "unfused", right)
-    fakes = {"tunes": replace(right_peer, tunes=True), "large": replace(right_peer, name="large")}
-    fakes |= {f"small {number}": right_peer for number in range(2)}
-    running: list[peers.Peer] = []
-    most: dict[peers.Peer, int] = {}
-
-    def refusal(peer: peers.Peer, **_: object) -> str | None:
-        running.append(peer)
-        time.sleep(0.05)
-        most[peer] = max(most.get(peer, 0), len(running))
-        was_beside_others = len(running) > 1
-        time.sleep(0.05)
-        running.remove(peer)
-        return peers.OUT_OF_MEMORY if peer.name == "large" and was_beside_others else None
-
-    monkeypatch.setattr(peers, "PEERS", fakes)
-    monkeypatch.setattr(peers, "refusal", refusal)
-    monkeypatch.setattr("os.cpu_count", lambda: 3)
-    monkeypatch.setattr(peers.Peer, "load", lambda peer: reference.unfused)
-    losses = peers.usable(tuple(fakes), TINY, "cpu", (step.PLAIN,))
-    assert all(loss is reference.unfused for loss in losses.values())
-    assert most[right_peer] == 3 and most[fakes["tunes"]] == 1
-
-
-def test_every_peer_can_be_sent_to_a_child() -> None:
-    import pickle
-
-    for peer in peers.PEERS.values():
-        assert pickle.loads(pickle.dumps(peer)) == peer
-
-
 # the most tokens
 
 
@@ -192,23 +151,6 @@ def test_the_most_tokens_are_between_what_fits_and_what_does_not() -> None:
 
 
 # where the time goes
-
-
-def test_kernels_are_classified_by_name() -> None:
-    for kernel, part in {
-        "kernel_cutlass_kernel_cutefcecute_kernelssm90project_expProjectExpSm90_object": "forward",
-        "kernel_cutlass_kernel_cutefcecute_kernelssm90gradientGradGemmSm90_object": "gradient",
-        "nvjet_hsh_192x128_64x5_2x1_v_bz_coopB_TNN": "gradient",
-        "kernel_cutlass_target_logit_kernel_tensorptrbf": "other",
-        "void at::native::vectorized_elementwise_kernel<4>": "other",
-    }.items():
-        assert breakdown.part_of(kernel).split()[0] == part
-
-
-def test_no_time_counts_twice() -> None:
-    kernels = [(10, 20, "fill"), (12, 60, "ProjectExpSm90"), (55, 58, "add"), (70, 90, "nvjet")]
-    parts = {"other kernels": 10, "forward GEMM": 40, "gradient GEMMs": 20, "GPU idle": 10}
-    assert breakdown.time_by_part(kernels) == parts
 
 
 # every command
@@ -325,19 +267,6 @@ def test_accumulation_is_measured_in_backward_and_forward(
     assert all(row["implementation"].startswith("forward") for row in in_forward)
 
 
-def test_the_summary_compares_trainings_of_the_same_seed() -> None:
-    final = {"exact": (4.0, 4.2), "sampled 256": (4.1, 4.2), "sampled 64": (3.9, 4.5)}
-    rows = [
-        {"gradient": name, "seed": seed, "final_loss": loss}
-        for name, losses in final.items()
-        for seed, loss in enumerate(losses)
-    ]
-    exact, fine, coarse = sampled_curves.summarize(rows)
-    assert (exact.mean, exact.std) == pytest.approx((4.1, 0.02**0.5))
-    assert (fine.mean_difference, fine.largest_difference) == pytest.approx((0.05, 0.1))
-    assert (coarse.mean_difference, coarse.largest_difference) == pytest.approx((0.1, 0.3))
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without a GPU")
 def test_one_table_of_the_peers_can_be_chosen(tmp_path: Path, tiny: None) -> None:
     sizes = "--repeats", "2", "--tokens", "32"
@@ -347,34 +276,6 @@ def test_one_table_of_the_peers_can_be_chosen(tmp_path: Path, tiny: None) -> Non
     frozen, ignored = (folder / f"{name}_32x16x256_float32.jsonl" for name in sorted(PEERS))
     assert sorted(folder.glob("*.jsonl")) == [frozen, ignored]
     assert {row["ignored_percent"] for row in read(ignored)[1]} == {60}
-
-
-def test_few_tokens_are_compared_with_the_gemms() -> None:
-    (row,) = few_tokens.run(TINY, "cpu", 3)
-    assert row.forward_to_gemm == row.forward_ms / row.gemm_ms
-    assert row.step_to_gemms == row.step_ms / row.gemms_ms
-
-
-def test_the_baseline_is_that_of_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    targets, plain_gemms = [], problems.plain_gemms
-
-    def recorded(h: Tensor, w: Tensor, y: Tensor) -> Callable[[], None]:
-        targets.append(y)
-        return plain_gemms(h, w, y)
-
-    monkeypatch.setattr(step, "plain_gemms", recorded)
-    step.run(TINY, "cpu", 2, ("max",), task=step.Task(ignored_percent=95))
-    assert (targets[0] >= 0).all()
-    y = problems.ignore_some(targets[0], 95)
-    assert (y == reference.IGNORED).sum() == 45 and (y[y >= 0] == targets[0][y >= 0]).all()
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without a GPU")
-def test_other_sizes_have_separate_results(tmp_path: Path, tiny: None) -> None:
-    run(tmp_path, "step", "--repeats", "2", "--tokens", "32", "--vocab", "128")
-    rows = read(tmp_path / "cpu" / "step_32x16x128_float32.jsonl")[1]
-    assert {row["tokens"] for row in rows} == {32}
-    assert {"GEMMs", "unfused", "cutefce max"} <= {row["implementation"] for row in rows}
 
 
 @pytest.mark.slow
@@ -398,32 +299,6 @@ def test_a_training_step_has_the_loss_of_the_library(tmp_path: Path) -> None:
     assert text.count("| transformers |") == 2 and "Qwen 3 0.6B of" in text
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without a GPU")
-def test_a_training_step_names_the_missing_package(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    outcome = CliRunner().invoke(main, ["--output", str(tmp_path), "training-step"])
-    assert outcome.exit_code == 1
-    assert "training-step needs transformers (pip install transformers)" in outcome.output
-
-
-@pytest.mark.slow
-def test_a_peer_that_fails_is_left_out_of_a_training_step() -> None:
-    pytest.importorskip("transformers")
-
-    def fail(model: object, tokens: Tensor) -> Tensor:
-        raise TypeError("another version")
-
-    tiny = training_step.TRAININGS["cpu"][training_step.LLAMA]
-    model = training_step.build_model(tiny, "cpu")
-    tokens = torch.randint(tiny.vocab, (1, 8))
-    losses = {"transformers": training_step.library_loss, "Liger": fail}
-    assert list(training_step._first_steps(losses, model, tokens)) == ["transformers"]
-    with pytest.raises(TypeError):
-        training_step._first_steps({"cutefce": fail}, model, tokens)
-
-
 def test_losses_that_differ_are_an_error() -> None:
     training_step.check_agreement({"transformers": (10.0, 1.0), "cutefce": (10.01, 1.001)})
     noisy = {"transformers": (10.0, 1.0), training_step.SAMPLED: (10.01, 1.05)}
@@ -433,35 +308,6 @@ def test_losses_that_differ_are_an_error() -> None:
     for wrong in ((10.1, 1.0), (10.0, 1.05), (math.nan, 1.0)):
         with pytest.raises(ArithmeticError, match="cutefce: got loss and gradient norm"):
             training_step.check_agreement({"transformers": (10.0, 1.0), "cutefce": wrong})
-
-
-def test_cpu_overhead_has_a_row_for_forward_and_each_training_step(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(cpu_overhead, "WARM_UP_SECONDS", 0.0)
-    monkeypatch.setattr(cpu_overhead, "CALLS", 20)
-    rows = {row.call: row for row in cpu_overhead.run(TINY, "cpu")}
-    steps = ["training step", "training step, max", "training step, min"]
-    until = "training step until the GPU is done"
-    assert list(rows) == ["forward", *steps, until, f"{until}, 10 in a row"]
-    forward, step_row = rows["forward"], rows["training step, min"]
-    for low, median, high in (
-        (forward.cutefce_quartiles_us[0], forward.cutefce_us, forward.cutefce_quartiles_us[1]),
-        (step_row.torch_quartiles_us[0], step_row.torch_us, step_row.torch_quartiles_us[1]),
-    ):
-        assert 0 < low <= median <= high
-
-
-@pytest.mark.slow
-def test_first_steps_are_those_of_new_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    code = "from bench.experiments import first_call as f; from bench.harness.problems import Shape"
-    tiny = f"{code}; f.SHAPES = {TINY!r}, {TINY!r}; print(f.json.dumps(f.first_steps('cpu')))"
-    command, run = [sys.executable, "-c", tiny], subprocess.run
-    monkeypatch.setattr(subprocess, "run", lambda _, **more: run(command, **more))
-    rows = first_call.run("cpu")
-    cases = [f"{p}, {head}" for p in ("empty cache", "new process") for head in first_call.HEADS]
-    assert [row.case for row in rows] == cases
-    assert all(row.seconds > 0 and row.kernels == 0 for row in rows)
 
 
 def test_the_kernels_that_breakdown_looks_for_exist() -> None:

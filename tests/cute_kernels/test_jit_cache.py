@@ -19,11 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 
 pytest.importorskip("cutlass")
 
-from cutefce.__main__ import main
 from cutefce.cute_kernels import cache_files, process_cache, spec
 from cutefce.cute_kernels.jit import cache as jit_cache
 from cutefce.cute_kernels.jit import notices
@@ -105,43 +103,6 @@ def test_four_processes_compile_once(folder: Path) -> None:
     assert sum(int(count) for count, _ in results) == 1
     assert all(is_callable == "True" for _, is_callable in results)
     assert output(start(COMPILE))[0] == "0", "a later process compiles nothing"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("silenced", [False, True])
-def test_long_compilations_are_announced_on_stderr(silenced: bool, folder: Path) -> None:
-    """Once a process, before the kernel that exceeds a moment; users can silence it."""
-    code = f"""
-import logging
-import time
-from cutefce.cute_kernels import spec
-from cutefce.cute_kernels.jit import notices
-from cutefce.cute_kernels.jit import cache as jit_cache
-jit_cache._write = lambda path, function: None
-jit_cache._load, notices.NOTICE_SECONDS = lambda path: None, 0
-jit_cache.compile_kernel = lambda kernel: time.sleep(0.5)
-if {silenced!r}:
-    logging.getLogger("cutefce").setLevel(logging.ERROR)
-for dtype in ("bfloat16", "float16"):
-    jit_cache.compiled(spec.TargetLogitSpec("sm_90a", dtype))
-"""
-    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert process.returncode == 0, process.stderr
-    assert not process.stdout
-    lines = process.stderr.splitlines()
-    assert len(lines) == (0 if silenced else 1), lines
-    for line in lines:
-        assert line.startswith("cutefce: compiles 1 kernel for sm_90a") and "later" in line
-
-
-def test_a_short_compilation_is_not_announced(
-    folder: Path, announced: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(jit_cache, "compile_kernel", lambda kernel: None)
-    monkeypatch.setattr(jit_cache, "_write", lambda path, function: None)
-    monkeypatch.setattr(jit_cache, "_load", lambda path: None)
-    jit_cache.compiled(KERNEL)
-    assert not announced
 
 
 def test_long_compilations_are_announced_once_a_process(
@@ -247,14 +208,6 @@ def test_a_library_that_does_not_load_is_compiled_again(folder: Path, library: P
     assert jit_cache.compile_count == 1
 
 
-def test_a_folder_that_cannot_be_written(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = folder / "file"
-    file.write_text("")
-    monkeypatch.setenv(cache_files.CACHE_VARIABLE, str(file))
-    assert callable(jit_cache.compiled(KERNEL))
-    assert jit_cache.compile_count == 1
-
-
 @pytest.mark.parametrize("code", rest_slow([errno.ENOSPC, errno.EROFS, errno.EACCES]))
 def test_a_full_or_read_only_disk(code: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> None:
@@ -263,23 +216,6 @@ def test_a_full_or_read_only_disk(code: int, folder: Path, monkeypatch: pytest.M
     monkeypatch.setattr(cache_files, "write", refuse)
     assert callable(jit_cache.compiled(KERNEL))
     assert not [path for path in folder.rglob("*") if path.is_file()]
-
-
-@pytest.mark.slow
-def test_files_that_cannot_be_finished_are_removed(folder: Path, tmp_path: Path) -> None:
-    """As on a full disk, each file of the process ends after 4 KiB."""
-    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n"
-    temporary = tmp_path / "temporary"
-    temporary.mkdir()
-    process = subprocess.run(
-        [sys.executable, "-c", limit + COMPILE],
-        env=os.environ | {"TMPDIR": str(temporary)},
-        capture_output=True,
-        text=True,
-    )
-    assert process.stdout.split()[-1:] == ["True"], process.stderr
-    left = [*folder.rglob("*"), *temporary.rglob("*")]
-    assert not [path for path in left if path.is_file()]
 
 
 @pytest.mark.parametrize("part", rest_slow(["the library", "its folder", "the cache folder"]))
@@ -314,20 +250,6 @@ def test_without_a_cache_folder_kernels_serve_their_process(
     assert len(warned) == 1
     assert jit_cache.compile_count == 1
     assert not list(folder.iterdir())
-
-
-@pytest.mark.slow
-def test_no_linker(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(folder))
-    assert callable(jit_cache.compiled(KERNEL))
-    assert not list(folder.rglob("*.so"))
-
-
-@pytest.mark.slow
-def test_loading_does_not_need_the_compiler(folder: Path) -> None:
-    jit_cache.store(KERNEL, lambda: compile_kernel(KERNEL))
-    code = COMPILE + "import sys; assert 'cutlass' not in sys.modules"
-    assert output(start(code)) == ["0", "True"]
 
 
 def test_every_kernel_has_its_own_key(folder: Path) -> None:
@@ -380,14 +302,6 @@ def test_a_damaged_prebuilt_library_is_left_alone(
     assert prebuilt.read_bytes() == content
 
 
-@pytest.mark.slow
-def test_prebuilt_libraries_of_other_versions_are_not_used(folder: Path, prebuilt: Path) -> None:
-    prebuilt.parent.rename(prebuilt.parent.with_name("0123456789abcdef"))
-    assert not jit_cache.is_stored(KERNEL)
-    assert works(jit_cache.compiled(KERNEL))
-    assert jit_cache.compile_count == 1
-
-
 @pytest.mark.skipif(shutil.which("objdump") is None, reason="needs objdump")
 def test_a_library_needs_few_system_libraries(library: Path) -> None:
     """As the platform tag of wheels with kernels promises."""
@@ -395,16 +309,6 @@ def test_a_library_needs_few_system_libraries(library: Path) -> None:
     text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert set(re.findall(r"GLIBC\w*[\d.]*", text)) <= {"GLIBC_2.2.5", "GLIBC_2.17"}
     assert set(re.findall(r"NEEDED +(\S+)", text)) <= {"libc.so.6"}
-
-
-def test_info_reports_whether_prebuilt_libraries_match(folder: Path, prebuilt: Path) -> None:
-    def info() -> str:
-        return "".join(CliRunner().invoke(main, "info").output.split())  # lines are folded
-
-    assert f"prebuilt{prebuilt.parent}(1kernels" in info()
-    prebuilt.parent.rename(prebuilt.parent.with_name("0123456789abcdef"))
-    assert f"prebuilt{prebuilt.parent}(0kernels" in info()
-    assert re.search(r"0123456789abcdef\(1kernels,[^)]*\):builtforotherversions,notused", info())
 
 
 SOURCE = """

@@ -62,7 +62,6 @@ H, W, Y = torch.ones(4, 8), torch.ones(10, 8), torch.tensor([0, 1, 2, -100])
 INDICES, PROBS, DENSE = torch.zeros(4, 3).long(), torch.ones(4, 3), torch.ones(4, 10)
 PAIR, SUMS = torch.ones(10, 2, 8), torch.zeros(10, 8)
 IN_HALF = {"input": H.half(), "linear_weight": W.half()}
-IN_BFLOAT16 = {"input": H.bfloat16(), "linear_weight": W.bfloat16().requires_grad_()}
 IN_SUMS: dict[str, Any] = {"accumulate_into": SUMS}
 INF, NAN = float("inf"), float("nan")
 

@@ -18,8 +18,10 @@ from cutefce.ops.divergence.factors import FactorRows
 from cutefce.ops.divergence.options import Divergence
 from cutefce.ops.divergence.sides import Side
 from tests.emulation.hopper import run
-from tests.support.divergence import distance, heads, ours, planned, token_divergences
+from tests.support import tiers
+from tests.support.divergence import heads, ours, planned, token_divergences
 from tests.support.divergence_models import sums_of
+from tests.support.reference import distance
 from tests.support.tiers import rest_slow
 
 BETA = 0.25
@@ -140,63 +142,46 @@ def check(
             assert distance(factors, gradient) <= 1.05 * rounding + 1e-7 * float(gradient.norm())
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("size", rest_slow(SIZES))
-@pytest.mark.parametrize("form", rest_slow([*FORMS], default=2))
-def test_random_logits(form: str, size: tuple[int, int]) -> None:
-    check(random_logits(*size), form)
+SMALL = 2, 304
+HELD = {"all held": (2, 2048 + 264), "not all held": (2, 5 * 2048 + 264)}
+GIVEN: dict[str, tuple[tuple[int, int], float, dict[str, Any]]] = {
+    f"random, {name}": (size, 1.0, {}) for name, size in tiers.named(SIZES)
+}
+"""Sizes and spreads of logits, and how the kernel runs."""
+GIVEN |= {
+    f"several vectors, {name}, factors {wanted}": (size, 1.0, {"wanted": wanted, "held": 3})
+    for name, size in HELD.items()
+    for wanted in ((True, True), (True, False))
+}
+GIVEN |= {
+    f"sums of {parts} parts are given, {held} held, factors {wanted}": (
+        size,
+        1.0,
+        {"wanted": wanted, "held": held, "parts": parts},
+    )
+    for size, parts in (((3, 40), 2), ((2, 5 * 2048 + 264), 35))
+    for wanted in ((True, True), (True, False), (False, True))
+    for held in (1, 2, 4)
+}
+GIVEN |= {
+    f"factors {wanted}": (SMALL, 1.0, {"wanted": wanted, "seed": 1})
+    for wanted in ((False, False), (True, False), (False, True))
+}
+GIVEN |= {f"windows of {n}": (SMALL, 1.0, {"columns": n}) for n in (64, 256)}
+GIVEN |= {
+    "float16": (SMALL, 1.0, {"dtype": torch.float16}),
+    "close": (SMALL, 1e-3, {"bound": 1e-3}),
+    "near": (SMALL, 0.1, {"bound": 5e-5}),
+    "apart": (SMALL, 0.3, {"bound": 5e-5}),
+}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("vocab", [2048 + 264, 5 * 2048 + 264], ids=["all held", "not all held"])
+@pytest.mark.parametrize("given", GIVEN.values(), ids=GIVEN)
 @pytest.mark.parametrize("form", FORMS)
-def test_several_vectors_are_held(form: str, vocab: int) -> None:
-    logits = random_logits(2, vocab)
-    for wanted in ((True, True), (True, False)):
-        check(logits, form, wanted=wanted, held=3)
-
-
-GIVEN_SUMS = {"few classes": ((3, 40), 2), "held and read again": ((2, 5 * 2048 + 264), 35)}
-"""Sizes, and parts of the sums."""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("held", rest_slow([1, 2, 4]))
-@pytest.mark.parametrize("wanted", rest_slow([(True, True), (True, False), (False, True)]))
-@pytest.mark.parametrize("given", rest_slow(GIVEN_SUMS))
-@pytest.mark.parametrize("form", rest_slow([*FORMS]))
-def test_sums_are_given(
-    form: str, given: tuple[tuple[int, int], int], wanted: tuple[bool, bool], held: int
-) -> None:
-    size, parts = given
-    check(random_logits(*size), form, wanted=wanted, held=held, parts=parts)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("form", rest_slow([*FORMS]))
-def test_factors_in_float16(form: str) -> None:
-    check(random_logits(2, 304), form, dtype=torch.float16)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("wanted", [(False, False), (True, False), (False, True)], ids=str)
-@pytest.mark.parametrize("form", FORMS)
-def test_each_output_alone(form: str, wanted: tuple[bool, bool]) -> None:
-    check(random_logits(2, 304), form, wanted=wanted, seed=1)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("columns", rest_slow([64, 256]))
-@pytest.mark.parametrize("form", rest_slow([*FORMS]))
-def test_factors_in_windows(form: str, columns: int) -> None:
-    check(random_logits(2, 304), form, columns=columns)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("spread", rest_slow([1e-3, 0.1, 0.3]))
-@pytest.mark.parametrize("form", rest_slow([*FORMS], default=2))
-def test_close_and_far_sides(form: str, spread: float) -> None:
-    check(random_logits(2, 304, spread), form, bound=1e-3 if spread < 0.01 else 5e-5)
+def test_rows(form: str, given: tuple[tuple[int, int], float, dict[str, Any]]) -> None:
+    size, spread, how = given
+    check(random_logits(*size, spread), form, **how)
 
 
 @pytest.mark.parametrize("beta", [0.999, 0.001])
@@ -205,7 +190,7 @@ def test_a_mixture_of_nearly_one_side(beta: float) -> None:
 
     The emulation has exact exponentials and logarithms: this bounds the error of the formula.
     """
-    check(random_logits(2, 304), "jsd", bound=2e-6, beta=beta)
+    check(random_logits(*SMALL), "jsd", bound=2e-6, beta=beta)
 
 
 @pytest.mark.slow

@@ -15,7 +15,6 @@ import torch.nn.functional as F
 pytest.importorskip("cutlass")
 
 import cutefce
-from bench.harness.accuracy import relative_error
 from cutefce.cute_kernels.arch.base import TILE_K
 from cutefce.cute_kernels.arch.sm90 import KEPT_192
 from cutefce.cute_kernels.config import GemmConfig, KernelConfigs, PortableTiles
@@ -61,8 +60,7 @@ from tests.emulation.core import Stuck
 from tests.emulation.hopper import run
 from tests.support.backends import PTX
 from tests.support.kept_sums import split_sums
-from tests.support.layouts import CHUNKS, COLUMNS, Layout, pinned, windows_in_chunks
-from tests.support.options import exact, options_case
+from tests.support.layouts import CHUNKS, Layout
 from tests.support.reference import assert_as_accurate, by_layout, random_case
 from tests.support.tiers import rest_slow
 
@@ -722,44 +720,6 @@ def test_row_blocks_that_end_inside_a_k_tile(
     case.y[80:] = -100
     case.upstream.fill_(1.0)
     assert_as_accurate(by_layout(case, CHUNKS["in one chunk"]), case, ("dx", "dw"))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("far", [0, 1, 70], ids=["no far row", "one", "all"])
-@pytest.mark.parametrize("grad_hidden", [COOPERATIVE, None], ids=str)
-def test_windows_inside_chunks(
-    grad_hidden: GemmConfig | None,
-    far: int,
-    small_tiles: PortableTiles,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    configs = KernelConfigs(COOPERATIVE, grad_hidden, COOPERATIVE, grad_hidden, KEPT_192)
-    EMULATED.serve(monkeypatch, small_tiles, configs=configs)
-    case = random_case(70, 48, 333, dtype=torch.bfloat16, ignored=0.5)
-    case.h[:far] *= 40
-    case.h[case.y == -100] = torch.nan
-    results = []
-    for columns in (128, COLUMNS):
-        h = case.h.detach().requires_grad_()
-        with pinned(windows_in_chunks(48, columns)):
-            loss = cutefce.linear_cross_entropy(h, case.w, case.y, reduction="sum")
-        results.append(torch.autograd.grad(loss, h)[0])
-    assert not results[0][case.y == -100].any()
-    assert relative_error(*results) < 2.0**-8
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("workspace", ["max", "min"])
-def test_smoothed_losses(
-    workspace: str, small_tiles: PortableTiles, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Terms of the losses and class logits in the kernels that the host's code chooses."""
-    EMULATED.serve(monkeypatch, small_tiles)
-    x = options_case(["label_smoothing", "z_loss"], 70, 48, 333, dtype=torch.bfloat16, ignored=0.5)
-    got, want = x.ours(reduction="mean", workspace=workspace), exact(x, reduction="mean")
-    for a, b in zip(got, want, strict=True):
-        assert float((a.double() - b).norm()) <= 2**-7 * float(b.norm())
-    torch.testing.assert_close(got[0].double(), want[0], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.slow

@@ -1,14 +1,12 @@
 """Loss and gradients against float64: errors are at most those of the unfused loss."""
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
 
 from cutefce.cute_kernels.config import PortableTiles
 from tests.support.backends import Backend, on_backends
-from tests.support.layouts import LAYOUTS, WINDOWS, Layout
+from tests.support.layouts import WINDOWS, Layout
 from tests.support.reference import (
     Case,
     assert_as_accurate,
@@ -50,23 +48,6 @@ def test_logit_scales(dtype: torch.dtype, logit_std: float, device: str) -> None
     assert_as_accurate(ours(case), case)
 
 
-@pytest.mark.compiled_rows
-@on_backends(float32=True, emulated=2, layout=LAYOUTS, logit_std=[0.1, 4, 40])
-def test_every_strategy(layout: Layout, logit_std: float, backend: Backend) -> None:
-    sizes, ignored = (backend.tokens, 48, 333), 0.5 if backend.emulated else 0.1
-    more: dict[str, Any] = {"dtype": backend.dtype, "device": backend.device}
-    case = random_case(*sizes, logit_std=logit_std, ignored=ignored, **more)
-    case.upstream.fill_(1.0)
-    got = by_layout(case, layout)
-    assert_as_accurate(got, case, ("dx", "dw") if layout.in_chunks else ("loss", "dx", "dw"))
-
-
-@pytest.mark.parametrize("window", [32, 64, 96, 352])
-def test_every_window_gives_the_same(window: int, small_tiles: PortableTiles, device: str) -> None:
-    case = random_case(70, 16, 333, device=device)
-    assert_as_accurate(by_layout(case, Layout(window=window)), case)
-
-
 @pytest.mark.parametrize("workspace", ["max", "min"])
 def test_errors_do_not_grow_with_tokens(workspace: str, device: str) -> None:
     """Relative to the gradients themselves, over all rows."""
@@ -79,16 +60,6 @@ def test_errors_do_not_grow_with_tokens(workspace: str, device: str) -> None:
 
     for few, many in zip(errors(100), errors(6000), strict=True):
         assert many <= 1.05 * few
-
-
-def test_float64_is_exact_to_rounding(device: str) -> None:
-    case = random_case(50, 20, 3001, dtype=torch.float64, device=device, logit_std=3)
-    got, want = ours(case, workspace="min"), exact(case)
-    for name in ("loss", "dx", "dw"):
-        truth = getattr(want, name)
-        # half an ulp for each of about log2(3001) levels of a pairwise sum, with a margin of 4
-        limit = 4 * 12 * torch.finfo(torch.float64).eps / 2 * float(truth.norm())
-        assert float((getattr(got, name) - truth).norm()) <= limit, name
 
 
 def _mixture(rows: int = 40, vocab: int = 97) -> tuple[Tensor, Tensor]:
@@ -146,14 +117,6 @@ def test_rows_far_above_their_target(
     assert_as_accurate(by_layout(case, layout), case, saturated=True)
 
 
-@pairwise(layout=FAR_LAYOUTS, rows=[range(7, 8), range(0, 40, 2)])
-def test_rows_as_far_as_can_be(
-    layout: Layout, rows: range, small_tiles: PortableTiles, device: str
-) -> None:
-    case = _far_case(rows, 1e30, device=device)
-    assert_as_accurate(by_layout(case, layout), case, saturated=True)
-
-
 def _far_case(
     rows: range, height: float, dtype: torch.dtype = torch.float32, device: str = "cpu"
 ) -> Case:
@@ -164,13 +127,9 @@ def _far_case(
     return logits_case(logits.to(dtype), y, device)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_bad_row_stays_alone(value: float, device: str) -> None:
-    case = random_case(20, 8, 100, device=device, ignored=0)
-    good = ours(case)
-    case.h[3, 2] = value
-    bad = ours(case)
-    rest = torch.arange(20, device=device) != 3
-    assert not torch.isfinite(bad.loss[3])
-    assert torch.equal(bad.loss[rest], good.loss[rest])
-    assert torch.equal(bad.dx[rest], good.dx[rest])
+@pairwise(layout=FAR_LAYOUTS, rows=[range(7, 8), range(0, 40, 2)])
+def test_rows_as_far_as_can_be(
+    layout: Layout, rows: range, small_tiles: PortableTiles, device: str
+) -> None:
+    case = _far_case(rows, 1e30, device=device)
+    assert_as_accurate(by_layout(case, layout), case, saturated=True)

@@ -9,13 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._dynamo import compiled_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.export import Dim, export
 
 import cutefce
 from bench.harness.timing import peak_bytes
-from cutefce.cute_kernels.config import PortableTiles
 from cutefce.ops.operators import kept, operators
 from tests.support.reference import are_same, random_case
 from tests.support.stand_in_gpu import served_by_kernels
@@ -151,34 +149,6 @@ def check_token_counts_that_depend_on_data(backend: str, device: str) -> None:
         compiled(h, w, y, some, ~some)
 
 
-def test_export_of_token_counts_that_depend_on_data() -> None:
-    class Loss(torch.nn.Module):
-        def forward(self, *arguments: Tensor) -> Tensor:
-            return of_some_tokens(cutefce.linear_cross_entropy)(*arguments)
-
-    case = random_case(12, 8, 40, ignored=0)
-    some = torch.arange(12) % 3 > 0
-    arguments = case.h, case.w, case.y, some, some.clone()
-    exported = export(Loss(), arguments).module()
-    for mask in (some, ~some):
-        arguments = case.h, case.w, case.y, mask, mask.clone()
-        assert torch.equal(exported(*arguments), Loss()(*arguments))
-
-
-@pytest.mark.slow
-def test_sizes_that_are_never_guarded(device: str) -> None:
-    case = random_case(12, 8, 40, device=device)
-    h, y = case.h.view(3, 4, 8), case.y.view(3, 4)
-    for x, dim in ((h, 0), (h, 1), (y, 0), (y, 1)):
-        torch._dynamo.decorators.mark_unbacked(x, dim)
-
-    def loss(h: Tensor, w: Tensor, y: Tensor) -> Tensor:
-        return cutefce.linear_cross_entropy(h, w, y, reduction="none")
-
-    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(h, case.w, y), loss(h, case.w, y))
-
-
 def test_sizes_that_are_known_to_differ_are_named(device: str) -> None:
     h, y = torch.randn(3, 4, 8, device=device), torch.zeros(3, 5, dtype=torch.long, device=device)
     for x in (h, y):
@@ -272,40 +242,6 @@ def test_decomposed_programs_can_be_trained(grad: bool, dtype: torch.dtype) -> N
         h = case.h.clone().requires_grad_()
         gradients.append(torch.autograd.grad(function(h, case.y), h)[0])
     assert torch.equal(*gradients)
-
-
-# on a GPU, kernels serve bfloat16 and the portable path float32
-@pytest.mark.parametrize("dtype", rest_slow([torch.bfloat16, torch.float32]))
-def test_compiled_without_gradients_equals_eager(
-    dtype: torch.dtype, small_tiles: PortableTiles, device: str
-) -> None:
-    def loss(h: Tensor, w: Tensor, y: Tensor) -> Tensor:
-        with torch.no_grad():
-            return cutefce.linear_cross_entropy(h, w, y)
-
-    backend = "aot_eager" if device == "cpu" else "inductor"
-    compiled = torch.compile(loss, fullgraph=True, backend=backend)
-    case = random_case(40, 16, 333, dtype=dtype, device=device)
-    compiled(case.h, case.w, case.y)  # the run that compiles may take the portable path unfused
-    assert torch.equal(compiled(case.h, case.w, case.y), loss(case.h, case.w, case.y))
-
-
-@pytest.mark.parametrize("workspace", rest_slow(["min", None]))
-@pytest.mark.parametrize("reduction", rest_slow(["none", "mean"]))
-def test_compiled_backwards_of_eager_forwards(reduction: str, workspace: str | None) -> None:
-    h, w, y = torch.randn(6, 8), torch.randn(20, 8), torch.randint(20, (6,))
-    gradients = []
-    for compiled in (False, True):
-        h = h.detach().requires_grad_()
-        loss = cutefce.linear_cross_entropy(h, w, y, reduction=reduction, workspace=workspace)
-        if compiled:
-            with compiled_autograd._enable(torch.compile(backend="aot_eager", fullgraph=True)):
-                loss.sum().backward()
-        else:
-            loss.sum().backward()
-        gradients.append(h.grad)
-    assert gradients[0] is not None and gradients[1] is not None
-    assert torch.equal(gradients[0], gradients[1])
 
 
 @pytest.mark.parametrize("workspace", rest_slow(WORKSPACES))

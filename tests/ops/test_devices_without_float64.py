@@ -13,25 +13,11 @@ import cutefce
 from cutefce.cute_kernels.config import PortableTiles
 from tests.support.divergence import FORMS, heads
 from tests.support.divergence import ours as divergence
-from tests.support.float64 import WAYS, assert_no_float64
-from tests.support.options import (
-    OPTIONS,
-    TOGETHER,
-    OptionsCase,
-    dense_case,
-    options_case,
-    soft_case,
-)
-from tests.support.tiers import pairwise, pairwise_of, rest_slow
+from tests.support.float64 import assert_no_float64, float64_results
+from tests.support.tiers import pairwise, rest_slow
 
-SIZES = TOKENS, HIDDEN, VOCAB = 60, 16, 100
+TOKENS, HIDDEN, VOCAB = 60, 16, 100
 WORKSPACES: tuple[int | str, ...] = "min", 12_000, "max"
-TARGETS: dict[str, Callable[..., OptionsCase]] = {
-    "class indices": options_case,
-    "soft targets": lambda names, *sizes, **more: soft_case(names, 5, *sizes, **more),
-    "probabilities": dense_case,
-}
-NAMES = {name: [name] for name in OPTIONS} | TOGETHER
 ON_RANKS = {"group", "shards", "sequence_parallel"}
 """Arguments of calls in tests/parallel."""
 SCALARS: list[Any] = [17.5, 17, torch.tensor(17.5), torch.tensor([17])]
@@ -46,32 +32,10 @@ DTYPES = [torch.bfloat16, torch.float32, torch.float16]
 few_dtypes = pytest.mark.parametrize("dtype", rest_slow(DTYPES))
 
 
-@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-def test_float64_is_seen(way: Callable[[Callable[[], object]], list[str]]) -> None:
-    def run() -> None:
-        x = torch.ones(3, requires_grad=True)
-        (x.double().sum().float() + torch.full((), 2.0)).backward()
-
-    assert way(run)
-    assert not way(lambda: torch.ones(3, requires_grad=True).mul(0.5).sum().backward())
-
-
-@pairwise_of(
-    {"names": TOGETHER}, targets=[*TARGETS], names=NAMES, dtype=[torch.bfloat16, torch.float32]
-)
-def test_options(
-    targets: str, names: list[str], dtype: torch.dtype, small_tiles: PortableTiles
-) -> None:
-    x = TARGETS[targets](names, *SIZES, dtype=dtype)
-
-    def run() -> None:
-        for reduction, workspace in zip(("none", "sum", "mean"), WORKSPACES, strict=True):
-            x.ours(reduction=reduction, workspace=workspace)
-        x.ours(reduction="mean", denominator=7.5)
-        if targets != "probabilities":
-            x.ours(reduction="mean", gradient="sampled", samples=16)
-
-    assert_no_float64(run)
+def test_float64_is_seen() -> None:
+    x = torch.ones(3, requires_grad=True)
+    assert float64_results(lambda: (x.double().sum().float() + 2.0).backward())
+    assert not float64_results(lambda: x.mul(0.5).sum().backward())
 
 
 ARGUMENTS: dict[str, list[dict[str, Any]]] = {
@@ -144,27 +108,19 @@ def test_arguments_of_the_loss(name: str, dtype: torch.dtype, small_tiles: Porta
         assert_no_float64(partial(step, dtype, some, **options))
 
 
-OF_LOG_PROBS = sorted(parameters(linear_log_probs), key=lambda name: name != "outputs")
-"""First what a loss has not."""
-
-
 @few_dtypes
-@pytest.mark.parametrize("name", rest_slow(OF_LOG_PROBS))
+@pytest.mark.parametrize("name", rest_slow(["outputs", "temperature", "gradient", "softcap"]))
 def test_arguments_of_log_probs(name: str, dtype: torch.dtype, small_tiles: PortableTiles) -> None:
     def run(options: dict[str, Any]) -> None:
-        given = inputs(dtype) | options
-        given.pop("target_probs", None)
-        given.pop("denominator", None)
+        options = {k: v for k, v in options.items() if k != "denominator"}
         for workspace in WORKSPACES:
-            found = linear_log_probs(**{"workspace": workspace} | given)
+            found = linear_log_probs(**inputs(dtype) | {"workspace": workspace} | options)
             total = found.log_probs.sum()
             for x in (found.lse, found.entropy):
                 total = total if x is None else total + 0.1 * x.sum()
             total.backward()
 
     for options in ARGUMENTS[name]:
-        if name == "target_indices" and dtype != torch.float16:
-            run(options | {"gradient": "sampled"})
         assert_no_float64(partial(run, options))
 
 
@@ -200,31 +156,6 @@ def test_arguments_of_divergences(
 
     for options in DIVERGENCES[name]:
         assert_no_float64(partial(run, options))
-
-
-@few_dtypes
-def test_positions(dtype: torch.dtype) -> None:
-    given = inputs(dtype, (VOCAB, 2, 3))
-    factors = {"weight": torch.rand(VOCAB), "token_weights": torch.rand(TOKENS, 2, 3)}
-    bias = {"linear_bias": torch.randn(VOCAB, 2, 3, requires_grad=True)}
-
-    def run() -> None:
-        for options in ({}, factors, bias, {"temperature": 0.7}, {"denominator": 7}):
-            loss = linear_cross_entropy(**given, **options)
-            loss.backward()
-
-    assert_no_float64(run)
-
-
-def test_modules() -> None:
-    y = inputs(torch.float32, (VOCAB, 2))["target"]
-    for sizes, target in (((), y[:, 0]), ((2,), y)):
-        head = cutefce.LinearCrossEntropyLoss(
-            HIDDEN, VOCAB, out_features=sizes, bias=True, weight=torch.rand(VOCAB), z_loss=1e-3
-        )
-        h = torch.randn(TOKENS, HIDDEN, requires_grad=True)
-        for options in ({}, {"denominator": 7}, {"temperature": 0.7}):
-            assert_no_float64(lambda: head(h, target, **options).backward())  # noqa: B023
 
 
 def test_mixed_precision() -> None:
@@ -304,24 +235,3 @@ def test_a_scalar_of_the_host_reaches_the_device_rounded() -> None:
         linear_divergence(h, w, h, w, denominator=host)
 
     assert_no_float64(run)
-
-
-def test_compiled_numbers() -> None:
-    graphs: list[torch.fx.GraphModule] = []
-
-    def backend(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
-        graphs.append(graph)
-        return graph.forward
-
-    @torch.compile(backend=backend, fullgraph=True)
-    def loss(h: Tensor, w: Tensor, y: Tensor, number: float) -> Any:
-        return linear_cross_entropy(h, w, y, denominator=number, temperature=number)
-
-    h, w, y = inputs(torch.float32).values()
-    for number in (0.7, 0.8, 0.9):
-        loss(h, w, y, number).backward()
-    # numbers come as float64 tensors of the CPU, of any device's graph, and are read at once
-    nodes = [x for graph in graphs for x in graph.graph.nodes if x.op == "call_function"]
-    values = [x.meta.get("example_value") for x in nodes]
-    results = [x for x in values if isinstance(x, Tensor)]
-    assert results and not [x for x in results if x.dtype == torch.float64]

@@ -119,34 +119,6 @@ def test_tensors_on_meta_are_planned_for_a_gpu() -> None:
         cutefce.plan_divergence(h, w, h, w, torch.empty(8, 1024, dtype=torch.long, device="meta"))
 
 
-def random_case(draw: random.Random) -> tuple[Heads, dict[str, Any]]:
-    """Return heads of any sizes and dtype, and the other arguments of a call."""
-    tokens, vocab = draw.choice([1, 60, 300, 1000]), draw.choice([1000, 4003, 12001])
-    hidden = draw.choice([16, 64, 201]), draw.choice([16, 64, 200])
-    case = heads(
-        tokens,
-        hidden,
-        vocab,
-        dtype=draw.choice([torch.float16, torch.bfloat16, torch.float32, torch.float64]),
-        ignored=draw.choice([0, 0.5]),
-        trained=draw.choice(["student", "both"]),
-        biases=draw.random() < 0.3,
-    )
-    return case, {
-        "divergence": draw.choice(["forward_kl", "reverse_kl", "jsd"]),
-        "reduction": draw.choice(["sum", "none"]),
-        "workspace": draw.choice(["min", "max", 4 * MIB, 16 * MIB]),
-        **case.biases,
-    }
-
-
-@pytest.mark.parametrize("seed", rest_slow(range(30)))
-def test_memory_of_random_calls_is_what_is_predicted(seed: int) -> None:
-    case, form = random_case(random.Random(seed))
-    measured, predicted = memory_of(case, form)
-    assert abs(measured - predicted) <= max(predicted / 100, MIB)
-
-
 def memory_of(case: Heads, form: dict[str, Any]) -> tuple[int, int]:
     """Return the peak bytes of a step beyond inputs and gradients, and what its plan predicts."""
     is_every = bool((case.target != -100).all())

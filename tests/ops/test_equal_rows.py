@@ -2,15 +2,14 @@
 
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
 import cutefce
-from cutefce.cute_kernels.config import PortableTiles
 from tests.support.backends import Backend, on_backends
 from tests.support.layouts import LAYOUTS, Layout, pinned
-from tests.support.options import OptionsCase, model_logits, options_case, row_values
+from tests.support.options import OptionsCase, model_logits, options_case
+from tests.support.outputs import row_values
 from tests.support.reference import logits_case
 from tests.support.tiers import pairwise
 
@@ -89,16 +88,6 @@ def test_rows_of_other_targets(
     assert_equal_bits(x, rows, workspace=workspace)
 
 
-@pytest.mark.parametrize("outputs", [("entropy",), ("sum_p_squared",), (*OUTPUTS, "argmax")])
-def test_some_of_the_outputs(outputs: tuple[str, ...], device: str) -> None:
-    x, rows = equal_rows([], 300, 24, 777, dtype=torch.bfloat16, device=device)
-    found = tuple(name for name in outputs if name != "argmax")
-    more = cutefce.linear_log_probs(x.case.h, x.case.w, x.case.y, outputs=outputs)
-    for name in found:
-        assert len({*getattr(more, name)[rows].tolist()}) == 1
-    assert_equal_bits(x, rows, found)
-
-
 @on_backends(few_backends=True, float32=True, layout=LAYOUTS)
 def test_every_layout(layout: Layout, backend: Backend) -> None:
     """Chunks of tokens, of which the last is shorter, are those of a frozen weight."""
@@ -107,14 +96,6 @@ def test_every_layout(layout: Layout, backend: Backend) -> None:
     x, rows = equal_rows(["temperature (N,)"], 150, 48, 333, **how)
     with pinned(layout):
         assert_equal_bits(x, rows, outputs, frozen=layout.in_chunks)
-
-
-@pairwise(names=OPTIONS, dtype=[torch.float32, torch.bfloat16])
-def test_rows_of_several_classes(names: list[str], dtype: torch.dtype, device: str) -> None:
-    x, rows = equal_rows(names, 64, 24, 333, dtype=dtype, device=device)
-    index = torch.randint(333, (64, 3), device=device)
-    index[:, 0] = x.case.y
-    assert_equal_bits(x, rows, target_indices=index)
 
 
 @on_backends(names=OPTIONS, workspace=["max", "min", 200_000], classes=[1, 3])
@@ -166,14 +147,3 @@ def test_targets_of_probability_0(backend: Backend) -> None:
     )
     for values in (found.entropy, found.sum_p_squared):
         assert values is not None and bool(values.isnan().all())
-
-
-@pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_a_row_that_is_not_finite_stays_alone(value: float, small_tiles: PortableTiles) -> None:
-    x, rows = equal_rows([], 150, 48, 333)
-    row = int(rows.nonzero()[5, 0])
-    x.case.h[row, 5], rows[row] = value, False
-    found = cutefce.linear_log_probs(x.case.h, x.case.w, x.case.y, outputs=OUTPUTS)
-    assert found.entropy is not None and bool(found.entropy[row].isnan())
-    for name in OUTPUTS:
-        assert len({*getattr(found, name)[rows].tolist()}) == 1

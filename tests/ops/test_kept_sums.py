@@ -1,7 +1,5 @@
 """Sums of gradients that are kept in 16 bits and low bits: how they are rounded."""
 
-import math
-
 import pytest
 import torch
 from hypothesis import example, given
@@ -10,8 +8,6 @@ from torch import Tensor
 
 from bench.harness.accuracy import relative_error
 from cutefce.cute_kernels.problem import LOW_BITS
-from cutefce.ops.planning.step_memory import few_low_bits
-from cutefce.ops.primitives.portable_gradients import PortableGradients
 from cutefce.ops.program.plan import SHORT_SUMS
 from cutefce.ops.rows.kept_sums import joined_sums
 from tests.support.kept_sums import split_sums
@@ -59,48 +55,6 @@ def test_what_is_kept_of_any_sum(low_bits: int, bits: list[int]) -> None:
     normal = got.isfinite() & (values.abs() >= torch.finfo(torch.float32).tiny)
     got, values = got[normal].double(), values[normal].double()
     assert ((got - values).abs() <= values.abs() * 2.0 ** -(8 + low_bits)).all()
-
-
-@pytest.mark.parametrize("low_bits", LOW_BITS)
-def test_no_bias_is_in_what_is_kept(low_bits: int) -> None:
-    values = torch.rand(1000, 100) + 1
-    errors = (kept(values, low_bits).double() - values.double()) / values.double()
-    spread = float(errors.std()) / math.sqrt(errors.numel())
-    assert abs(float(errors.mean())) < 5 * spread
-
-
-@pytest.mark.parametrize("low_bits", LOW_BITS)
-def test_each_window_errs_by_half_a_unit(low_bits: int) -> None:
-    """Also where rows are scaled in between."""
-    torch.manual_seed(0)
-    gradients, scale = PortableGradients(64), torch.rand(1100)
-    kept = torch.empty(1100, 24).bfloat16()
-    low = torch.empty(1100, 24 * low_bits // 8, dtype=torch.uint8)
-    want, allowed = torch.zeros(1100, 24).double(), torch.zeros(1100, 24).double()
-    for window in range(20):
-        e, w = torch.rand(1100, 40).bfloat16(), torch.randn(40, 24).bfloat16()
-        gradients.keep_dx(kept, low, e, w, accumulate=window > 0)
-        want += e.double() @ w.double()
-        allowed += 2.0 ** -(8 + low_bits) * want.abs() + 1e-6 * (e.double() @ w.double().abs())
-        if window == 9:
-            gradients.scale_kept_rows(kept, low, scale)
-            want *= scale[:, None]
-            allowed = allowed * scale[:, None] + 2.0 ** -(8 + low_bits) * want.abs()
-    errors = (joined_sums(kept, low).double() - want).abs()
-    assert (errors <= 1.01 * allowed).all() and (errors > 0.1 * allowed).any()
-
-
-@pytest.mark.parametrize("windows", [1, 8, 32])
-def test_20_bits_suffice_for_32_windows(windows: int) -> None:
-    """The error of dX is at most 1.05 of that of its rounding."""
-    torch.manual_seed(0)
-    parts = torch.randn(windows, 200, 500)
-    exact, kept = parts.double().sum(0), torch.zeros(200, 500).bfloat16()
-    low = torch.zeros(200, 250, dtype=torch.uint8)
-    for part in parts:
-        split_sums(kept, low, joined_sums(kept, low) + part)
-    rounding = (exact.to(torch.bfloat16).double() - exact).norm()
-    assert (joined_sums(kept, low).bfloat16().double() - exact).norm() <= 1.05 * rounding
 
 
 def bits_of(*patterns: int) -> Tensor:
@@ -155,7 +109,3 @@ def test_no_number_of_chunks_adds_a_twentieth_to_the_rounding_error(chunks: int)
             sums = joined_sums(kept, low)
         error, least = (relative_error(x, exact) for x in (sums[0].bfloat16(), exact.bfloat16()))
         assert error <= 1.05 * least
-
-
-def test_an_odd_number_of_columns_shares_no_bytes() -> None:
-    assert (few_low_bits(64), few_low_bits(63)) == LOW_BITS

@@ -79,6 +79,43 @@ Each has a regular expression, in which windows repeat.
 """
 
 
+Noted = list[Any]
+"""What was launched: kernels, and "parts" where those of a loss were made."""
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch, small_tiles: PortableTiles) -> Callable[..., Noted]:
+    """Return a function that serves calls by models of kernels, and returns what they launch."""
+    pytest.importorskip("cutlass")
+    noted: Noted = []
+
+    def recorded(kernel: KernelSpec) -> Callable[..., None]:
+        def launch(*arguments: Any) -> None:
+            noted.append(kernel)
+            model_of(kernel)(*arguments)
+
+        return launch
+
+    def serve(arch: str = "sm_90a", selects: bool = True) -> Noted:
+        how: dict[str, Any] = {"selects": selects, "replacement": recorded}
+        serve_calls(monkeypatch, arch_named(arch), small_tiles, **how)
+        return noted
+
+    return serve
+
+
+def operands(trained: str = "hw") -> tuple[Tensor, Tensor, Tensor]:
+    h = torch.randn(150, 64, dtype=torch.bfloat16, requires_grad="h" in trained)
+    w = torch.randn(333, 64, dtype=torch.bfloat16, requires_grad="w" in trained)
+    return h, w, torch.randint(333, (150,))
+
+
+def name_of(kernel: KernelSpec) -> str:
+    if isinstance(kernel, GradGemmSpec):
+        return f"Grad{kernel.wrt.capitalize()}"
+    return type(kernel).__name__.removesuffix("Spec")
+
+
 @pytest.mark.parametrize(
     ("workspace", "trained", "forward", "backward", "again"), STEPS.values(), ids=STEPS
 )
@@ -88,107 +125,51 @@ def test_launches_of_steps(
     forward: str,
     backward: str,
     again: str,
-    monkeypatch: pytest.MonkeyPatch,
-    small_tiles: PortableTiles,
+    launched: Callable[..., Noted],
 ) -> None:
     """A second backward computes again only what was not stored, or is overwritten."""
-    pytest.importorskip("cutlass")
-    launched: list[str] = []
-
-    def recorded(kernel: KernelSpec) -> Callable[..., None]:
-        name = type(kernel).__name__.removesuffix("Spec")
-        if isinstance(kernel, GradGemmSpec):
-            name = f"Grad{kernel.wrt.capitalize()}"
-
-        def launch(*arguments: Any) -> None:
-            launched.append(name)
-            model_of(kernel)(*arguments)
-
-        return launch
-
-    def launches(run: Callable[[], Any]) -> tuple[Any, str]:
-        launched.clear()
-        return run(), " ".join(launched)
-
-    serve_calls(monkeypatch, arch_named("sm_90a"), small_tiles, selects=True, replacement=recorded)
-    h = torch.randn(150, 64, dtype=torch.bfloat16, requires_grad="h" in trained)
-    w = torch.randn(333, 64, dtype=torch.bfloat16, requires_grad="w" in trained)
-    y = torch.randint(333, (150,))
-
-    def run() -> Tensor:
-        if isinstance(workspace, Layout):
-            with pinned(workspace):
-                return cutefce.linear_cross_entropy(h, w, y)
-        return cutefce.linear_cross_entropy(h, w, y, workspace=workspace)
-
-    loss, names = launches(run)
-    assert re.fullmatch(forward, names)
+    noted, (h, w, y) = launched(), operands(trained)
+    if isinstance(workspace, Layout):
+        with pinned(workspace):
+            loss = cutefce.linear_cross_entropy(h, w, y)
+    else:
+        loss = cutefce.linear_cross_entropy(h, w, y, workspace=workspace)
+    assert re.fullmatch(forward, " ".join(map(name_of, noted)))
     for expected in (backward, again):
-        _, names = launches(lambda: loss.backward(retain_graph=True))
+        noted.clear()
+        loss.backward(retain_graph=True)
+        names = " ".join(map(name_of, noted))
         assert re.fullmatch(expected, names), names
 
 
 @pytest.mark.parametrize("selects", [False, True], ids=["all rows", "selected rows"])
 @pytest.mark.parametrize("workspace", ["min", 40 << 10, "max"])
 def test_a_repeat_launches_the_kernels_of_the_first_step(
-    workspace: int | str,
-    selects: bool,
-    monkeypatch: pytest.MonkeyPatch,
-    small_tiles: PortableTiles,
+    workspace: int | str, selects: bool, launched: Callable[..., Noted]
 ) -> None:
     """And no others, so that a CUDA graph may be captured after one eager step."""
-    pytest.importorskip("cutlass")
-    launched: set[KernelSpec] = set()
-
-    def recorded(kernel: KernelSpec) -> Callable[..., None]:
-        def launch(*arguments: Any) -> None:
-            launched.add(kernel)
-            model_of(kernel)(*arguments)
-
-        return launch
-
-    arch = arch_named("sm_90a")
-    serve_calls(monkeypatch, arch, small_tiles, selects=selects, replacement=recorded)
-    h = torch.randn(150, 64, dtype=torch.bfloat16, requires_grad=True)
-    w = torch.randn(333, 64, dtype=torch.bfloat16, requires_grad=True)
-    y = torch.randint(333, (150,))
+    noted, given = launched(selects=selects), operands()
     steps = []
     for _ in range(2):
-        launched.clear()
-        cutefce.linear_cross_entropy(h, w, y, workspace=workspace).backward()
-        steps.append(set(launched))
+        noted.clear()
+        cutefce.linear_cross_entropy(*given, workspace=workspace).backward()
+        steps.append(set(noted))
     assert steps[0] == steps[1] != set()
 
 
 @pytest.mark.parametrize("outputs", [False, True], ids=["soft targets", "outputs"])
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 def test_parts_of_soft_targets_are_made_once(
-    arch: str,
-    outputs: bool,
-    monkeypatch: pytest.MonkeyPatch,
-    small_tiles: PortableTiles,
+    arch: str, outputs: bool, launched: Callable[..., Noted], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before a product that writes their logits, else behind it, where the GPU is busy."""
-    pytest.importorskip("cutlass")
-    launched: list[Any] = []
-    beside: list[bool] = []
-
-    def recorded(kernel: KernelSpec) -> Callable[..., None]:
-        def launch(*operands: Any) -> None:
-            launched.append(type(kernel))
-            beside.append(getattr(kernel, "soft", False))
-            model_of(kernel)(*operands)
-
-        return launch
+    noted, (h, w, _) = launched(arch), operands()
 
     def parts_of(*arguments: Any) -> Any:
-        launched.append("parts")
+        noted.append("parts")
         return loss_parts.parts_of(*arguments)
 
     monkeypatch.setattr("cutefce.ops.rows.targets.parts_of", parts_of)
-    serve_calls(monkeypatch, arch_named(arch), small_tiles, selects=True, replacement=recorded)
-    h = torch.randn(150, 64, dtype=torch.bfloat16, requires_grad=True)
-    w = torch.randn(333, 64, dtype=torch.bfloat16, requires_grad=True)
     index, probs = torch.randint(333, (150, 7)), torch.rand(150, 7)
     if outputs:
         named = cutefce.linear_log_probs(h, w, target_indices=index, workspace="max")
@@ -198,12 +179,12 @@ def test_parts_of_soft_targets_are_made_once(
             h, w, target_indices=index, target_probs=probs, workspace="max"
         )
     loss.backward()
-    product = launched.index(ProjectExpSpec)
+    kinds = [x if x == "parts" else type(x) for x in noted]
     before: set[Any] = {SelectRowsSpec, TargetLogitSpec, MoveRowsSpec}
     joins = arch == "sm_90a"
     if joins:
         before |= {"parts"} if outputs else {"parts", PrepareSoftSpec}
-    assert set(launched[:product]) == before
-    assert launched.count("parts") == 1 and launched.count(SoftLogitsSpec) == 1 - joins
-    assert any(beside) == joins
-    assert launched.count(PrepareSoftSpec) == (not outputs)
+    assert set(kinds[: kinds.index(ProjectExpSpec)]) == before
+    assert kinds.count("parts") == 1 and kinds.count(SoftLogitsSpec) == 1 - joins
+    assert any(getattr(x, "soft", False) for x in noted) == joins
+    assert kinds.count(PrepareSoftSpec) == (not outputs)

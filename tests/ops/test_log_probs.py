@@ -1,5 +1,6 @@
 """Log-probabilities and other values of tokens: as accurate as from all logits."""
 
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -9,18 +10,25 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import cutefce
 from cutefce.cute_kernels.config import PortableTiles
 from tests.support.backends import Backend, on_backends
 from tests.support.layouts import WINDOWS, Layout, pinned
-from tests.support.options import OptionsCase, model_logits, options_case, row_values
-from tests.support.reference import are_same, logits_case
-from tests.support.tiers import pairwise
+from tests.support.options import OptionsCase, options_case
+from tests.support.outputs import (
+    OUTPUTS,
+    UPSTREAMS,
+    ValuesCase,
+    row_values,
+    values_case,
+)
+from tests.support.reference import are_same, logits_case, random_case
+from tests.support.tiers import pairwise, rest_slow
 
-OUTPUTS = "lse", "entropy", "sum_p_squared", "mean_logit", "is_top1", "argmax"
-DIFFERENTIABLE = "log_probs", "lse", "entropy"
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+FACTORS = ["linear_bias", "logit_scale", "temperature (N,)"]
 TRANSFORMS: dict[str, list[str]] = {
     "plain": [],
     "linear_bias": ["linear_bias"],
@@ -29,212 +37,80 @@ TRANSFORMS: dict[str, list[str]] = {
     "temperature": ["temperature"],
     "temperature (N,)": ["temperature (N,)"],
     "softcap": ["softcap"],
-    "all but softcap": ["linear_bias", "logit_scale", "temperature (N,)"],
-    "all": ["linear_bias", "logit_scale", "temperature (N,)", "softcap"],
+    "factors": FACTORS,
+    "all": [*FACTORS, "softcap"],
 }
+ASKED = {"nothing": (), "all": OUTPUTS, "lse and entropy": ("lse", "entropy")}
+ASKED |= {name: (name,) for name in OUTPUTS}
+CLASSES = {"a class": None, "2 classes": 2, "7 classes": 7}
 
 
-def served(outputs: tuple[str, ...], options: dict[str, Any]) -> tuple[str, ...]:
-    return tuple(name for name in outputs if name != "mean_logit" or "softcap" not in options)
-
-
-def upstreams(x: OptionsCase, outputs: tuple[str, ...]) -> dict[str, Tensor]:
-    """Return random upstream gradients of what has gradients."""
-    torch.manual_seed(7)
-    names = [name for name in DIFFERENTIABLE if name in ("log_probs", *outputs)]
-    if "softcap" in x.options and "entropy" in names:
-        names.remove("entropy")
-    tokens, device = len(x.case.y), x.case.h.device
-    return {name: torch.randn(tokens, dtype=torch.float64).to(device) for name in names}
-
-
-def ours(
-    x: OptionsCase, outputs: tuple[str, ...], workspace: int | str | None = None
-) -> tuple[Any, tuple[Tensor, ...]]:
-    """Return values and gradients; the second backward has equal bits, but for what a GPU compiles.
-
-    There, on the portable path, its forward may run on kernels that the first forward has compiled.
-    """
-    leaves = x.leaves
-    values = cutefce.linear_log_probs(
-        leaves[0],
-        leaves[1],
-        x.case.y,
-        outputs=outputs,
-        workspace=workspace,
-        **x.with_leaves(leaves),
-    )
-    given = upstreams(x, outputs)
-    tensors = [getattr(values, name) for name in given]
-    dtype = torch.promote_types(x.case.h.dtype, torch.float32)
-    more: dict[str, Any] = {"grad_outputs": [up.to(dtype) for up in given.values()]}
-    gradients = torch.autograd.grad(tensors, leaves, **more, retain_graph=True)
-    again = torch.autograd.grad(tensors, leaves, **more)
-    is_portable = x.case.h.is_cuda and x.case.h.dtype.itemsize > 2
-    rounding = 8 * torch.finfo(x.case.h.dtype).eps if is_portable else 0
-    for a, b in zip(gradients, again, strict=True):
-        size = float(b.abs().max()) if b.numel() else 0.0
-        torch.testing.assert_close(a, b, rtol=rounding, atol=rounding * size)
-    return values, gradients
-
-
-def of_products(
-    x: OptionsCase, outputs: tuple[str, ...], t: Tensor, leaves: tuple[Tensor, ...]
-) -> tuple[Any, tuple[Tensor, ...]]:
-    """Return values of products t (N, V), and their gradients by `leaves`."""
-    options = {name: value for name, value in x.with_leaves(leaves[-3:]).items()}
-    values = row_values(model_logits(t, **options), x.case.y)
-    given = upstreams(x, outputs)
-    total = sum((getattr(values, name) * up.to(t.dtype)).sum() for name, up in given.items())
-    assert isinstance(total, Tensor)
-    return values, torch.autograd.grad(total, leaves)
-
-
-def exact(x: OptionsCase, outputs: tuple[str, ...]) -> tuple[Any, tuple[Tensor, ...]]:
-    leaves = (*(leaf.detach().double().requires_grad_() for leaf in x.leaves),)
-    return of_products(x, outputs, leaves[0] @ leaves[1].t(), leaves)
-
-
-def unfused(x: OptionsCase, outputs: tuple[str, ...]) -> tuple[Any, tuple[Tensor, ...]]:
-    """Return them with products, and their gradients, rounded to the inputs' dtype."""
-    h, w, dtype = x.case.h, x.case.w, x.case.h.dtype
-    wide = torch.promote_types(dtype, torch.float32)
-    t = (h @ w.t()).to(wide).requires_grad_()
-    options = dict(x.options)
-    values = row_values(model_logits(t, **options), x.case.y)
-    given = upstreams(x, outputs)
-    total = sum((getattr(values, name) * up.to(wide)).sum() for name, up in given.items())
-    assert isinstance(total, Tensor)
-    dt = torch.autograd.grad(total, t)[0].to(dtype)
-    gradients = [dt @ w, dt.t() @ h]
-    if "linear_bias" in options:
-        sums = dt.to(wide).sum(0) / options.get("logit_scale", 1.0)
-        gradients.append(sums.to(options["linear_bias"].dtype))
-    return values, (*gradients,)
-
-
-def assert_as_accurate(x: OptionsCase, outputs: tuple[str, ...], got: Any) -> None:
-    """Assert that errors against float64 are at most those of the unfused form and a rounding."""
-    (values, gradients), (truth, wanted), (other, others) = (
-        got,
-        exact(x, outputs),
-        unfused(x, outputs),
-    )
-    dtype = x.case.h.dtype
-    eps, narrow = torch.finfo(dtype).eps, dtype.itemsize == 2
-    pairs = [
-        (name, getattr(values, name), getattr(truth, name), getattr(other, name))
-        for name in ("log_probs", *outputs)
-        if name not in ("is_top1", "argmax")
-    ]
-    names = "dx", "dw", "dbias"
-    pairs += list(zip(names, gradients, wanted, others, strict=False))
-    for name, result, want, beside in pairs:
-        want = want.detach()
-        error = float((result.detach().double() - want).norm())
-        cancels = 0.0
-        if "entropy" in outputs and name in names:
-            # log p is a difference of logits of this size, a rounding of which is not relative
-            u = model_logits(x.case.h.double() @ x.case.w.double().t(), **x.options)
-            cancels = float(u.abs().max())
-        if dtype == torch.float64:
-            allowed = 64 * eps * (1 + cancels + float(want.norm()))
-        else:
-            distance = float((beside.detach().double() - want).norm())
-            allowed = (1.05 if narrow else 2) * distance
-            if not (narrow and name in names):
-                # values are float32, of a few roundings of the log-sum-exp
-                allowed += 4 * torch.finfo(torch.float32).eps * (1 + float(want.norm()))
-            if not narrow:
-                allowed += cancels * eps / 2 * float(want.norm())
-        assert error <= allowed, f"{name}: error {error:.3g}, allowed {allowed:.3g}"
-    assert_largest(x, values)
-
-
-def assert_largest(x: OptionsCase, values: Any) -> None:
-    """Assert that the class of the largest logit is right where float32 logits can tell."""
-    h, w = x.case.h.double(), x.case.w.double()
-    u, active = model_logits(h @ w.t(), **x.options), x.case.y != -100
-    wide = torch.promote_types(x.case.h.dtype, torch.float32)
-    margin = 64 * torch.finfo(wide).eps * float(u.abs().max())
-    largest, index = u.amax(1), torch.where(active, x.case.y, 0)
-    own = u.gather(1, index[:, None])[:, 0]
-    if values.argmax is not None:
-        found = u.gather(1, values.argmax[:, None])[:, 0]
-        assert values.argmax.dtype == torch.long
-        assert bool((found >= largest - margin)[active].all())
-        assert not values.argmax[~active].any()
-    if values.is_top1 is not None:
-        assert values.is_top1.dtype == torch.bool
-        second = u.scatter(1, index[:, None], -torch.inf).amax(1)
-        clear = active & ((own - second).abs() > margin)
-        assert torch.equal(values.is_top1[clear], (own >= largest)[clear])
-        assert not values.is_top1[~active].any()
-        if values.argmax is not None:
-            assert torch.equal(values.is_top1 & active, (values.argmax == x.case.y) & active)
-
-
-def with_hits(x: OptionsCase) -> OptionsCase:
-    """Make half of the targets those of the largest logits."""
-    u = model_logits(x.case.h.double() @ x.case.w.double().t(), **x.options)
-    x.case.y[::2] = torch.where(x.case.y[::2] == -100, -100, u.argmax(1)[::2])
-    return x
-
-
-@pairwise(names=TRANSFORMS, dtype=DTYPES, workspace=["max", "min", 200_000])
-def test_all_outputs(
+@pytest.mark.compiled_rows
+@pairwise(
+    names=TRANSFORMS,
+    classes=CLASSES,
+    outputs=ASKED,
+    kind=UPSTREAMS,
+    dtype=DTYPES,
+    workspace=["max", "min", 200_000],
+)
+def test_each_output(
     names: list[str],
+    classes: int | None,
+    outputs: tuple[str, ...],
+    kind: str,
     dtype: torch.dtype,
     workspace: int | str,
     small_tiles: PortableTiles,
     device: str,
 ) -> None:
-    x = with_hits(options_case(names, 150, 48, 333, dtype=dtype, device=device))
-    outputs = served(OUTPUTS, x.options)
-    assert_as_accurate(x, outputs, ours(x, outputs, workspace))
-
-
-@pytest.mark.compiled_rows
-@pairwise(
-    outputs=[(), *((name,) for name in OUTPUTS)],
-    names=[[], ["linear_bias", "temperature (N,)"]],
-    dtype=[torch.float64, torch.bfloat16],
-)
-def test_each_output(
-    names: list[str], outputs: tuple[str, ...], dtype: torch.dtype, device: str
-) -> None:
-    x = with_hits(options_case(names, 70, 64, 333, dtype=dtype, device=device))
-    for workspace in ("max", "min"):
-        values, gradients = ours(x, outputs, workspace)
-        assert_as_accurate(x, outputs, (values, gradients))
-        asked = {name for name in OUTPUTS if getattr(values, name) is not None}
-        assert asked == set(outputs)
+    more: dict[str, Any] = {"dtype": dtype, "device": device, "kind": kind, "outputs": outputs}
+    x = values_case(names, classes, 150, 48, 333, **more)
+    values, gradients = x.ours(workspace=workspace)
+    x.check((values, gradients))
+    asked = {name for name in OUTPUTS if getattr(values, name) is not None}
+    assert asked == set(x.outputs)
+    with torch.no_grad():
+        for a, b in zip(values, x.values(x.own.leaves), strict=True):
+            assert a is b is None or not b.requires_grad
+            torch.testing.assert_close(a if a is None else a.detach(), b)
 
 
 @on_backends(
     float32=True,
+    emulated=1,
     layout=WINDOWS,
-    names=[[], TRANSFORMS["all but softcap"], TRANSFORMS["all"]],
+    names={"plain": [], "factors": FACTORS, "all": TRANSFORMS["all"]},
     outputs=[("lse",), ("entropy",), OUTPUTS],
+    classes=CLASSES,
 )
 def test_every_layout(
-    layout: Layout, names: list[str], outputs: tuple[str, ...], backend: Backend
+    layout: Layout,
+    names: list[str],
+    outputs: tuple[str, ...],
+    classes: int | None,
+    backend: Backend,
 ) -> None:
     how: dict[str, Any] = {"dtype": backend.dtype, "device": backend.device}
-    x = with_hits(options_case(names, 150, 48, 333, **how))
-    some = served(outputs, x.options)
+    x = values_case(names, classes, backend.tokens, 64, 333, outputs=outputs, **how)
     with pinned(layout):
-        got = ours(x, some)
-    assert_as_accurate(x, some, got)
+        got = x.ours()
+    x.check(got)
+    if backend.selects:
+        backend.hide(x.own.case.h, x.ignored)
+        with pinned(layout):
+            again = x.ours()
+        for a, b in zip((*again[0], *again[1]), (*got[0], *got[1]), strict=True):
+            assert a is b is None or torch.equal(a, b), "what ignored rows hold does not matter"
 
 
+SIZE = st.integers(1, 70)
 CALLS = st.fixed_dictionaries(
     {
         "names": st.sampled_from(list(TRANSFORMS.values())),
+        "classes": st.sampled_from([None, 3]),
         "outputs": st.sets(st.sampled_from(OUTPUTS)),
-        "sizes": st.tuples(
-            st.integers(1, 70), st.integers(1, 70), st.one_of(st.integers(1, 70), st.just(1030))
-        ),
+        "sizes": st.tuples(SIZE, SIZE, SIZE | st.just(1030)),
         "ignored": st.sampled_from([0.0, 0.5, 1.0]),
         "workspace": st.one_of(st.sampled_from(["min", "max", None]), st.integers(0, 1 << 20)),
         "seed": st.integers(0, 2**31),
@@ -245,36 +121,69 @@ CALLS = st.fixed_dictionaries(
 @given(CALLS)
 def test_any_call(call: dict[str, Any]) -> None:
     more = {name: call[name] for name in ("ignored", "seed")}
-    x = options_case(call["names"], *call["sizes"], dtype=torch.float64, **more)
-    outputs = served((*call["outputs"],), x.options)
-    assert_as_accurate(x, outputs, ours(x, outputs, call["workspace"]))
+    more |= {"outputs": (*call["outputs"],), "dtype": torch.float64}
+    x = values_case(call["names"], call["classes"], *call["sizes"], **more)
+    x.check(x.ours(workspace=call["workspace"]))
 
 
 @pairwise(
-    height=[33.0, 110.0, 1e4], dtype=[torch.float32, torch.bfloat16], workspace=["max", "min"]
+    given=[(False, 0.1), (False, 2), (False, 8), (True, 2), (True, 8)], workspace=["min", "max"]
 )
-def test_rows_far_above_their_target(
-    workspace: str, dtype: torch.dtype, height: float, small_tiles: PortableTiles, device: str
+def test_gradients_that_cancel(
+    given: tuple[bool, float], workspace: str, small_tiles: PortableTiles, device: str
 ) -> None:
+    """Of a divergence whose teacher is close to the student p - q is smaller than a rounding."""
+    entropy, logit_std = given
+    for dtype in (torch.bfloat16, torch.float16):
+        case = random_case(200, 40, 61, dtype=dtype, device=device, logit_std=logit_std, ignored=0)
+        logits = case.h.float() @ case.w.float().t()
+        teacher = (logits + 0.1 * torch.randn_like(logits)).softmax(1).topk(40, 1)
+        upstream = {"log_probs": -teacher.values.double()}
+        if entropy:
+            upstream["entropy"] = 0.01 * torch.randn(200, dtype=torch.float64, device=device)
+        outputs = (*(name for name in upstream if name != "log_probs"),)
+        x = ValuesCase(OptionsCase(case, {}), teacher.indices, outputs, upstream)
+        x.check(x.ours(workspace=workspace))
+
+
+@pairwise(
+    height=[33.0, 110.0, 1e4],
+    dtype=[torch.float32, torch.bfloat16],
+    workspace=["max", "min"],
+    place=[None, 0, 2, -1],
+)
+def test_rows_with_a_class_far_above(
+    height: float,
+    dtype: torch.dtype,
+    workspace: str,
+    place: int | None,
+    small_tiles: PortableTiles,
+    device: str,
+) -> None:
+    """Be it the first of a token's classes, another one, or none of them."""
     torch.manual_seed(1)
-    logits, y = torch.randn(40, 97).to(dtype), torch.randint(97, (40,))
-    for row in range(0, 40, 2):
-        column = (int(y[row]) + 1 + row) % 97
-        logits[row, column if column != y[row] else column - 1] = height
-    x = OptionsCase(logits_case(logits, y, device), {})
-    values, gradients = ours(x, OUTPUTS, workspace)
-    truth, wanted = exact(x, OUTPUTS)
-    for name in ("log_probs", "lse", "entropy", "sum_p_squared", "mean_logit"):
-        got, want = getattr(values, name), getattr(truth, name)
-        torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
-    assert torch.equal(values.argmax, truth.argmax)
-    assert torch.equal(values.is_top1, truth.is_top1)
-    for got, want in zip(gradients, wanted, strict=True):
-        assert bool(got.isfinite().all())
-        error = float((got.double() - want).norm() / want.norm())
-        # of stored exponentials and rounded results, and of the rounding of a logit's distance
-        limit = 2 * torch.finfo(dtype).eps + height / 2 * torch.finfo(torch.float32).eps
-        assert error <= limit
+    classes = torch.rand(40, 96).topk(5, 1).indices
+    index = classes[:, 0] if place is None else classes
+    at = torch.full((40,), 96) if place in (None, -1) else classes[:, place]
+    logits = torch.randn(40, 97).to(dtype)
+    rows = torch.arange(0, 40, 2 if place is None else 1)
+    logits[rows, at[rows]] = torch.tensor(height, dtype=dtype)
+    outputs = OUTPUTS if place is None else ("lse",)
+    upstream = {"log_probs": torch.randn(index.shape), "lse": torch.randn(40)}
+    upstream |= {"entropy": torch.randn(40)} if place is None else {}
+    upstream = {name: up.double().to(device) for name, up in upstream.items()}
+    own = OptionsCase(logits_case(logits, classes[:, 0], device), {})
+    x = ValuesCase(own, index.to(device), outputs, upstream)
+    (values, gradients), (wanted, exact) = x.ours(workspace=workspace), x.exact()
+    assert bool((values.log_probs <= 0).all())
+    for name in ("log_probs", *outputs):
+        got, want = getattr(values, name), getattr(wanted, name)
+        torch.testing.assert_close(got.to(want.dtype), want, rtol=1e-5, atol=1e-5)
+    # of stored exponentials and rounded results, and of the rounding of a logit's distance
+    limit = 2 * torch.finfo(dtype).eps
+    limit += height / 2 * torch.finfo(torch.float32).eps if place is None else 0
+    for a, b in zip(gradients, exact, strict=True):
+        assert float((a.double() - b).norm() / b.norm()) <= limit
 
 
 def test_equal_logits_have_the_lowest_class_or_the_target(device: str) -> None:
@@ -290,75 +199,202 @@ def test_equal_logits_have_the_lowest_class_or_the_target(device: str) -> None:
     assert values.is_top1.tolist() == [True, True, False, False]
 
 
+@pytest.mark.parametrize("classes", CLASSES.values(), ids=CLASSES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("ignored", [0.0, 1.0])
-def test_no_tokens_or_none_that_count(ignored: float, dtype: torch.dtype, device: str) -> None:
-    more: dict[str, Any] = {"dtype": dtype, "device": device, "ignored": ignored}
-    for tokens in (0, 5) if ignored else (0,):
-        x = options_case(["linear_bias"], tokens, 8, 40, **more)
-        values, gradients = ours(x, OUTPUTS)
-        assert not any(bool(value.any()) for value in values)
+def test_no_tokens_or_none_that_count(dtype: torch.dtype, classes: int | None, device: str) -> None:
+    more: dict[str, Any] = {"dtype": dtype, "device": device, "outputs": OUTPUTS}
+    for tokens in (0, 5):
+        x = values_case(["linear_bias"], classes, tokens, 8, 40, **more)
+        x.index.fill_(-100)
+        values, gradients = x.ours()
+        assert not any(value is not None and bool(value.any()) for value in values)
         assert not any(bool(gradient.any()) for gradient in gradients)
 
 
 def test_shapes_and_dtypes(device: str) -> None:
     """Values have target's shape; float32, or float64 for float64 inputs."""
-    x = options_case([], 60, 16, 100, device=device)
-    flat = cutefce.linear_log_probs(x.case.h, x.case.w, x.case.y, outputs=OUTPUTS)
-    h, y = x.case.h.reshape(3, 4, 5, 16), x.case.y.reshape(3, 4, 5)
-    shaped = cutefce.linear_log_probs(h, x.case.w, y, outputs=OUTPUTS)
-    for a, b in zip(shaped, flat, strict=True):
-        assert a is not None and b is not None
-        assert a.shape == y.shape and are_same(a.flatten(), b)
+    for classes, ignored in ((None, -100), (5, -100), (5, -1), (5, 7)):
+        x = values_case([], classes, 60, 16, 100, device=device)
+        h, w, index = x.own.case.h, x.own.case.w, x.index
+        index[(index == 7) | (index == -100)] = ignored
+        name = "target" if classes is None else "target_indices"
+        more: dict[str, Any] = {"outputs": OUTPUTS[:4] + OUTPUTS[5:], "ignore_index": ignored}
+        flat = cutefce.linear_log_probs(h, w, **more | {name: index})
+        index = index.reshape(3, 4, 5, *index.shape[1:]).short()
+        shaped = cutefce.linear_log_probs(h.reshape(3, 4, 5, 16), w, **more | {name: index})
+        assert shaped.log_probs.shape == index.shape
+        for a, b in zip(shaped, flat, strict=True):
+            if a is not None and b is not None:
+                assert are_same(a.flatten(), b.flatten())
+        assert flat.lse is not None and flat.lse.shape == (60,)
     for dtype in DTYPES:
-        h, w = x.case.h.to(dtype), x.case.w.to(dtype)
-        values = cutefce.linear_log_probs(h, w, x.case.y, outputs=OUTPUTS)
+        values = cutefce.linear_log_probs(h.to(dtype), w.to(dtype), x.own.case.y, outputs=OUTPUTS)
         wide = torch.promote_types(dtype, torch.float32)
-        assert [value.dtype for value in values if value is not None] == [
-            *[wide] * 5,
-            torch.bool,
-            torch.long,
-        ]
+        kinds = [value.dtype for value in values if value is not None]
+        assert kinds == [*[wide] * 5, torch.bool, torch.long]
 
 
-def test_without_gradients_values_are_the_same(device: str) -> None:
-    x = options_case(["linear_bias"], 70, 16, 333, device=device)
-    values, _ = ours(x, OUTPUTS)
-    with torch.no_grad():
-        again = cutefce.linear_log_probs(x.case.h, x.case.w, x.case.y, outputs=OUTPUTS, **x.options)
-    for a, b in zip(values, again, strict=True):
-        torch.testing.assert_close(a.detach(), b)
-        assert b is not None and not b.requires_grad
+def test_one_class_is_the_plain_call_and_the_loss(device: str) -> None:
+    case = random_case(150, 64, 333, dtype=torch.bfloat16, device=device)
+    results = []
+    kinds: list[dict[str, Any]] = [{"target": case.y}, {"target_indices": case.y[:, None]}]
+    for target in kinds:
+        h, w = case.h.clone().requires_grad_(), case.w.clone().requires_grad_()
+        found = cutefce.linear_log_probs(h, w, outputs=("entropy",), **target)
+        assert found.entropy is not None
+        values = found.log_probs.flatten(), found.entropy
+        total = (values[0] * case.upstream).sum() + values[1].sum()
+        results.append([*values, *torch.autograd.grad(total, (h, w))])
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+    loss = cutefce.linear_cross_entropy(case.h, case.w, case.y, reduction="none")
+    torch.testing.assert_close(results[0][0].detach(), -loss)
 
 
-def test_log_probs_are_those_of_the_loss(device: str) -> None:
-    x = options_case(["linear_bias", "logit_scale"], 70, 16, 333, device=device)
-    values, _ = ours(x, ())
-    loss = cutefce.linear_cross_entropy(x.case.h, x.case.w, x.case.y, reduction="none", **x.options)
-    torch.testing.assert_close(values.log_probs.detach(), -loss)
+def test_a_class_that_cannot_be(device: str) -> None:
+    """A logit of -inf is log p = -inf, be it the first class or not."""
+    bias = torch.zeros(5, device=device)
+    bias[0] = -torch.inf
+    h, w = torch.randn(2, 8, device=device), torch.randn(5, 8, device=device)
+    index = torch.tensor([[0, 1], [1, 0]], device=device)
+    found = cutefce.linear_log_probs(h, w, target_indices=index, linear_bias=bias).log_probs
+    torch.testing.assert_close(found, (h @ w.t() + bias).log_softmax(1).gather(1, index))
 
 
 POLICY: dict[str, Callable[[Any], Tensor]] = {
     "policy gradient": lambda v: -(v.log_probs - v.log_probs.detach()).exp().sum(),
-    "entropy bonus": lambda v: -(v.log_probs + 0.01 * v.entropy).sum(),
-    "z-loss": lambda v: (-v.log_probs + 1e-3 * v.lse.square()).mean(),
+    "entropy bonus": lambda v: -(v.log_probs.sum() + 0.01 * v.entropy.sum()),
+    "z-loss": lambda v: -v.log_probs.mean() + 1e-3 * v.lse.square().mean(),
 }
 
 
-@pairwise(objective=POLICY, train=[p for p in itertools.product([True, False], repeat=3) if any(p)])
+@pairwise(
+    objective=POLICY,
+    train=[p for p in itertools.product([True, False], repeat=3) if any(p)],
+    classes=CLASSES,
+)
 def test_objectives_and_frozen_inputs(
-    train: tuple[bool, ...], objective: Callable[[Any], Tensor], device: str
+    train: tuple[bool, ...],
+    objective: Callable[[Any], Tensor],
+    classes: int | None,
+    device: str,
 ) -> None:
-    x = options_case(
-        ["linear_bias", "temperature"], 60, 16, 100, dtype=torch.float64, device=device
-    )
-    leaves = (*(leaf.requires_grad_(on) for leaf, on in zip(x.leaves, train, strict=True)),)
-    options, trained = x.with_leaves(leaves), [leaf for leaf in leaves if leaf.requires_grad]
-    values = cutefce.linear_log_probs(
-        leaves[0], leaves[1], x.case.y, outputs=("lse", "entropy"), **options
-    )
-    want = row_values(model_logits(leaves[0] @ leaves[1].t(), **options), x.case.y)
+    names = ["linear_bias", "temperature"]
+    more: dict[str, Any] = {"dtype": torch.float64, "device": device}
+    x = values_case(names, classes, 60, 16, 100, outputs=("lse", "entropy"), **more)
+    leaves = (*(leaf.requires_grad_(on) for leaf, on in zip(x.own.leaves, train, strict=True)),)
+    trained = [leaf for leaf in leaves if leaf.requires_grad]
+    logits = x.own.logits(leaves)
     torch.testing.assert_close(
-        torch.autograd.grad(objective(values), trained),
-        torch.autograd.grad(objective(want), trained),
+        torch.autograd.grad(objective(x.values(leaves)), trained),
+        torch.autograd.grad(objective(row_values(logits, x.index)), trained),
     )
+
+
+@pairwise(classes=CLASSES, gradient=["exact", "sampled"], use_reentrant=[False, True])
+def test_outputs_are_checkpointed(
+    classes: int | None, gradient: str, use_reentrant: bool, device: str
+) -> None:
+    outputs = ("lse",) if gradient == "sampled" else ("lse", "entropy")
+    x = values_case([], classes, 20, 8, 50, outputs=outputs, device=device)
+
+    def total(*leaves: Tensor) -> Tensor:
+        found = x.values(leaves, gradient=gradient)
+        return torch.stack([value.sum() for value in found if value is not None]).sum()
+
+    results = []
+    for evaluate in (total, functools.partial(checkpoint, total, use_reentrant=use_reentrant)):
+        leaves = x.own.leaves
+        torch.manual_seed(1)
+        evaluate(*leaves).backward()
+        results.append([leaf.grad for leaf in leaves])
+    for a, b in zip(*results, strict=True):
+        assert a is not None and b is not None and are_same(a, b)
+
+
+def test_hooks_unpack_what_is_saved_once(device: str) -> None:
+    case, unpacked = options_case([], 20, 8, 50, device=device), list[int]()
+    h, w = case.leaves
+
+    def unpack(saved: tuple[int, Tensor]) -> Tensor:
+        unpacked.append(saved[0])
+        return saved[1]
+
+    numbers = itertools.count()
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: (next(numbers), x), unpack):
+        found = cutefce.linear_log_probs(h, w, case.case.y, outputs=("entropy",))
+    torch.autograd.grad(found.log_probs.sum(), (h, w))
+    assert unpacked and len(set(unpacked)) == len(unpacked)
+
+
+@pytest.mark.parametrize("names", rest_slow({"factors": FACTORS, "plain": []}))
+@pytest.mark.parametrize("classes", rest_slow({"a class": None, "5 classes": 5}))
+def test_compiled_equals_eager(
+    classes: int | None, names: list[str], small_tiles: PortableTiles, device: str
+) -> None:
+    def step(x: ValuesCase, *leaves: Tensor) -> list[Tensor]:
+        values = x.values((leaves[0] * 2, *leaves[1:]))
+        return [value for value in values if value is not None]
+
+    torch.compiler.reset()
+    backend = "aot_eager" if device == "cpu" else "inductor"
+    compiled = torch.compile(step, fullgraph=True, dynamic=True, backend=backend)
+    for tokens in (40, 70):
+        x = values_case(names, classes, tokens, 16, 333, outputs=OUTPUTS, device=device)
+        results = []
+        for function in (step, compiled):
+            leaves = x.own.leaves
+            values = function(x, *leaves)
+            floats = [value for value in values if value.requires_grad]
+            total = torch.stack([value.square().sum() for value in floats]).sum()
+            results.append([*values, *torch.autograd.grad(total, leaves)])
+        for eager, fast in zip(*results, strict=True):
+            torch.testing.assert_close(fast, eager)
+
+
+def test_compiled_entropy_with_softcap_is_detached(device: str) -> None:
+    """A graph has gradients of all its outputs; that of this one is refused."""
+    x = options_case(["softcap"], 30, 16, 100, device=device)
+
+    def step(h: Tensor, w: Tensor, y: Tensor, detaches: bool) -> tuple[Tensor, Tensor]:
+        values = cutefce.linear_log_probs(h * 2, w, y, outputs=("entropy",), softcap=2.5)
+        entropy = values.entropy
+        assert entropy is not None
+        return values.log_probs, entropy.detach() if detaches else entropy
+
+    torch.compiler.reset()
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    results = []
+    for function in (compiled, step, compiled):
+        h, w = x.leaves
+        log_probs, entropy = function(h, w, x.case.y, True)
+        results.append([log_probs, entropy, *torch.autograd.grad(log_probs.sum(), (h, w))])
+    for fast, eager in zip(results[2], results[1], strict=True):
+        assert are_same(fast, eager)
+    with pytest.raises(Exception, match="softcap: got one with 'entropy' in outputs"):
+        compiled(x.leaves[0], x.leaves[1], x.case.y, False)
+
+
+@pytest.mark.parametrize("outputs", rest_slow([",".join(OUTPUTS), "lse", "entropy"]))
+@pytest.mark.parametrize("classes", [None, 5])
+def test_opcheck(classes: int | None, outputs: str, device: str) -> None:
+    x = values_case(FACTORS, classes, 20, 8, 50, device=device)
+    leaves = x.own.leaves
+    options = {"outputs": outputs, **x.own.with_leaves(leaves)}
+    if classes:
+        options |= {"target_indices": x.index, "outputs": outputs.replace("is_top1,", "")}
+    given = leaves[0], leaves[1], None if classes else x.index
+    torch.library.opcheck(torch.ops.cutefce.log_probs.default, given, options)
+
+
+@pytest.mark.gpu
+def test_bad_values_are_nan_rows_on_a_gpu() -> None:
+    x = values_case([], 5, 40, 16, 50, device="cuda")
+    good = x.ours()[0].log_probs.detach()
+    x.index[3, 1], x.index[5, 0] = 50, -7
+    values, (dx, _) = x.ours()
+    bad = torch.zeros(40, dtype=torch.bool, device="cuda")
+    bad[[3, 5]] = True
+    assert values.log_probs[bad][x.index[bad] != -100].isnan().all()
+    assert dx[bad].isnan().all()
+    assert torch.equal(values.log_probs[~bad], good[~bad])

@@ -21,20 +21,9 @@ from cutefce.ops.rows.targets import OUTPUTS
 from tests.support.layouts import Layout, pinned_plan, predicted
 from tests.support.memory import peaks
 from tests.support.reference import random_case
-from tests.support.tiers import pairwise_of, rest_slow
+from tests.support.tiers import rest_slow
 
 pytestmark = pytest.mark.compiled_rows
-SHAPES = {
-    "tokens and vocabulary of a small model": (512, 128, 16001),
-    "a narrow head, more rows than a tile": (1500, 32, 8003),
-    "few tokens, a wide vocabulary": (60, 256, 50257),
-}
-MODES: dict[str, dict[str, Any]] = {
-    "both": {},
-    "per token": {"reduction": "none"},
-    "weight alone": {"grad_hidden": False},
-    "hidden alone": {"grad_weight": False},
-}
 
 
 def measure(
@@ -66,31 +55,6 @@ def measure(
     problem = plan.problem
     gradients = sum(problem.gradient_bytes().values())
     return plan.workspace_bytes, peak_bytes(step, device) - gradients, problem
-
-
-@pairwise_of(
-    {"shape": ["a narrow head, more rows than a tile"], "dtype": [torch.bfloat16]},
-    shape=SHAPES,
-    dtype=[torch.float32, torch.bfloat16],
-    workspace=["max", "min", 20 << 20],
-)
-def test_peak_is_predicted(
-    shape: tuple[int, int, int], dtype: torch.dtype, workspace: int | str, device: str
-) -> None:
-    predicted, measured, _ = measure(shape, dtype, device, workspace)
-    assert abs(predicted - measured) <= 0.1 * measured
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
-@pytest.mark.parametrize("workspace", ["max", "min"])
-def test_peak_is_predicted_for_every_use(workspace: str, mode: dict[str, Any], device: str) -> None:
-    # a vocabulary of several windows, so that a window's buffers are small beside the logits
-    shape = (512, 128, 16001 if device == "cpu" else 128256)
-    predicted, measured, p = measure(shape, torch.float32, device, workspace, **mode)
-    assert abs(predicted - measured) <= 0.1 * measured
-    if workspace == "min":
-        assert measured < p.tokens * p.vocab * p.item, "room for the logits"
 
 
 RANDOM = {"few": range(12), "others": range(12, 1000)}
@@ -250,80 +214,6 @@ def test_the_peak_of_a_layout_is_predicted(given: Pinned, device: str) -> None:
     assert abs(found.workspace_bytes - measured) <= 0.05 * measured
 
 
-def test_a_forward_alone_needs_a_tile() -> None:
-    shape = (2048, 128, 32001)
-    off: dict[str, Any] = {"grad_hidden": False, "grad_weight": False}
-    predicted, measured, p = measure(shape, torch.float32, "cpu", "max", **off)
-    assert abs(predicted - measured) <= 0.1 * measured
-    assert measured < p.tokens * p.vocab * p.item / 40
-
-
-def taken_by(
-    h: torch.Tensor,
-    w: torch.Tensor,
-    workspace: int | str | None,
-    cast: torch.dtype | None = None,
-    reduction: str = "mean",
-) -> tuple[int, int]:
-    """Return predicted and measured workspace of a step, in bytes."""
-    y = torch.randint(len(w), h.shape[:-1])
-    wanted = [x for x in (h, w) if x.requires_grad]
-    options: dict[str, Any] = {"workspace": workspace, "reduction": reduction}
-
-    def region() -> Any:
-        return torch.autocast("cpu", cast) if cast else contextlib.nullcontext()
-
-    def step() -> None:
-        with region():
-            loss = cutefce.linear_cross_entropy(h, w, y, **options)
-        torch.autograd.grad(loss.sum(), wanted)
-
-    step()
-    with region():
-        predicted = cutefce.plan(h, w, **options).workspace_bytes
-    return predicted, peak_bytes(step, "cpu") - sum(x.numel() * x.element_size() for x in wanted)
-
-
-@pytest.mark.slow
-def test_less_budget_takes_no_more_memory() -> None:
-    h, w = torch.randn(256, 64, requires_grad=True), torch.randn(50257, 64, requires_grad=True)
-    taken = [taken_by(h, w, workspace)[1] for workspace in (0, 3_600_000, 4_501_771, "max")]
-    assert taken == sorted(taken) and taken[0] < taken[-1]
-
-
-@pytest.mark.parametrize("sizes", rest_slow([(1, 700, 3000), (60, 700, 30000)]))
-def test_a_scaled_dw_takes_no_row_for_each_class(sizes: tuple[int, int, int]) -> None:
-    """Where gradients in forward are scaled in the backward, dW has more rows than dX."""
-    tokens, hidden, vocab = sizes
-    h, w = torch.randn(tokens, hidden).requires_grad_(), torch.randn(vocab, hidden).requires_grad_()
-    predicted, taken = taken_by(h, w, "min")
-    assert abs(predicted - taken) <= max(0.05 * taken, 1 << 16)
-    assert taken < w.nbytes / 4
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("workspace", ["min", "max"])
-@pytest.mark.parametrize("trains_weight", [True, False], ids=["trained", "frozen"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_copies_of_autocast_are_predicted(
-    dtype: torch.dtype, trains_weight: bool, workspace: str
-) -> None:
-    h = torch.randn(512, 256).to(dtype).requires_grad_()
-    w = torch.randn(16001, 256, requires_grad=trains_weight)
-    predicted, taken = taken_by(h, w, workspace, torch.bfloat16)
-    assert abs(predicted - taken) <= 0.05 * taken
-
-
-@pytest.mark.parametrize("cast", rest_slow([torch.bfloat16, None]))
-def test_copies_of_operands_are_predicted(cast: torch.dtype | None) -> None:
-    """A weight of every other column, and hidden states of all but each sequence's last token."""
-    w = torch.randn(16001, 512)[:, ::2].detach().requires_grad_()
-    h = torch.randn(4, 65, 256)[:, :-1].detach().requires_grad_()
-    for operands in ((h, w.detach().contiguous()), (h.detach()[:, :32].contiguous(), w), (h, w)):
-        predicted, taken = taken_by(*operands, 12 << 20, cast)
-        assert abs(predicted - taken) <= 0.05 * taken
-
-
 BATCH = 25
 """Calls measured at once."""
 DRAWS = [(0, 1), *((seed, 10) for seed in range(1, 6))]
@@ -439,49 +329,79 @@ def test_no_call_takes_more_than_predicted_and_budgeted(
             assert call.ignores or call.predicted <= 1.1 * taken + BLOCK_BYTES, found
 
 
+def peak_of(step: Callable[[], object], device: str, *leaves: torch.Tensor) -> int:
+    """Return the bytes that a step takes beside the gradients of `leaves`."""
+    torch.compiler.reset()
+    step()
+    return peak_bytes(step, device) - sum(x.nbytes for x in leaves)
+
+
+CALLS = ["soft targets", "classes", "a float32 buffer", "a bfloat16 buffer", "a forward alone"]
+
+
 @pytest.mark.parametrize("workspace", rest_slow(["min", "max", 20 << 20]))
 @pytest.mark.parametrize("dtype", rest_slow([torch.bfloat16, torch.float32]))
-def test_the_peak_of_soft_targets_is_predicted(
-    dtype: torch.dtype, workspace: int | str, device: str
+@pytest.mark.parametrize("kind", CALLS)
+def test_the_peak_of_other_calls_is_predicted(
+    kind: str, dtype: torch.dtype, workspace: int | str, device: str
 ) -> None:
-    torch.compiler.reset()
     tokens, hidden, vocab = 512, 128, 16001
-    case = random_case(tokens, hidden, vocab, dtype=dtype, device=device)
+    case = random_case(tokens, hidden, vocab, dtype=dtype, device=device, ignored=0)
     h, w = case.h.requires_grad_(), case.w.requires_grad_()
-    soft: dict[str, Any] = {
-        "target_indices": torch.randint(vocab, (tokens, 64), device=device),
-        "target_probs": torch.rand(tokens, 64, device=device) + 0.1,
-    }
+    options: dict[str, Any] = {"workspace": workspace}
+    leaves: list[torch.Tensor] = [h, w]
+    target: torch.Tensor | None = case.y
+    if kind == "soft targets":
+        options["target_indices"] = torch.randint(vocab, (tokens, 64), device=device)
+        options["target_probs"], target = torch.rand(tokens, 64, device=device) + 0.1, None
+    elif kind == "classes":
+        index = torch.randint(vocab, (tokens, 128), device=device)
+    elif "buffer" in kind:
+        sums = torch.float32 if dtype == torch.float32 or "float32" in kind else dtype
+        options["accumulate_into"] = torch.zeros(vocab, hidden, dtype=sums, device=device)
+        leaves = [h]
 
     def step() -> None:
-        loss = cutefce.linear_cross_entropy(h, w, **soft, workspace=workspace)
-        torch.autograd.grad(loss, (h, w))
+        if kind == "classes":
+            found = cutefce.linear_log_probs(h, w, target_indices=index, workspace=workspace)
+            torch.autograd.grad(found.log_probs, (h, w), torch.randn_like(found.log_probs))
+            return
+        with torch.set_grad_enabled(kind != "a forward alone"):
+            loss = cutefce.linear_cross_entropy(h, w, target, **options)
+        if loss.requires_grad:
+            torch.autograd.grad(loss, leaves)
 
-    step()
-    predicted = cutefce.plan(h, w, **soft, workspace=workspace).workspace_bytes
-    measured = peak_bytes(step, device) - (h.nbytes + w.nbytes)
-    assert abs(predicted - measured) <= 0.1 * measured
-
-
-@pytest.mark.parametrize("workspace", rest_slow(["min", "max"]))
-@pytest.mark.parametrize("dtype", rest_slow([torch.bfloat16, torch.float32]))
-def test_the_peak_of_log_probabilities_of_classes_is_predicted(
-    dtype: torch.dtype, workspace: str, device: str
-) -> None:
-    torch.compiler.reset()
-    tokens, hidden, vocab = 512, 128, 16001
-    case = random_case(tokens, hidden, vocab, dtype=dtype, device=device)
-    h, w = case.h.requires_grad_(), case.w.requires_grad_()
-    index = torch.randint(vocab, (tokens, 128), device=device)
-    upstream = torch.randn(tokens, 128, device=device)
-
-    def step() -> None:
-        found = cutefce.linear_log_probs(h, w, target_indices=index, workspace=workspace)
-        torch.autograd.grad(found.log_probs, (h, w), upstream)
-
-    step()
-    options = LossOptions(reduction=OUTPUTS, outputs="lse")
-    own = StepOptions(workspace_bytes(workspace), True, True, False), options
-    plan = plan_for(h, w, *own, TensorOptions(target_indices=index), Sharding())
-    measured = peak_bytes(step, device) - (h.nbytes + w.nbytes)
+    if kind == "classes":
+        asked = LossOptions(reduction=OUTPUTS, outputs="lse")
+        own = StepOptions(workspace_bytes(workspace), True, True, False), asked
+        plan = plan_for(h, w, *own, TensorOptions(target_indices=index), Sharding())
+    else:
+        with torch.set_grad_enabled(kind != "a forward alone"):
+            plan = cutefce.plan(h, w, **options)
+    measured = peak_of(step, device, *([] if kind == "a forward alone" else leaves))
     assert abs(plan.workspace_bytes - measured) <= 0.1 * measured
+    if kind == "a forward alone":
+        assert measured < tokens * vocab * dtype.itemsize / 2, "no room for logits"
+
+
+@pytest.mark.parametrize("cast", rest_slow([torch.bfloat16, None]))
+def test_copies_of_operands_are_predicted(cast: torch.dtype | None) -> None:
+    """A weight of every other column, and hidden states of all but each sequence's last token."""
+    w = torch.randn(16001, 512)[:, ::2].detach().requires_grad_()
+    h = torch.randn(4, 65, 256)[:, :-1].detach().requires_grad_()
+    for own in ((h, w.detach().contiguous()), (h.detach()[:, :32].contiguous(), w), (h, w)):
+        y = torch.randint(len(w), own[0].shape[:-1])
+        leaves = [x for x in own if x.requires_grad]
+
+        def region() -> Any:
+            return torch.autocast("cpu", cast) if cast else contextlib.nullcontext()
+
+        def step(own: Any = own, y: torch.Tensor = y, leaves: Any = leaves) -> None:
+            with region():
+                loss = cutefce.linear_cross_entropy(own[0], own[1], y, workspace=12 << 20)
+            torch.autograd.grad(loss, leaves)
+
+        with region():
+            predicted = cutefce.plan(*own, workspace=12 << 20).workspace_bytes
+        taken = peak_of(step, "cpu", *leaves)
+        assert abs(predicted - taken) <= 0.05 * taken

@@ -10,14 +10,11 @@ from torch import Tensor
 import cutefce
 from cutefce.cute_kernels.config import PortableTiles
 from cutefce.cute_kernels.spec import GradGemmSpec, ProjectExpSpec
-from cutefce.ops.interface.options import TensorOptions
 from cutefce.ops.operators import operands
 from cutefce.ops.primitives import dispatch
-from cutefce.ops.rows.selection import RowSelection
 from tests.support.backends import KERNELS, Backend
 from tests.support.kernel_models import model_of
 from tests.support.layouts import LAYOUTS, Layout, pinned
-from tests.support.options import OPTIONS, options_case
 from tests.support.reference import Case, random_case
 from tests.support.tiers import pairwise
 
@@ -42,30 +39,6 @@ def step(case: Case, upstream: Tensor | None = None, **arguments: Any) -> tuple[
 def compacted(case: Case, counts: Tensor) -> Case:
     """Return the case of the rows that count alone."""
     return Case(case.h[counts], case.w, case.y[counts], case.upstream[counts])
-
-
-@pairwise(
-    kept=[0.5, 0.2, 0.05],
-    dtype=[torch.bfloat16, torch.float16, torch.float32],
-    workspace=["min", None, "max"],
-    reduction=["mean", "sum", "none"],
-)
-def test_results_equal_those_of_the_compacted_rows(
-    kept: float, dtype: torch.dtype, workspace: str | None, reduction: str
-) -> None:
-    case, counts = masked(random_case(TOKENS, 48, 333, dtype=dtype), kept)
-    given: dict[str, Any] = {"workspace": workspace, "reduction": reduction}
-    per_token = reduction == "none"
-    upstream = case.upstream if per_token else None
-    got = step(case, upstream, **given)
-    own = None if upstream is None else upstream[counts]
-    want = step(compacted(case, counts), own, **given)
-    loss = got[0][counts] if per_token else got[0]
-    assert torch.equal(loss, want[0])
-    assert torch.equal(got[1][counts], want[1])
-    assert torch.equal(got[2], want[2])
-    assert not got[1][~counts].any()
-    assert not per_token or not got[0][~counts].any()
 
 
 def test_a_cpu_multiplies_only_rows_that_count(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,70 +88,6 @@ def test_narrow_targets_are_counted_as_wide_ones(dtype: torch.dtype) -> None:
     for arguments in ({}, out_of_range):
         for a, b in zip(step(narrow, **arguments), step(case, **arguments), strict=True):
             assert torch.equal(a, b)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("sizes", [(TOKENS, 48, 333), (2, 1, 52), (3000, 16, 40)], ids=str)
-def test_no_row_counts(sizes: tuple[int, int, int], dtype: torch.dtype) -> None:
-    case = random_case(*sizes, dtype=dtype)
-    case.y.fill_(-100)
-    for workspace in ("min", None, "max"):
-        loss, dx, dw = step(case, workspace=workspace)
-        assert not loss
-        assert dx.shape == case.h.shape and not dx.any()
-        assert dw.shape == case.w.shape and not dw.any()
-
-
-@pairwise(
-    name=[*OPTIONS],
-    sizes=[(TOKENS, 48, 333), (1, 1, 1030)],
-    dtype=[torch.bfloat16, torch.float32, torch.float64],
-    workspace=["min", None, "max"],
-    reduction=["sum", "none"],
-)
-def test_no_row_counts_with_an_option(
-    name: str,
-    sizes: tuple[int, int, int],
-    dtype: torch.dtype,
-    workspace: str | None,
-    reduction: str,
-) -> None:
-    x = options_case([name], *sizes, dtype=dtype, ignored=1.0)
-    loss, *grads = x.ours(workspace=workspace, reduction=reduction)
-    assert not loss.any()
-    for gradient, leaf in zip(grads, x.leaves, strict=True):
-        assert gradient.shape == leaf.shape and not gradient.any()
-
-
-def test_outputs_of_tokens_that_do_not_count_are_0() -> None:
-    case, counts = masked(random_case(TOKENS, 48, 333), 0.5)
-    names = ("entropy", "sum_p_squared", "mean_logit", "is_top1", "argmax", "lse")
-    got = cutefce.linear_log_probs(case.h, case.w, case.y, outputs=names)
-    own = compacted(case, counts)
-    want = cutefce.linear_log_probs(own.h, own.w, own.y, outputs=names)
-    for a, b in zip(got, want, strict=True):
-        if isinstance(a, Tensor) and isinstance(b, Tensor):
-            assert torch.equal(a[counts], b)
-            assert not a[~counts].any()
-
-
-def test_the_same_backward_twice() -> None:
-    case, _ = masked(random_case(TOKENS, 48, 333), 0.3)
-    for workspace in ("min", None, "max"):
-        h, w = case.h.clone().requires_grad_(), case.w.clone().requires_grad_()
-        loss = cutefce.linear_cross_entropy(h, w, case.y, workspace=workspace)
-        once = torch.autograd.grad(loss, (h, w), retain_graph=True)
-        again = torch.autograd.grad(loss, (h, w))
-        assert all(torch.equal(a, b) for a, b in zip(once, again, strict=True))
-
-
-def test_a_selection_restores_what_it_takes() -> None:
-    order = torch.tensor([1, 4, 5])
-    selection = RowSelection(order, order, None, 6, 6)
-    x = torch.arange(12.0).view(2, 6)
-    restored = selection.restore(selection.take(x))
-    assert torch.equal(restored[:, order], x[:, order])
-    assert not restored[:, [0, 2, 3]].any()
 
 
 # The host code of the kernels, on models of these
@@ -272,22 +181,3 @@ def test_targets_are_added_once_wherever_the_last_token_counts(
     assert bool(found.any()) == (rows > 0)
     # but for the order in which the models' matrix products add
     torch.testing.assert_close(found, gradient(rows, max(rows, 1)), rtol=2**-7, atol=2**-9)
-
-
-def test_chunks_count_their_own_rows() -> None:
-    counts = torch.tensor([4, 1, 0], dtype=torch.int32)
-    selection = RowSelection(torch.arange(12), torch.zeros(12), counts, 4, 12, "sm_90a")
-    assert selection.count.item() == 5
-    assert selection.rows(slice(4, 8)).count.item() == 1
-    assert selection.rows(slice(8, 12)).count.item() == 0
-
-
-def test_options_of_tokens_follow_them() -> None:
-    selection = RowSelection(torch.tensor([2, 0]), torch.zeros(2), None, 3, 3)
-    tensors = TensorOptions(token_weights=torch.tensor([1.0, 2.0, 3.0]))
-    tensors = dataclasses.replace(tensors, temperature=torch.tensor([4.0, 5.0, 6.0]))
-    taken = selection.take_options(tensors)
-    assert taken.token_weights is not None
-    assert taken.temperature is not None
-    assert taken.token_weights.tolist() == [3, 1]
-    assert taken.temperature.tolist() == [6, 4]

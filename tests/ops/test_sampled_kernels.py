@@ -14,29 +14,25 @@ from cutefce.cute_kernels.arch import arch_named
 from cutefce.cute_kernels.config import PortableTiles
 from cutefce.cute_kernels.problem import Problem
 from cutefce.cute_kernels.spec import ChooseClassesSpec, KernelSpec, SelectRowsSpec
-from cutefce.ops.operators import kept
 from cutefce.ops.planning.device import GPU
 from cutefce.ops.primitives.dispatch import sampling_unsupported_reason
 from cutefce.ops.program.place import check
 from cutefce.ops.program.plan import planned
-from tests.ops.test_sampled import CASES, GREAT, SAMPLED, SHAPE, TOGETHER, drawn, eager
+from tests.ops.test_sampled import GREAT, NAMES, SAMPLED, SHAPE, drawn, eager
 from tests.support import sampled as model
-from tests.support.backends import Backend
+from tests.support.backends import KERNELS, Backend
 from tests.support.kernel_models import model_of
 from tests.support.layouts import pinned_plan
 from tests.support.memory import peaks
-from tests.support.options import OptionsCase, options_case
+from tests.support.options import options_case
 from tests.support.reference import random_case
 from tests.support.tiers import pairwise, rest_slow
 
 HOPPER = arch_named("sm_90a")
-NAMES = "none", "smoothing and factors", "softcap and factors", "temperature", "token_weights"
+SOME = "none", "smoothing and all factors", "softcap and all factors", "temperature"
 
 
-def serve(patch: pytest.MonkeyPatch, tiles: PortableTiles, **how: Any) -> None:
-    """Serve calls by models of kernels, by default of those of Hopper that select rows."""
-    arch, selects = how.pop("arch", HOPPER.name), how.pop("selects", True)
-    Backend(arch=arch, selects=selects).serve(patch, tiles, **how)
+serve = KERNELS["kernels of sm_90a"].serve
 
 
 def assert_same_entries(got: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> None:
@@ -47,32 +43,30 @@ def assert_same_entries(got: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> No
         assert float((a.double() - b.double()).norm()) <= half_ulp * float(b.double().norm())
 
 
-@pairwise(name=NAMES, dtype=[torch.bfloat16, torch.float16], selects=[False, True])
+@pairwise(
+    name=SOME,
+    dtype=[torch.bfloat16, torch.float16],
+    kernels=KERNELS,
+    reduction=["none", "mean", "sum"],
+)
 def test_gradients_are_those_of_the_portable_path(
     name: str,
     dtype: torch.dtype,
-    selects: bool,
+    kernels: Backend,
+    reduction: str,
     small_tiles: PortableTiles,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """And losses are those of the exact call, bit for bit."""
-    x = options_case(TOGETHER[name], *SHAPE, dtype=dtype, logit_std=2.0)
-    want, exact = drawn(x), x.ours()
-    serve(monkeypatch, small_tiles, selects=selects)
-    got = drawn(x)
+    x = options_case(NAMES[name], *SHAPE, dtype=dtype, logit_std=2.0)
+    given: dict[str, Any] = {"reduction": reduction}
+    want, exact = drawn(x, **given), x.ours(**given)
+    kernels.serve(monkeypatch, small_tiles)
+    got = drawn(x, **given)
     assert_same_entries(got, want)
-    assert torch.equal(got[0], x.ours(workspace="min")[0])
+    if reduction == "none":
+        assert torch.equal(got[0], x.ours(workspace="min")[0])
     assert float((got[1] - exact[1]).norm()) > 0.01 * float(exact[1].norm())
-
-
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_reduced_losses(
-    reduction: str, small_tiles: PortableTiles, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    x = options_case([], *SHAPE, dtype=torch.bfloat16, logit_std=2.0)
-    want = drawn(x, reduction=reduction)
-    serve(monkeypatch, small_tiles, arch="sm_100a")
-    assert_same_entries(drawn(x, reduction=reduction), want)
 
 
 @pytest.mark.parametrize("columns", [4096, 20], ids=["exact lse", "estimated lse"])
@@ -91,114 +85,6 @@ def test_low_estimates_are_sampled_again(
 
     model.change_estimates(low, monkeypatch)
     assert_same_entries(drawn(x), want)
-
-
-def test_estimates_far_too_high(
-    small_tiles: PortableTiles, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    serve(monkeypatch, small_tiles)
-    model.change_estimates(lambda lse: lse + 14, monkeypatch)
-    x = options_case([], *SHAPE, dtype=torch.bfloat16)
-    assert all(bool(each.isfinite().all()) for each in drawn(x))
-
-
-@pytest.mark.parametrize("logits", CASES.values(), ids=CASES)
-def test_worst_cases(
-    logits: Any, small_tiles: PortableTiles, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    serve(monkeypatch, small_tiles)
-    model.estimate_of(20, monkeypatch)
-    torch.manual_seed(0)
-    z, w = logits().bfloat16(), torch.eye(200).bfloat16()
-    case = type(random_case(1, 1, 1))(z, w, torch.randint(200, (40,)), torch.ones(40))
-    x = OptionsCase(case, {})
-    got, want = drawn(x), x.ours(workspace="min")
-    with torch.no_grad():
-        assert torch.equal(got[0], eager(z, w, case.y, reduction="none"))
-    assert all(bool(each.isfinite().all()) for each in got)
-    assert float((got[1] - want[1]).norm()) < 0.5 * float(want[1].norm())
-
-
-def test_what_a_nan_reaches_is_nan(
-    small_tiles: PortableTiles, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    serve(monkeypatch, small_tiles)
-    x = options_case(["linear_bias"], *SHAPE, dtype=torch.bfloat16, ignored=0.3)
-    x.case.h[x.case.y == -100] = torch.nan
-    assert all(bool(each.isfinite().all()) for each in drawn(x))
-    x.case.h[int((x.case.y >= 0).nonzero()[0])] = torch.nan
-    for a, b in zip(drawn(x), x.ours(), strict=True):
-        assert torch.equal(a.isnan(), b.isnan())
-
-
-def test_all_tokens_ignored(small_tiles: PortableTiles, monkeypatch: pytest.MonkeyPatch) -> None:
-    serve(monkeypatch, small_tiles)
-    x = options_case(["linear_bias"], *SHAPE, dtype=torch.bfloat16, ignored=1.1)
-    for reduction in ("none", "mean"):
-        assert all(not each.any() for each in drawn(x, reduction=reduction))
-
-
-@pytest.mark.parametrize(
-    "trained", [(True, False, True), (False, True, False), (False, False, True)]
-)
-def test_a_frozen_operand_changes_nothing(
-    trained: tuple[bool, ...], small_tiles: PortableTiles, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    serve(monkeypatch, small_tiles)
-    x = options_case(["linear_bias"], *SHAPE, dtype=torch.bfloat16)
-    (_, *every), leaves = drawn(x), x.leaves
-    for leaf, wanted in zip(leaves, trained, strict=True):
-        leaf.requires_grad_(wanted)
-    torch.manual_seed(0)
-    options: dict[str, Any] = {"reduction": "none"} | x.with_leaves(leaves) | SAMPLED
-    loss = eager(*leaves[:2], x.case.y, **options)
-    wanted_leaves = [leaf for leaf in leaves if leaf.requires_grad]
-    got = torch.autograd.grad(loss, wanted_leaves, x.case.upstream)
-    want = [g for g, wanted in zip(every, trained, strict=True) if wanted]
-    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
-
-
-@pairwise(
-    names=[[], ["linear_bias", "label_smoothing"]],
-    offset={"aligned": 0, "unaligned": 1},
-    dtype=[torch.float32, torch.bfloat16],
-)
-def test_gradients_are_added_to_a_buffer(
-    dtype: torch.dtype,
-    offset: int,
-    names: list[str],
-    small_tiles: PortableTiles,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    serve(monkeypatch, small_tiles)
-    x = options_case(names, *SHAPE, dtype=torch.bfloat16)
-    want = drawn(x)
-    memory = torch.ones(x.case.w.numel() + 8, dtype=dtype)
-    buffer = memory[offset : offset + x.case.w.numel()].view_as(x.case.w)
-    leaves = x.leaves
-    torch.manual_seed(0)
-    options: dict[str, Any] = {"reduction": "none"} | x.with_leaves(leaves) | SAMPLED
-    eager(*leaves[:2], x.case.y, accumulate_into=buffer, **options).backward(x.case.upstream)
-    assert leaves[1].grad is None
-    ulp = torch.finfo(torch.bfloat16).eps
-    torch.testing.assert_close(buffer.double() - 1, want[2].double(), rtol=ulp, atol=4 * ulp)
-    for leaf, gradient in zip(leaves[2:], want[3:], strict=True):
-        assert leaf.grad is not None and torch.equal(leaf.grad, gradient)
-
-
-@pytest.mark.parametrize("finds", [True, False], ids=["kept", "computed again"])
-def test_later_backwards_give_the_same_bits(
-    finds: bool, small_tiles: PortableTiles, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    serve(monkeypatch, small_tiles)
-    x = options_case([], *SHAPE, dtype=torch.bfloat16)
-    leaves = x.leaves
-    loss = eager(*leaves, x.case.y, **SAMPLED)
-    first = torch.autograd.grad(loss, leaves, retain_graph=True)
-    if not finds:
-        monkeypatch.setattr(kept, "kept_with", lambda stats: None)
-    second = torch.autograd.grad(loss, leaves)
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 def test_outputs_of_log_probs(small_tiles: PortableTiles, monkeypatch: pytest.MonkeyPatch) -> None:

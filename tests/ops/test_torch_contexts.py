@@ -1,7 +1,6 @@
 """What torch does around calls: modes and tracers see the operators, and loops go on as before."""
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
-from torch.utils.checkpoint import checkpoint
 
 import cutefce
 from cutefce.ops.primitives import portable_gradients, portable_projection
@@ -207,24 +205,6 @@ def test_a_graph_compiler_may_trace_the_backward(
             assert have_same_bits((loss, *gradients(loss, h, w)), want)
 
 
-@each_workspace
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_checkpoints(
-    use_reentrant: bool, workspace: int | str, device: str, kernels: pytest.MonkeyPatch
-) -> None:
-    h, w, y = operands(device)
-
-    def run(h: Tensor, w: Tensor) -> Tensor:
-        return cutefce.linear_cross_entropy(h, w, y, workspace=workspace)
-
-    want = torch.autograd.grad(run(h, w), (h, w))
-    for _ in range(3):
-        h.grad = w.grad = None
-        checkpoint(run, h, w, use_reentrant=use_reentrant).backward()
-        assert h.grad is not None and w.grad is not None
-        assert have_same_bits((h.grad, w.grad), want)
-
-
 def unaligned(x: Tensor) -> Tensor:
     """Return x at an address that no kernel takes, or with gaps between its elements."""
     if x.ndim == 1:
@@ -276,16 +256,6 @@ each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], i
 
 
 @each_dtype
-def test_modes_see_the_portable_operator(dtype: torch.dtype, device: str) -> None:
-    case = random_case(20, 8, 50, dtype=dtype, device=device)
-    given = case.h, case.w, case.y
-    with Seen() as seen:
-        result = without_gradients(*given)
-    assert FORWARD in seen.operators
-    assert torch.equal(result, without_gradients(*given))
-
-
-@each_dtype
 @pytest.mark.parametrize("pre_dispatch", [False, True])
 def test_tracers_see_the_portable_operator(
     pre_dispatch: bool, dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
@@ -299,14 +269,3 @@ def test_tracers_see_the_portable_operator(
     called = [node.target for node in traced.graph.nodes if node.op == "call_function"]
     assert any(str(target).startswith("cutefce.") for target in called)
     assert torch.equal(traced(*given), without_gradients(*given))
-
-
-@pytest.mark.parametrize("without", [FakeTensorMode, lambda: torch.device("meta")])
-def test_tensors_without_numbers_stay_without(
-    without: Callable[[], AbstractContextManager[Any]],
-) -> None:
-    with without():
-        h, w, y = torch.empty(20, 8), torch.empty(50, 8), torch.empty(20, dtype=torch.long)
-        result = without_gradients(h, w, y)
-    assert type(result) is type(h) and result.device == h.device
-    assert result.shape == () and result.dtype == torch.float32

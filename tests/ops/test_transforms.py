@@ -134,24 +134,6 @@ def test_compiled_calls_lose_no_tangent(backend: str, device: str) -> None:
         assert re.search(r"in forward mode|no forward-mode derivatives", str(raised.value))
 
 
-@pytest.mark.parametrize("workspace", ["min", "max"])
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_second_derivatives_are_refused(reduction: str, workspace: str, device: str) -> None:
-    x = Inputs(reduction, workspace, device)
-    h = x.h.requires_grad_()
-    (dx,) = torch.autograd.grad(x.ours(h).sum(), h, create_graph=True)
-    with pytest.raises(NotImplementedError, match="no second derivatives"):
-        dx.square().sum().backward()
-
-
-@pytest.mark.parametrize(
-    ("reduction", "workspace"), [("mean", "min"), ("sum", "max"), ("mean", None)]
-)
-def test_gradcheck(reduction: str, workspace: str | None, device: str) -> None:
-    x = Inputs(reduction, workspace, device, (4, 3, 7))  # each element is perturbed
-    assert torch.autograd.gradcheck(x.ours, (x.h.requires_grad_(), x.w.requires_grad_()))
-
-
 @pytest.mark.parametrize("workspace", ["min", "max", None])
 def test_flops_are_those_of_the_unfused_form(workspace: str | None, device: str) -> None:
     x = Inputs("mean", workspace, device)

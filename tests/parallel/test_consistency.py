@@ -141,15 +141,6 @@ def test_finished_rounds_leave_nothing_in_the_store(ranks: Ranks) -> None:
     assert ranks.run(2, left_in_store) == [[], []]
 
 
-def test_round_that_is_given_up_leaves_nothing_in_the_store() -> None:
-    rounds = StoreRounds(HashStore(), rank=0, ranks=2)
-    number = rounds.publish("{}")
-    with pytest.raises(RuntimeError):
-        rounds.read(number, timedelta(seconds=0.1))
-    assert not rounds.store.check([f"cutefce/group/{number}/0"])
-    assert not rounds.store.check([f"cutefce/group/{number}/left"])
-
-
 def test_round_that_is_given_up_leaves_earlier_errors_to_be_read() -> None:
     store, soon = HashStore(), timedelta(milliseconds=50)
     one, other = (StoreRounds(store, rank, 2) for rank in range(2))
@@ -161,23 +152,6 @@ def test_round_that_is_given_up_leaves_earlier_errors_to_be_read() -> None:
     assert one.publish("again") == other.publish("again") == 1
     assert one.read(1, soon) == other.read(1, soon) == ["again", "again"]
     assert not store.check(["cutefce/group/0/0"]) and not store.check(["cutefce/group/0/left"])
-
-
-def test_round_that_is_given_up_still_counts_who_has_ended_it() -> None:
-    store, soon = HashStore(), timedelta(milliseconds=50)
-    failed, one, other = (StoreRounds(store, rank, 3) for rank in range(3))
-    failed.leave(failed.publish("error"))
-    with pytest.raises(RuntimeError):
-        one.read(one.publish("first"), soon)
-    for rounds in (one, other):
-        assert rounds.publish("second") == 0
-    for rounds in (one, other):
-        assert rounds.read(0, soon)[0] == "error"
-        rounds.leave(0)
-    for rounds in (failed, one, other):
-        rounds.close()
-    keys = [f"cutefce/group/0/{name}" for name in (0, 1, 2, "left")]
-    assert not any(store.check([key]) for key in keys)
 
 
 @pytest.mark.parametrize("named", [False, True])

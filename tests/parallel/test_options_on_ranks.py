@@ -11,26 +11,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import cutefce
 from tests.parallel.test_vocab_parallel import part
-from tests.support.options import OPTIONS, OptionsCase, options_case
+from tests.support.options import LOSSES, OptionsCase, options_case
 from tests.support.ranks import Ranks, each_value, group, mesh
 from tests.support.reference import Case
 from tests.support.tiers import pairwise, rest_slow
 
 SIZES = (167, 166)
-OUTPUTS = ("lse", "entropy", "sum_p_squared", "mean_logit", "is_top1", "argmax")
-TOGETHER = {
-    "smoothing and factors": [
-        "linear_bias",
-        "weight",
-        "label_smoothing",
-        "token_weights",
-        "z_loss",
-        "logit_scale",
-        "temperature (N,)",
-    ],
-    "softcap and factors": ["linear_bias", "weight", "z_loss", "softcap", "temperature (N,)"],
-}
-ALONE = {name: [name] for name in OPTIONS}
 WORKSPACES = "max", "min", 60_000
 SHARINGS = {"tp": False, "sp": True}
 sharings = pytest.mark.parametrize("sequence_parallel", SHARINGS.values(), ids=SHARINGS)
@@ -55,27 +41,10 @@ def losses(x: OptionsCase, sequence_parallel: bool | None) -> list[tuple[Tensor,
         for workspace in WORKSPACES:
             leaves, options = arguments(x, sequence_parallel)
             more: dict[str, Any] = {"reduction": reduction, "workspace": workspace}
-            loss = cutefce.linear_cross_entropy(leaves[0], leaves[1], x.case.y, **options, **more)
-            upstream = x.case.upstream if loss.ndim else None
+            target = None if "target_indices" in options else x.case.y
+            loss = cutefce.linear_cross_entropy(leaves[0], leaves[1], target, **options, **more)
+            upstream = x.case.upstream.to(loss.dtype) if loss.ndim else None
             results.append((loss.detach(), *torch.autograd.grad(loss, leaves, upstream)))
-    return results
-
-
-def log_probs(x: OptionsCase, sequence_parallel: bool | None) -> list[tuple[Tensor, ...]]:
-    """Return values and gradients of every workspace; of one process if None."""
-    results = []
-    outputs = OUTPUTS if "softcap" not in x.options else ("lse", "sum_p_squared", "argmax")
-    for workspace in WORKSPACES:
-        leaves, options = arguments(x, sequence_parallel)
-        values = cutefce.linear_log_probs(
-            leaves[0], leaves[1], x.case.y, outputs=outputs, workspace=workspace, **options
-        )
-        found = [value for value in values if value is not None]
-        total = torch.stack(
-            [(value * x.case.upstream.cos()).sum() for value in found if value.requires_grad]
-        ).sum()
-        gradients = torch.autograd.grad(total, leaves)
-        results.append((*(value.detach() for value in found), *gradients))
     return results
 
 
@@ -111,20 +80,14 @@ def assert_equal_one(
             torch.testing.assert_close(torch.cat([first[i], second[i]]), want[i])
 
 
-@pairwise(names=TOGETHER, sequence_parallel=SHARINGS)
-def test_losses_equal_one_process(names: list[str], sequence_parallel: bool, ranks: Ranks) -> None:
-    check_losses(names, sequence_parallel, ranks)
+IN_RANKS = {name: make for name, make in LOSSES.items() if "probabilities" not in name}
 
 
-@each_value(names=ALONE, sequence_parallel=SHARINGS)
-def test_each_option_equals_one_process(
-    names: list[str], sequence_parallel: bool, ranks: Ranks
+@each_value(make=IN_RANKS, sequence_parallel=SHARINGS)
+def test_losses_equal_one_process(
+    make: Callable[..., OptionsCase], sequence_parallel: bool, ranks: Ranks
 ) -> None:
-    check_losses(names, sequence_parallel, ranks)
-
-
-def check_losses(names: list[str], sequence_parallel: bool, ranks: Ranks) -> None:
-    x = options_case(names, 60, 16, 333, dtype=torch.float64, ignored=0.3)
+    x = make(60, 16, 333, dtype=torch.float64, ignored=0.3)
     results = ranks.run(2, losses, x, sequence_parallel)
     assert_equal_one(results, losses(x, None), sequence_parallel, len(x.leaves))
 
@@ -182,32 +145,19 @@ def one_sided(x: OptionsCase) -> None:
     cutefce.linear_cross_entropy(*leaves, x.case.y, accumulate_into=buffer, **options)
 
 
-TRANSFORMS = {
-    "plain": [],
-    "linear_bias": ["linear_bias"],
-    "scale and temperature": ["negative logit_scale", "temperature (N,)"],
-    "all": ["linear_bias", "logit_scale", "softcap", "temperature (N,)"],
-}
-
-
-@each_value(names=TRANSFORMS, sequence_parallel=SHARINGS)
-def test_outputs_equal_one_process(names: list[str], sequence_parallel: bool, ranks: Ranks) -> None:
-    x = options_case(names, 60, 16, 333, dtype=torch.float64, ignored=0.3)
-    x.case.y[:20] = torch.where(
-        x.case.y[:20] == -100, -100, (x.case.h @ x.case.w.t()).argmax(1)[:20]
-    )
-    results = ranks.run(2, log_probs, x, sequence_parallel)
-    assert_equal_one(results, log_probs(x, None), sequence_parallel, len(x.leaves))
-
-
 @each_value(
-    names={"together": TOGETHER["smoothing and factors"], "softcap": ["softcap"]},
+    make={
+        "together": LOSSES["class indices, smoothing and all factors"],
+        "softcap": LOSSES["softcap"],
+        "soft": LOSSES["soft targets, alone"],
+    },
     sequence_parallel=SHARINGS,
 )
 def test_16_bit_results_are_near_those_of_one_process(
-    names: list[str], sequence_parallel: bool, ranks: Ranks
+    make: Callable[..., OptionsCase], sequence_parallel: bool, ranks: Ranks
 ) -> None:
-    x = options_case(names, 60, 16, 333, dtype=torch.bfloat16, ignored=0.3)
+    """Exponentials of soft targets are stored as 0 by the ranks that own them."""
+    x = make(60, 16, 333, dtype=torch.bfloat16, ignored=0.3)
     results, wanted = ranks.run(2, losses, x, sequence_parallel), losses(x, None)
     for first, second, want in zip(*results, wanted, strict=True):
         assert torch.equal(first[0], second[0])
@@ -218,48 +168,32 @@ def test_16_bit_results_are_near_those_of_one_process(
             assert error <= torch.finfo(torch.bfloat16).eps
 
 
-def on_gpu(
-    results: Callable[..., list[tuple[Tensor, ...]]], x: OptionsCase, sequence_parallel: bool | None
-) -> list[tuple[Tensor, ...]]:
-    """Return the results of this rank's GPU."""
+def on_gpu(x: OptionsCase, sequence_parallel: bool | None) -> list[tuple[Tensor, ...]]:
+    """Return the losses and gradients of this rank's GPU."""
     case = Case(*(tensor.cuda() for tensor in (x.case.h, x.case.w, x.case.y, x.case.upstream)))
     options = {k: v.cuda() if isinstance(v, Tensor) else v for k, v in x.options.items()}
-    found = results(OptionsCase(case, options), sequence_parallel)
+    found = losses(OptionsCase(case, options), sequence_parallel)
     return [(*(tensor.cpu() for tensor in row),) for row in found]
 
 
 @pytest.mark.gpu
-@pairwise(
-    names=TOGETHER | ALONE,
-    results={"losses": losses, "log_probs": log_probs},
-    sequence_parallel=SHARINGS,
-    tokens={"all rows": 60, "counted rows": 1200},
-)
+@pairwise(make=IN_RANKS, sequence_parallel=SHARINGS, tokens={"all rows": 60, "counted rows": 1200})
 def test_gpus_share_every_option(
-    names: list[str],
-    results: Callable[..., list[tuple[Tensor, ...]]],
-    sequence_parallel: bool,
-    tokens: int,
-    gpu_ranks: Ranks,
+    make: Callable[..., OptionsCase], sequence_parallel: bool, tokens: int, gpu_ranks: Ranks
 ) -> None:
     if len(gpu_ranks.pipes) < 2:
         pytest.skip("needs 2 GPUs")
-    of_loss = {"weight", "label_smoothing", "token_weights", "z_loss"}
-    if results is log_probs and not of_loss.isdisjoint(names):
-        pytest.skip("is an option of losses")
-    x = options_case(names, tokens, 16, 333, dtype=torch.bfloat16, ignored=0.3)
-    (wanted,) = gpu_ranks.run(1, on_gpu, results, x, None)
-    first, second = gpu_ranks.run(2, on_gpu, results, x, sequence_parallel)
+    x = make(tokens, 16, 333, dtype=torch.bfloat16, ignored=0.3)
+    (wanted,) = gpu_ranks.run(1, on_gpu, x, None)
+    first, second = gpu_ranks.run(2, on_gpu, x, sequence_parallel)
     for one, a, b in zip(wanted, first, second, strict=True):
-        values = len(one) - len(x.leaves)
-        for i in range(values):
-            assert torch.equal(a[i], b[i])
-            torch.testing.assert_close(a[i], one[i], rtol=1e-5, atol=1e-5)
-        parts = [torch.cat([a[i], b[i]]) for i in range(values, len(one))]
+        assert torch.equal(a[0], b[0])
+        torch.testing.assert_close(a[0], one[0], rtol=1e-5, atol=1e-5)
+        parts = [torch.cat([a[i], b[i]]) for i in range(1, len(one))]
         if not sequence_parallel:
-            assert torch.equal(a[values], b[values])
-            parts[0] = a[values]
-        for got, want in zip(parts, one[values:], strict=True):
+            assert torch.equal(a[1], b[1])
+            parts[0] = a[1]
+        for got, want in zip(parts, one[1:], strict=True):
             error = float((got.double() - want.double()).norm() / want.double().norm())
             assert error <= torch.finfo(torch.bfloat16).eps
 
@@ -296,16 +230,18 @@ def test_distributed_options(sequence_parallel: bool, ranks: Ranks) -> None:
         torch.testing.assert_close(results, [*wanted])
 
 
-def differing(change: dict[str, Any], function: str) -> str:
+def differing(change: dict[str, Any]) -> str:
     """Return the error of a call with options of which rank 1 has others."""
     x = options_case(["weight", "token_weights", "temperature"], 60, 16, 333)
     leaves, options = shares(x, False)
-    if function == "linear_log_probs":
+    function: Any = cutefce.linear_cross_entropy
+    if "outputs" in change:
+        function = cutefce.linear_log_probs
         options = {n: v for n, v in options.items() if n not in ("weight", "token_weights")}
     if dist.get_rank() == 1:
         options |= change
     try:
-        getattr(cutefce, function)(leaves[0], leaves[1], x.case.y, **options)
+        function(leaves[0], leaves[1], x.case.y, **options)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "no error"
@@ -324,36 +260,13 @@ DIFFERENT: dict[str, dict[str, Any]] = {
     "temperature of tokens": {"temperature": torch.ones(60)},
     "denominator": {"denominator": 3.0},
     "ignore_index": {"ignore_index": 0},
+    "outputs": {"outputs": ("lse", "entropy")},
+    "unknown outputs": {"outputs": ["perplexity"]},
 }
 
 
 @pytest.mark.parametrize("change", DIFFERENT.values(), ids=DIFFERENT)
 def test_a_rank_with_another_option_is_named(change: dict[str, Any], ranks: Ranks) -> None:
     (name,) = change
-    for text in ranks.run(2, differing, change, "linear_cross_entropy"):
+    for text in ranks.run(2, differing, change):
         assert text.startswith("ValueError: ") and name in text, text
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"outputs": ("lse", "entropy")},
-        {"temperature": 0.9},
-        {"softcap": 3.0},
-        {"linear_bias": torch.zeros(166)},
-    ],
-    ids=["outputs", "temperature", "softcap", "linear_bias"],
-)
-def test_a_rank_with_another_output_is_named(change: dict[str, Any], ranks: Ranks) -> None:
-    (name,) = change
-    for text in ranks.run(2, differing, change, "linear_log_probs"):
-        assert text.startswith("ValueError: ") and name in text, text
-
-
-@pytest.mark.parametrize(
-    "change", [{"outputs": ["perplexity"]}, {"softcap": -1.0}, {"temperature": 0.0}], ids=str
-)
-def test_an_error_of_one_rank_reaches_the_other(change: dict[str, Any], ranks: Ranks) -> None:
-    (name,) = change
-    for text in ranks.run(2, differing, change, "linear_log_probs"):
-        assert text.startswith(f"ValueError: {name}: got"), text

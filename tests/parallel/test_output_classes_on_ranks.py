@@ -1,54 +1,58 @@
-"""Log-probabilities of classes that different ranks own."""
+"""Log-probabilities and outputs of tokens whose classes different ranks own."""
+
+from dataclasses import replace
+from typing import Any
 
 import torch
-from torch import Tensor
 
-import cutefce
 from tests.parallel.test_options_on_ranks import assert_equal_one, shares
-from tests.support.output_classes import ClassesCase, classes_case
+from tests.support.outputs import OUTPUTS, ValuesCase, values_case
 from tests.support.ranks import Ranks, each_value
 
+Results = list[tuple[Any, ...]]
 
-def values(x: ClassesCase, sequence_parallel: bool | None) -> list[tuple[Tensor, ...]]:
+
+def values(x: ValuesCase, sequence_parallel: bool | None) -> Results:
     """Return values and gradients of every workspace; of one process if None."""
-    results = []
-    for workspace in ("min", "max"):
-        leaves = x.own.leaves
-        options = x.own.with_leaves(leaves)
+    results: Results = []
+    for workspace in ("min", "max", 60_000):
+        leaves, own, sharing = x.own.leaves, x, dict[str, Any]()
         if sequence_parallel is not None:
             leaves, options = shares(x.own, sequence_parallel)
-        found = cutefce.linear_log_probs(
-            leaves[0],
-            leaves[1],
-            target_indices=x.index,
-            outputs=x.outputs,
-            workspace=workspace,
-            **options,
-        )
-        total = x.total([getattr(found, name) for name in x.upstream])
-        gradients = torch.autograd.grad(total, leaves)
-        results.append((found.log_probs.detach(), *gradients))
+            names = "group", "shards", "sequence_parallel"
+            sharing = {name: options.pop(name) for name in names}
+            own = replace(x, own=replace(x.own, options=options))
+        found = own.values(leaves, workspace=workspace, **sharing)
+        gradients = torch.autograd.grad(x.total(found), leaves)
+        results.append((*(v.detach() for v in found if v is not None), *gradients))
     return results
 
 
-@each_value(
-    names={"plain": [], "transformed": ["linear_bias", "temperature (N,)", "softcap"]},
-    sequence_parallel=[False, True],
-)
-def test_values_equal_one_process(names: list[str], sequence_parallel: bool, ranks: Ranks) -> None:
-    outputs = ("lse",) if names else ("lse", "entropy")
-    x = classes_case(names, 6, 60, 16, 333, outputs=outputs, dtype=torch.float64)
+TRANSFORMS = {
+    "plain": [],
+    "linear_bias": ["linear_bias"],
+    "scale and temperature": ["negative logit_scale", "temperature (N,)"],
+    "all": ["linear_bias", "logit_scale", "softcap", "temperature (N,)"],
+}
+
+
+@each_value(names=TRANSFORMS, classes={"a class": None, "6": 6}, sequence_parallel=[False, True])
+def test_values_equal_one_process(
+    names: list[str], classes: int | None, sequence_parallel: bool, ranks: Ranks
+) -> None:
+    x = values_case(names, classes, 60, 16, 333, outputs=OUTPUTS, dtype=torch.float64)
     results = ranks.run(2, values, x, sequence_parallel)
     assert_equal_one(results, values(x, None), sequence_parallel, len(x.own.leaves))
 
 
-def narrow_values(x: ClassesCase) -> list[tuple[Tensor, ...]]:
-    return values(x, False)
-
-
 def test_ranks_are_as_accurate_as_one(ranks: Ranks) -> None:
-    x = classes_case([], 6, 60, 16, 333, dtype=torch.bfloat16)
-    first, second = ranks.run(2, narrow_values, x)
-    for a, b in zip(first, second, strict=True):
+    x = values_case([], 6, 60, 16, 333, dtype=torch.bfloat16)
+    for a, b in zip(*ranks.run(2, values, x, False), strict=True):
         assert torch.equal(a[0], b[0])
-        x.check(([a[0]], [a[1], torch.cat([a[2], b[2]])]))
+        found = replace_log_probs(x, a[0])
+        x.check((found, (a[1], torch.cat([a[2], b[2]]))))
+
+
+def replace_log_probs(x: ValuesCase, log_probs: torch.Tensor) -> Any:
+    """Return values of the case with these log-probabilities."""
+    return x.values(x.own.leaves)._replace(log_probs=log_probs)

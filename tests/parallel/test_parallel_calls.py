@@ -4,7 +4,7 @@ import os
 import re
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -29,10 +29,8 @@ from bench.harness.timing import peak_bytes
 from cutefce.autotune_cache import defaults
 from cutefce.cute_kernels import process_cache
 from cutefce.cute_kernels.config import PortableTiles
-from cutefce.ops.interface.options import Sharding
 from cutefce.ops.parallel import shard
 from cutefce.ops.primitives import dispatch
-from tests.support.layouts import Layout, pinned_plan, predicted
 from tests.support.ranks import Ranks, each_value, group, mesh, started
 from tests.support.reference import assert_as_accurate, ours, random_case
 from tests.support.tiers import rest_slow
@@ -195,7 +193,7 @@ def test_wrong_placements_raise_at_once(given: dict[str, Any], message: str, ran
 
 
 def placed_share(
-    shape: tuple[int, ...], h_placement: Placement, vocab: int, reduction: str, compiled: bool
+    shape: tuple[int, ...], h_placement: Placement, vocab: int, reduction: str
 ) -> tuple[Tensor, ...]:
     """Return loss and whole gradients of distributed tensors, and those of one process."""
     tp = mesh()["tp"]
@@ -206,9 +204,7 @@ def placed_share(
     placed_h = distribute_tensor(h, tp, [h_placement]).requires_grad_()
     head = cutefce.LinearCrossEntropyLoss(8, vocab, reduction=reduction, dtype=torch.float64)
     head.linear.weight = nn.Parameter(distribute_tensor(w, tp, [Shard(0)]))
-    torch.compiler.reset()  # torch 2.13 does not look at the whole shape of a distributed tensor
-    call = torch.compile(head, fullgraph=True, backend="aot_eager") if compiled else head
-    loss = call(placed_h, y)
+    loss = head(placed_h, y)
     upstream = torch.randn(loss.shape, dtype=torch.float64)
     dx, dw = torch.autograd.grad(loss, (placed_h, head.linear.weight), upstream)
     assert isinstance(dx, DTensor) and dx.placements == (h_placement,)
@@ -236,14 +232,7 @@ PLACEMENTS: list[Placed] = [
 
 @pytest.mark.parametrize("given", PLACEMENTS, ids=str)
 def test_placements_select_the_form(given: Placed, ranks: Ranks) -> None:
-    for loss, dx, dw, *want in ranks.run(4, placed_share, *given, False):
-        torch.testing.assert_close([loss, dx, dw], want)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("given", PLACEMENTS, ids=str)
-def test_compiled_placements_select_the_form(given: Placed, ranks: Ranks) -> None:
-    for loss, dx, dw, *want in ranks.run(4, placed_share, *given, True):
+    for loss, dx, dw, *want in ranks.run(4, placed_share, *given):
         torch.testing.assert_close([loss, dx, dw], want)
 
 
@@ -330,21 +319,6 @@ def refused_transforms() -> list[str]:
             run()
         messages.append(str(caught.value))
     return messages
-
-
-def refused_probabilities() -> str:
-    """Return what probabilities of all classes raise."""
-    with pytest.raises(NotImplementedError) as caught:
-        cutefce.linear_cross_entropy(
-            torch.randn(8, 16), torch.randn(5, 16), torch.rand(8, 5), group=group(2)
-        )
-    return str(caught.value)
-
-
-def test_probabilities_are_refused(ranks: Ranks) -> None:
-    for message in ranks.run(2, refused_probabilities):
-        assert message.startswith("group: got '")
-        assert "with probabilities of all classes as the target, expected None" in message
 
 
 def test_transforms_of_a_group_are_refused(ranks: Ranks) -> None:
@@ -499,19 +473,6 @@ def test_weight_that_fsdp_has_sharded_is_refused_unless_a_group_is_named(
         torch.testing.assert_close(loss, want)
 
 
-def placed_denominator() -> tuple[Tensor, Tensor]:
-    """Return the loss with a denominator that is replicated over a mesh, and with a plain one."""
-    count = distribute_tensor(torch.tensor(3.0), mesh()["tp"], [Replicate()])
-    h, w = H.clone().requires_grad_(), W.clone().requires_grad_()
-    plain = cutefce.linear_cross_entropy(h, w, Y, denominator=torch.tensor(3.0))
-    return cutefce.linear_cross_entropy(h, w, Y, denominator=count).detach(), plain.detach()
-
-
-def test_replicated_denominator(ranks: Ranks) -> None:
-    for loss, want in ranks.run(4, placed_denominator):
-        assert torch.equal(loss, want)
-
-
 def dying(when: str) -> None:
     """Die on rank 1; on rank 0, go on."""
     h, w = H.clone().requires_grad_(), W.split(5)[dist.get_rank()].clone().requires_grad_()
@@ -615,39 +576,6 @@ def test_peak_is_predicted(
     arguments = tokens, vocab, sequence_parallel, workspace, dtype, reduction
     for expected, measured in ranks.run(2, peak, *arguments):
         assert -0.1 * measured <= expected - measured <= beyond * measured
-
-
-def peak_of_chunks(sequence_parallel: bool, dtype: torch.dtype) -> tuple[int, int]:
-    """Return the predicted and the measured workspace of gradients in forward."""
-    tokens, vocab, chunks = 2048, 4096, Layout(in_chunks=True, chunk=512)
-    case = random_case(tokens, 256, vocab, dtype=dtype, seed=dist.get_rank())
-    w = case.w.requires_grad_()
-    y = random_case(tokens, 8, 2 * vocab, ignored=0).y
-    sharing: dict[str, Any] = {"sequence_parallel": sequence_parallel}
-    h = case.h.detach()[: tokens // 2 if sequence_parallel else tokens].requires_grad_()
-
-    def step() -> None:
-        loss = cutefce.linear_cross_entropy(h, w, y, group=group(2), **sharing)
-        torch.autograd.grad(loss, (h, w))
-
-    with ExitStack() as stack:
-        stack.enter_context(served_with(PortableTiles(256, 64, 128, 128)))
-        chosen = predicted(chunks, h, w, Sharding(group(2).group_name, None, sequence_parallel))
-        stack.enter_context(pinned_plan(chosen))
-        step()
-        measured = peak_bytes(step, "cpu")
-    gradient_bytes = sum(x.numel() * x.element_size() for x in (h, w))
-    return chosen.workspace_bytes, measured - gradient_bytes
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_peak_of_chunks_is_predicted(
-    sequence_parallel: bool, dtype: torch.dtype, ranks: Ranks
-) -> None:
-    for expected, measured in ranks.run(2, peak_of_chunks, sequence_parallel, dtype):
-        assert abs(expected - measured) <= 0.1 * measured
 
 
 @pytest.mark.gpu

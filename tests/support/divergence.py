@@ -18,6 +18,7 @@ from cutefce.ops.divergence.plan import DivergencePlan
 from cutefce.ops.divergence.problem import DivergenceLayout, DivergenceProblem
 from cutefce.ops.program.place import check
 from tests.support.once import once
+from tests.support.reference import distance
 
 FORMS: dict[str, dict[str, Any]] = {
     "forward KL": {"divergence": "forward_kl"},
@@ -233,11 +234,6 @@ def _references(case: Heads, options: dict[str, Any]) -> list[list[Tensor]]:
 def _known(options: dict[str, Any]) -> dict[str, Any]:
     """Return the options that change results."""
     return {name: value for name, value in options.items() if name != "workspace"}
-
-
-def distance(a: Tensor, b: Tensor) -> float:
-    """Return the norm of the difference."""
-    return float((a.double() - b.double()).detach().norm())
 
 
 @contextmanager

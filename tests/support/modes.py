@@ -1,16 +1,8 @@
-"""Dispatch modes that watch what is called."""
+"""A dispatch mode that watches what is called."""
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-
-NO_LAUNCH = (
-    "aten.empty",
-    "aten.new_empty",
-    "aten.promote_types",
-    "aten._local_scalar_dense",
-)
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Seen(TorchDispatchMode):
@@ -25,22 +17,3 @@ class Seen(TorchDispatchMode):
     ) -> Any:
         self.operators.append(operator)
         return operator(*args, **(kwargs or {}))
-
-
-def launches(operators: Sequence[Any]) -> list[str]:
-    """Return the names of those that a GPU launches a kernel for: no views, empty tensors, dtypes.
-
-    A CPU needs some more, to check targets.
-    """
-    names = [str(x) for x in operators if not x.is_view]
-    return [name for name in names if not name.startswith(NO_LAUNCH)]
-
-
-def unseen(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `function`, hidden from modes."""
-
-    def run(*arguments: Any) -> Any:
-        with _disable_current_modes():
-            return function(*arguments)
-
-    return run

@@ -1,15 +1,16 @@
 """What calls with options are compared with: every formula from all logits, in any dtype."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 import cutefce
 from tests.support.once import once
-from tests.support.reference import Case, random_case
+from tests.support.reference import Case, are_same, assert_errors, distance, random_case
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "linear_bias": {"linear_bias": torch.randn},
@@ -31,11 +32,16 @@ PER_TOKEN = "weight", "token_weights", "z_loss", "temperature (N,)"
 
 REFUSED_PAIR = {"label_smoothing", "softcap"}
 
+ALL = [
+    name
+    for name in OPTIONS
+    if name not in ("negative logit_scale", "temperature", "temperature ()")
+]
 TOGETHER = {
-    f"all but {name}": [other for other in OPTIONS if other != name]
-    for name in sorted(REFUSED_PAIR)
+    "smoothing and all factors": [name for name in ALL if name != "softcap"],
+    "softcap and all factors": [name for name in ALL if name != "label_smoothing"],
 }
-"""Options of a call that has all of `OPTIONS` but one of the pair."""
+"""Options of calls that have all but one of the pair."""
 
 
 def _drawn(name: str, draw: Any, tokens: int, vocab: int) -> Tensor:
@@ -65,14 +71,50 @@ class OptionsCase:
         """Return the options, the bias being that of `leaves`."""
         return self.options | ({"linear_bias": leaves[2]} if len(leaves) > 2 else {})
 
-    def ours(self, **more: Any) -> tuple[Tensor, ...]:
-        """Return losses and gradients of cutefce, by default with reduction "none"."""
-        leaves, (_, _, y) = self.leaves, (self.case.h, self.case.w, self.case.y)
-        options: dict[str, Any] = {"reduction": "none"} | self.with_leaves(leaves) | more
-        target = options.pop("target", None if "target_indices" in options else y)
-        loss = cutefce.linear_cross_entropy(leaves[0], leaves[1], target, **options)
+    def logits(self, leaves: tuple[Tensor, ...]) -> Tensor:
+        """Return the logits (N, V) of these h, w and bias, in their dtype."""
+        return model_logits(leaves[0] @ leaves[1].t(), **self.with_leaves(leaves))
+
+    @property
+    def ignored(self) -> Tensor:
+        """Which tokens (N,) reach nothing, whatever they hold."""
+        off: Tensor = torch.zeros_like(self.case.y, dtype=torch.bool)
+        if "token_weights" in self.options:
+            off = self.options["token_weights"] == 0
+        if "target_probs" in self.options:
+            off = off | (self.options["target_probs"] == 0).all(1)
+            return off
+        return off if "target" in self.options else off | (self.case.y == -100)
+
+    def loss(self, leaves: tuple[Tensor, ...], **more: Any) -> Tensor:
+        """Return the loss of cutefce for these h, w and bias."""
+        options: dict[str, Any] = {"target": self.case.y} | self.with_leaves(leaves) | more
+        if "target_indices" in options:
+            del options["target"]
+        loss: Tensor = cutefce.linear_cross_entropy(leaves[0], leaves[1], **options)
+        return loss
+
+    def ours(
+        self, *, trained: Sequence[bool] = (), backwards: int = 1, **more: Any
+    ) -> tuple[Tensor, ...]:
+        """Return losses and gradients of cutefce, by default with reduction "none".
+
+        Gradients are those of the `trained` leaves, by default of all; `backwards` of one graph
+        have the same bits.
+        """
+        leaves = self.leaves
+        for leaf, on in zip(leaves, trained, strict=False):
+            leaf.requires_grad_(on)
+        reduction = self.options.get("reduction", "none")
+        loss = self.loss(leaves, **{"reduction": reduction} | more)
+        wanted = [leaf for leaf in leaves if leaf.requires_grad]
         upstream = self.case.upstream.to(loss.dtype) if loss.ndim else None
-        return loss.detach(), *torch.autograd.grad(loss, leaves, upstream)
+        first, *others = (
+            torch.autograd.grad(loss, wanted, upstream, retain_graph=number < backwards)
+            for number in range(1, backwards + 1)
+        )
+        assert all(all(map(are_same, first, other)) for other in others)
+        return loss.detach(), *first
 
 
 def options_case(names: list[str], *sizes: int, **more: Any) -> OptionsCase:
@@ -117,6 +159,29 @@ def dense_case(names: list[str], *sizes: int, **more: Any) -> OptionsCase:
     probs[torch.rand(tokens) < 0.1] = 0
     dtype = torch.promote_types(x.case.h.dtype, torch.float32)
     return OptionsCase(x.case, x.options | {"target": probs.to(x.case.h.device, dtype)})
+
+
+def _soft(names: list[str], *sizes: int, **more: Any) -> OptionsCase:
+    return soft_case(names, 7, *sizes, **more)
+
+
+TARGETS: dict[str, Callable[..., OptionsCase]] = {
+    "class indices": options_case,
+    "soft targets": _soft,
+    "probabilities": dense_case,
+}
+"""What draws a case of options and sizes, by its kind of target."""
+
+LOSSES: dict[str, Callable[..., OptionsCase]] = {"plain": partial(options_case, [])}
+"""What draws a case of sizes: each option alone, all of them, and each kind of target."""
+LOSSES |= {name: partial(options_case, [name]) for name in OPTIONS}
+LOSSES |= {
+    f"{kind}, {name}": partial(make, names)
+    for kind, make in TARGETS.items()
+    for name, names in {"alone": list[str](), **TOGETHER}.items()
+    if kind != "class indices" or names
+}
+LOSSES["one soft target"] = lambda *sizes, **more: soft_case([], 1, *sizes, **more)
 
 
 def model_logits(
@@ -191,23 +256,34 @@ def exact(x: OptionsCase, **more: Any) -> tuple[Tensor, ...]:
     """Return losses and gradients in float64, by default with reduction "none"."""
     leaves = (*(leaf.detach().double().requires_grad_() for leaf in x.leaves),)
     options = x.with_leaves(leaves) | more
-    loss = losses_of_logits(model_logits(leaves[0] @ leaves[1].t(), **options), x.case.y, **options)
+    loss = losses_of_logits(x.logits(leaves), x.case.y, **options)
     upstream = x.case.upstream.double() if loss.ndim else None
     return loss.detach(), *torch.autograd.grad(loss, leaves, upstream)
 
 
-def unfused(x: OptionsCase, *, rounded: bool) -> tuple[Tensor, ...]:
+def unfused(x: OptionsCase, *, rounded: bool, **more: Any) -> tuple[Tensor, ...]:
     """Return losses and gradients of a GEMM, the options in float32 or wider, and two GEMMs.
 
     Products of the forward are `rounded` to the inputs' dtype or are float32; their gradients are
     rounded to the inputs' dtype.
     """
-    h, w, dtype = x.case.h, x.case.w, x.case.h.dtype
-    wide = torch.promote_types(dtype, torch.float32)
+    options, t = x.options | more, products(x, rounded)
+    loss = losses_of_logits(model_logits(t, **options), x.case.y, **options)
+    (dt,) = torch.autograd.grad(loss, t, x.case.upstream.to(t.dtype) if loss.ndim else None)
+    return loss.detach(), *gradients_of_products(x, dt, rounded)
+
+
+def products(x: OptionsCase, rounded: bool) -> Tensor:
+    """Return products of hidden states and weight, which require gradients."""
+    h, w = x.case.h, x.case.w
+    wide = torch.promote_types(h.dtype, torch.float32)
     t = (h @ w.t()).to(wide) if rounded else h.to(wide) @ w.to(wide).t()
-    t.requires_grad_()
-    losses = losses_of_logits(model_logits(t, **x.options), x.case.y, **x.options)
-    (dt,) = torch.autograd.grad(losses, t, x.case.upstream.to(wide))
+    return t.requires_grad_()
+
+
+def gradients_of_products(x: OptionsCase, dt: Tensor, rounded: bool) -> tuple[Tensor, ...]:
+    """Return gradients of h, w and the bias, of those of products, which are rounded."""
+    h, w, dtype, wide = x.case.h, x.case.w, x.case.h.dtype, dt.dtype
     dt = dt.to(dtype)
     if rounded:
         dx, dw = dt @ w, dt.t() @ h
@@ -215,88 +291,50 @@ def unfused(x: OptionsCase, *, rounded: bool) -> tuple[Tensor, ...]:
         dx, dw = (dt.to(wide) @ w.to(wide)).to(dtype), (dt.to(wide).t() @ h.to(wide)).to(dtype)
     bias = x.options.get("linear_bias")
     if bias is None:
-        return losses.detach(), dx, dw
+        return dx, dw
     dbias = dt.to(wide).sum(0) / x.options.get("logit_scale", 1.0)
-    return losses.detach(), dx, dw, dbias.to(bias.dtype)
+    return dx, dw, dbias.to(bias.dtype)
 
 
 def assert_results_as_accurate(
-    got: tuple[Tensor, ...], x: OptionsCase, *, first: int = 0, saturated: bool = False
+    got: tuple[Tensor, ...], x: OptionsCase, *, saturated: bool = False, **more: Any
 ) -> None:
     """Assert the bounds of `reference.assert_as_accurate` for losses and gradients with options.
 
-    `first` is 1 if the losses are not compared.  float64 results are allowed 64 units roundoff.
+    `more` are a reduction and its denominator.  float64 results are allowed 64 units roundoff, and
+    a reduced loss as many of its terms.
     """
-    truth, others, wides = _references(x)
+    truth, others, wides = _references(x, more)
     names = ["loss", "dx", "dw", "dbias"][: len(truth)]
-    if x.case.h.dtype == torch.float64:
-        for name, result, want in [*zip(names, got, truth, strict=True)][first:]:
-            limit = 64 * torch.finfo(torch.float64).eps * (1 + float(want.norm()))
-            assert _distance(result, want) <= limit, name
+    if got[0].ndim == 0:
+        losses, eps = exact(x)[0], torch.finfo(got[0].dtype).eps
+        terms = float(losses.abs().sum() * (truth[0] / losses.sum()).abs().nan_to_num(1.0))
+        assert float((got[0].double() - truth[0]).abs()) <= 64 * eps * (1 + terms), "loss"
+    every = zip(names, got, truth, others, wides, strict=True)
+    rows = [row for row in every if row[1].ndim]
+    if x.case.h.dtype != torch.float64:
+        assert_errors(rows, x.case.h.dtype, saturated)
         return
-    narrow = x.case.h.dtype.itemsize == 2
-    rows = [*zip(names, got, truth, others, wides, strict=True)][first:]
-    for name, result, want, other, wide in rows:
-        error = _distance(result, want)
-        allowed = (1.05 if narrow else 2) * _distance(other, want)
-        if name == "loss" or not narrow:
-            allowed += _distance(want.to(result.dtype), want)
-        else:
-            allowed = min(allowed, 1.35 * _distance(wide, want))
-        if saturated:
-            allowed += torch.finfo(result.dtype).eps / 2 * float(want.norm())
-        assert error <= allowed, f"{name}: error {error:.3g}, allowed {allowed:.3g}"
+    for name, result, want, *_ in rows:
+        limit = 64 * torch.finfo(torch.float64).eps * (1 + float(want.norm()))
+        assert distance(result, want) <= limit, name
 
 
 @once
-def _references(x: OptionsCase) -> tuple[tuple[Tensor, ...], ...]:
-    """Return float64 results, and those of `unfused`, rounded and not; of float64 none."""
+def _references(x: OptionsCase, more: dict[str, Any]) -> tuple[tuple[Tensor, ...], ...]:
+    """Return float64 results, and those of `unfused`, rounded and not; of float64 no others."""
+    truth = exact(x, **more)
     if x.case.h.dtype == torch.float64:
-        return exact(x), (), ()
-    return exact(x), unfused(x, rounded=True), unfused(x, rounded=False)
-
-
-def _distance(a: Tensor, b: Tensor) -> float:
-    return float((a.double() - b.double()).norm())
-
-
-class RowValues(NamedTuple):
-    """Log-probabilities and outputs of all tokens, with the fields of `LogProbs`."""
-
-    log_probs: Tensor
-    lse: Tensor
-    entropy: Tensor
-    sum_p_squared: Tensor
-    mean_logit: Tensor
-    is_top1: Tensor
-    argmax: Tensor
-
-
-def row_values(u: Tensor, y: Tensor, ignore_index: int = -100) -> RowValues:
-    """Return the outputs of `linear_log_probs` from logits u (N, V); 0 for ignored tokens."""
-    active = y != ignore_index
-    index = torch.where(active, y, 0)
-    log_p = u.log_softmax(1)
-    p, largest = log_p.exp(), u.argmax(1)
-    own = u.gather(1, index[:, None])[:, 0]
-    is_top1 = own >= u.amax(1)
-    values = RowValues(
-        log_p.gather(1, index[:, None])[:, 0],
-        u.logsumexp(1),
-        -(p * log_p).sum(1),
-        p.square().sum(1),
-        u.mean(1),
-        is_top1,
-        torch.where(is_top1, index, largest),
-    )
-    return RowValues(*(torch.where(active, x, torch.zeros_like(x)) for x in values))
+        return truth, truth, truth
+    return truth, unfused(x, rounded=True, **more), unfused(x, rounded=False, **more)
 
 
 def assert_compiled_equals_eager(cases: Iterable[OptionsCase], device: str) -> None:
     """Compare losses and gradients of calls of any number of tokens, compiled once, with eager."""
 
-    def step(h: Tensor, w: Tensor, options: dict[str, Any]) -> Tensor:
-        loss: Tensor = cutefce.linear_cross_entropy(h * 2, w, **options)
+    def step(h: Tensor, w: Tensor, y: Tensor, options: dict[str, Any]) -> Tensor:
+        given: dict[str, Any] = {"target": y} | options
+        loss: Tensor = cutefce.linear_cross_entropy(h * 2, w, **given)
         return loss + 1
 
     torch.compiler.reset()
@@ -306,7 +344,10 @@ def assert_compiled_equals_eager(cases: Iterable[OptionsCase], device: str) -> N
         results = []
         for function in (step, compiled):
             leaves = x.leaves
-            loss = function(leaves[0], leaves[1], x.with_leaves(leaves))
+            options = x.with_leaves(leaves)
+            if "target_indices" in options:
+                options["target"] = None
+            loss = function(leaves[0], leaves[1], x.case.y, options)
             results.append([loss, *torch.autograd.grad(loss, leaves)])
         for eager, fast in zip(*results, strict=True):
             torch.testing.assert_close(fast, eager)

@@ -1,6 +1,6 @@
 """What results are compared with, and how far they may be from it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -132,7 +132,19 @@ def assert_as_accurate(
     names: tuple[str, ...] = ("loss", "dx", "dw"),
     saturated: bool = False,
 ) -> None:
-    """Assert that errors against float64 are those of the unfused loss or smaller.
+    """Assert that errors against float64 are those of the unfused loss or smaller."""
+    truth, other, wide = _references(case)
+    forms = got, truth, other, wide or truth
+    rows = ((name, *(getattr(form, name) for form in forms)) for name in names)
+    assert_errors(rows, case.h.dtype, saturated)
+
+
+def assert_errors(
+    rows: Iterable[tuple[str, Tensor, Tensor, Tensor, Tensor]], dtype: torch.dtype, saturated: bool
+) -> None:
+    """Assert that results of inputs of a `dtype` are as accurate as the unfused form's.
+
+    Each row has a name, ours, the exact result, the unfused form's, and that of float32 logits.
 
     For 16-bit inputs the factors are the project's guarantee: 1.05 of the unfused loss and 1.35 of
     float32 logits.  float32 results, whose errors are those of the order of their sums alone, are
@@ -140,16 +152,14 @@ def assert_as_accurate(
     cases are such that the unfused loss is exact: probabilities that round to 1 have no error,
     while a stored exponential has its rounding: they are allowed that, one unit roundoff.
     """
-    narrow = case.h.dtype.itemsize == 2
-    truth, other, wide = _references(case)
-    for name in names:
-        want, result = getattr(truth, name), getattr(got, name)
-        error = _distance(result, want)
-        allowed = (1.05 if narrow else 2) * _distance(getattr(other, name), want)
+    narrow = dtype.itemsize == 2
+    for name, result, want, other, wide in rows:
+        error = distance(result, want)
+        allowed = (1.05 if narrow else 2) * distance(other, want)
         if name == "loss" or not narrow:
-            allowed += _distance(want.to(result.dtype), want)
-        elif wide is not None:
-            allowed = min(allowed, 1.35 * _distance(getattr(wide, name), want))
+            allowed += distance(want.to(result.dtype), want)
+        else:
+            allowed = min(allowed, 1.35 * distance(wide, want))
         if saturated:
             allowed += torch.finfo(result.dtype).eps / 2 * float(want.norm())
         assert error <= allowed, f"{name}: error {error:.3g}, allowed {allowed:.3g}"
@@ -162,5 +172,6 @@ def _references(case: Case) -> tuple[Result, Result, Result | None]:
     return exact(case), evaluate_unfused(case), wide_logits(case) if narrow else None
 
 
-def _distance(a: Tensor, b: Tensor) -> float:
-    return float((a.double() - b.double()).norm())
+def distance(a: Tensor, b: Tensor) -> float:
+    """Return the norm of the difference."""
+    return float((a.double() - b.double()).detach().norm())
