@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cutefce.cute_kernels.problem import Problem as Operands
 from cutefce.cute_kernels.problem import can_keep
-from cutefce.cute_kernels.process_cache import MAX_ENTRIES, on_reset
+from cutefce.cute_kernels.process_cache import MAX_ENTRIES, on_reset, process_cache
 from cutefce.ops import torch_compat
 from cutefce.ops.dtypes import sum_dtype
 from cutefce.ops.interface.options import LossOptions, Sharding, StepOptions, TensorOptions
@@ -232,6 +232,7 @@ def _copies(of: Operands, h: Tensor, w: Tensor, copied: tuple[int, int]) -> Copi
     return Copies(*copied, sum(x.nbytes for x in gathered if not accepts(x)))
 
 
+@process_cache
 def _plan(x: Request, device: torch.device, budget: int, like: Layout | None = None) -> Plan:
     """Return the plan of a request; with a layout `like`, of chunks of as many tokens."""
     rates = device_of(x.operands.device)
