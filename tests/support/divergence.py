@@ -1,5 +1,6 @@
 """What divergences are compared with, in plain torch with logits."""
 
+import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -241,6 +242,7 @@ def planned(name: str) -> Iterator[None]:
     """Run calls by one of `PLANS`."""
     layout = PLANS[name]
 
+    @functools.cache  # checking hundreds of steps takes longer than running them
     def plan(problem: DivergenceProblem, budget: int) -> DivergencePlan:
         tokens = 0 if problem.scales_rows else problem.student.tokens
         aliased = min(layout.aliased, problem.most_aliased, tokens)
