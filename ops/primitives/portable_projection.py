@@ -203,7 +203,7 @@ class PortableProjection(SoftTargetSteps):
         `gather` maps a tensor (...) to those of all ranks (R, ...).
         """
         references = partial.references.amax(1)
-        sums = (partial.sums * exp_difference(partial.references, references[:, None])).sum(1)
+        sums = (partial.sums * _exp_difference(partial.references, references[:, None])).sum(1)
         shards = gather(torch.stack([sums, references]))
         return PartialSums(shards[:, 0].t(), shards[:, 1].t())
 
@@ -225,7 +225,7 @@ class PortableProjection(SoftTargetSteps):
         """Reduce the partial sums of every token; also return the reduced loss."""
         references, sums, active = partial.references, partial.sums, targets.active
         reference = references.amax(1)
-        row_sum = (sums * exp_difference(references, reference[:, None])).sum(1)
+        row_sum = (sums * _exp_difference(references, reference[:, None])).sum(1)
         row_sum = torch.where(active, row_sum, 0)  # that of an ignored row may be NaN
         distance = torch.where(active, reference - target_logit, 0)
         # exp(r - ρ) - 1, which is exactly 0 where the target's logit is the reference
@@ -251,7 +251,7 @@ class PortableProjection(SoftTargetSteps):
         block = self.tiles.reference_block
         start, count = first // block, exps.shape[1] // block
         references = partial.references[:, start : start + count]
-        factor = exp_difference(references, stats.reference[:, None])
+        factor = _exp_difference(references, stats.reference[:, None])
         if exps.is_cuda or bool((factor != 1).any()):
             apply_rowwise(scale_rows_in_place_, exps.view(-1, block), factor.flatten())
 
@@ -327,6 +327,6 @@ def is_dense(x: Tensor) -> bool:
     return (unit == 1 and pitch >= columns) or (pitch == 1 and unit >= rows)
 
 
-def exp_difference(a: Tensor, b: Tensor) -> Tensor:
+def _exp_difference(a: Tensor, b: Tensor) -> Tensor:
     """Return exp(a - b), 1 where both are the same infinity."""
     return torch.where(a == b, 1, torch.exp(a - b))

@@ -19,7 +19,7 @@ from cutefce.ops.rows.targets import Targets, launch_transform
 
 
 class TritonProjection(PortableProjection):
-    """The same steps; only tiles that somebody takes are computed in plain torch."""
+    """The same steps, with a window of exponentials in one launch."""
 
     def prepare(self, h: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
         return with_aligned_rows(h), w
@@ -35,9 +35,7 @@ class TritonProjection(PortableProjection):
         out: PartialSums | None,
         take: Take | None = None,
     ) -> None:
-        if take is not None:
-            super()._project_tiles(h, w, window, reference, targets, exps, out, take)
-            return
+        assert take is None, "plans of sampled gradients, which take tiles, are without Triton"
         from cutefce.ops.primitives import triton_kernels as kernels
 
         more: dict[str, Any] = {} if out is None else vars(out)
