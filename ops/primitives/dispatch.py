@@ -269,7 +269,9 @@ def _layout_unsupported_reason(h: Tensor, w: Tensor) -> str | None:
 
 def triton_serves(h: Tensor, w: Tensor) -> bool:
     """Whether Triton's kernel can make exponentials of h (N, D) and w (V, D)."""
-    if not h.is_cuda or h.dtype not in (torch.bfloat16, torch.float16) or h.shape[1] % 8:
+    if not h.is_cuda or h.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    if h.shape[0] == 0 or h.shape[1] % 8:
         return False
     return has_aligned_rows(w) and _has_triton(h.device)
 

@@ -302,7 +302,7 @@ def assert_results_as_accurate(
     """Assert the bounds of `reference.assert_as_accurate` for losses and gradients with options.
 
     `more` are a reduction and its denominator.  float64 results are allowed 64 units roundoff, and
-    a reduced loss as many of its terms.
+    a reduced loss as many of its terms.  docs/numerics.md has the larger factors.
     """
     truth, others, wides = _references(x, more)
     names = ["loss", "dx", "dw", "dbias"][: len(truth)]
@@ -312,8 +312,13 @@ def assert_results_as_accurate(
         assert float((got[0].double() - truth[0]).abs()) <= 64 * eps * (1 + terms), "loss"
     every = zip(names, got, truth, others, wides, strict=True)
     rows = [row for row in every if row[1].ndim]
+    factors = {}
+    if x.case.h.dtype.itemsize == 2 and "target_indices" in x.options:
+        factors = {"dw": 1.5**0.5}  # three roundings, not two, of classes that are no targets
+    if x.case.h.dtype == torch.float32 and "softcap" in x.options:
+        factors = dict.fromkeys(names[1:], 4.0)  # the derivative is of a rounded logit
     if x.case.h.dtype != torch.float64:
-        assert_errors(rows, x.case.h.dtype, saturated)
+        assert_errors(rows, x.case.h.dtype, saturated, factors)
         return
     for name, result, want, *_ in rows:
         limit = 64 * torch.finfo(torch.float64).eps * (1 + float(want.norm()))

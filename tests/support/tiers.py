@@ -1,6 +1,7 @@
 """The tiers of the tests: what `make test` runs of a grid, and what only `make test-all` does."""
 
 import itertools
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -19,48 +20,54 @@ def rest_slow(values: Values, default: int = 1) -> list[Any]:
 
 
 def pairwise(**axes: Values) -> pytest.MarkDecorator:
-    """Parametrize by the product of axes; what it takes to see each pair of values is not slow.
+    """Parametrize by cases of a grid that have each pair of values of two axes.
 
-    Most faults need two things to meet: a strategy and an option, a dtype and a size.
+    Cases with each triple of values are slow. Most faults need two things to meet: a layout and an
+    option, a dtype and a size; the rest need three.
     """
-    of_axes = [named(values) for values in axes.values()]
-    default = covering_pairs([len(values) for values in of_axes])
+    return pairwise_of({}, **axes)
+
+
+def pairwise_of(few: Mapping[str, Values], **axes: Values) -> pytest.MarkDecorator:
+    """Do so with the pairs of a `few` values of some axes; all others are slow."""
+    of_axes = {name: named(values) for name, values in axes.items()}
+    of_few = {name: named(few.get(name, values)) for name, values in axes.items()}
+    places = [[of_axes[name].index(x) for x in values] for name, values in of_few.items()]
+    default = {
+        tuple(at[place] for at, place in zip(places, case, strict=True))
+        for case in covering([len(values) for values in places], 2)
+    }
     params = []
-    for places in itertools.product(*(range(len(values)) for values in of_axes)):
-        chosen = [values[place] for values, place in zip(of_axes, places, strict=True)]
-        marks = [] if places in default else [pytest.mark.slow]
+    for case in sorted(default | covering([len(values) for values in of_axes.values()], 3)):
+        chosen = [values[place] for values, place in zip(of_axes.values(), case, strict=True)]
+        marks = [] if case in default else [pytest.mark.slow]
         name = "-".join(name for name, _ in chosen)
         params.append(pytest.param(*(value for _, value in chosen), id=name, marks=marks))
     return pytest.mark.parametrize(list(axes), params)
 
 
-def pairwise_of(few: Mapping[str, Values], **axes: Values) -> pytest.MarkDecorator:
-    """Do so with the pairs of a `few` values of some axes; all others are slow."""
-    default = {x.id for x in pairwise(**{**axes, **few}).args[1] if not x.marks}
-    params = [
-        pytest.param(*x.values, id=x.id, marks=[] if x.id in default else [pytest.mark.slow])
-        for x in pairwise(**axes).args[1]
-    ]
-    return pytest.mark.parametrize(list(axes), params)
+def covering(sizes: Sequence[int], strength: int) -> set[tuple[int, ...]]:
+    """Return few places of a grid of `sizes`, among which all values of `strength` axes meet.
 
-
-def covering_pairs(sizes: Sequence[int]) -> set[tuple[int, ...]]:
-    """Return few places of a grid of `sizes` among which each pair of two axes' values is.
-
-    Each place is the one of the most pairs that are still missing: the greedy cover.
+    Each place is the one with the most that is still missing: the greedy cover.
     """
-    grid = {places: _pairs(places) for places in itertools.product(*map(range, sizes))}
-    missing = set().union(*grid.values())
-    chosen = set()
-    while missing:
-        best = max(grid, key=lambda places: len(grid[places] & missing))
-        chosen.add(best)
-        missing -= grid.pop(best)
-    return chosen or set(itertools.product(*map(range, sizes)))
-
-
-def _pairs(places: tuple[int, ...]) -> set[tuple[tuple[int, int], ...]]:
-    return set(itertools.combinations(enumerate(places), 2))
+    strength = min(strength, len(sizes))
+    bits: dict[tuple[tuple[int, int], ...], int] = {}
+    covered = {
+        places: sum(
+            1 << bits.setdefault(values, len(bits))
+            for values in itertools.combinations(enumerate(places), strength)
+        )
+        for places in itertools.product(*map(range, sizes))
+    }
+    missing, chosen = (1 << len(bits)) - 1, set()
+    # what a place covers only shrinks: none has more than this after a pass
+    for most in range(math.comb(len(sizes), strength), 0, -1):
+        for places, covers in covered.items():
+            if (covers & missing).bit_count() == most:
+                chosen.add(places)
+                missing &= ~covers
+    return chosen
 
 
 def named(values: Values) -> list[tuple[str, Any]]:
