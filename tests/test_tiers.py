@@ -1,20 +1,22 @@
-"""The default tier sees each pair of a grid's values."""
+"""The default tier sees each pair of a grid's values, the full one each triple."""
 
 import itertools
+import math
 
 import pytest
 
-from tests.support.tiers import covering_pairs, pairwise, rest_slow
+from tests.support.tiers import covering, pairwise, rest_slow
 
 
+@pytest.mark.parametrize("strength", [2, 3])
 @pytest.mark.parametrize("sizes", [(3,), (2, 5), (4, 3, 2), (5, 4, 3, 2, 2)], ids=str)
-def test_each_pair_is_in_few_places(sizes: tuple[int, ...]) -> None:
-    chosen = covering_pairs(sizes)
-    for (i, first), (j, second) in itertools.combinations(enumerate(sizes), 2):
-        for pair in itertools.product(range(first), range(second)):
-            assert any((places[i], places[j]) == pair for places in chosen)
-    largest = sorted(sizes)[-2:]
-    least = largest[0] * largest[-1] if len(sizes) > 1 else sizes[0]
+def test_values_of_some_axes_meet_in_few_places(sizes: tuple[int, ...], strength: int) -> None:
+    strength = min(strength, len(sizes))
+    chosen = covering(sizes, strength)
+    for axes in itertools.combinations(range(len(sizes)), strength):
+        for values in itertools.product(*(range(sizes[axis]) for axis in axes)):
+            assert any(tuple(places[axis] for axis in axes) == values for places in chosen)
+    least = math.prod(sorted(sizes)[-strength:])
     assert len(chosen) <= 1.5 * least
 
 

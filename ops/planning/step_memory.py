@@ -149,10 +149,10 @@ def target_rows_bytes(p: Problem, tokens: int) -> int:
     return min(tokens * p.hidden * p.accumulator_bytes, row_block_bytes(p.device))
 
 
-def added_bytes(p: Problem) -> int:
-    """Bytes of rows of dW that are computed beside the caller's buffer."""
+def added_bytes(p: Problem, columns: int) -> int:
+    """Bytes of rows of dW, of so many in a window, that are computed beside the caller's buffer."""
     rows = added_rows(p.hidden, p.accumulator_bytes, p.device)
-    return min(rows, p.vocab) * p.hidden * p.accumulator_bytes
+    return min(rows, columns) * p.hidden * p.accumulator_bytes
 
 
 def has_weight_kernels(p: Problem) -> bool:

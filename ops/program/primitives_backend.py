@@ -192,7 +192,7 @@ class PrimitivesBackend:
         """Bytes of a product that adds to dW, or writes rows of it."""
         of = self.operands
         is_beside = step.writes == ("into",) and not p.adds_in_place
-        beside = added_bytes(of) if is_beside else 0
+        beside = added_bytes(of, columns) if is_beside else 0
         if self.is_fused:
             return beside
         wide = accumulates_wider(of) and (len(step.writes) > 1 or p.dw_item < p.sums)

@@ -115,7 +115,7 @@ class SamplingBackend(PrimitivesBackend):
         """Bytes of the product for rows of dW, and of what it adds to them."""
         of, sums = self.operands, 0
         if p.into:
-            sums = 0 if p.adds_in_place else added_bytes(of)
+            sums = 0 if p.adds_in_place else added_bytes(of, columns)
         elif accumulates_wider(of) and p.dw_item < p.sums:
             sums = columns * p.hidden * p.sums
         entries = entries_of(p, columns) * (not are_matrices(self.operands))

@@ -379,9 +379,9 @@ def test_the_peak_of_other_calls_is_predicted(
         with torch.set_grad_enabled(kind != "a forward alone"):
             plan = cutefce.plan(h, w, **options)
     measured = peak_of(step, device, *([] if kind == "a forward alone" else leaves))
-    assert abs(plan.workspace_bytes - measured) <= 0.1 * measured
+    assert abs(plan.workspace_bytes - measured) <= max(0.1 * measured, UNPREDICTED_BYTES)
     if kind == "a forward alone":
-        assert measured < tokens * vocab * dtype.itemsize / 2, "no room for logits"
+        assert measured < 2 / 3 * tokens * vocab * dtype.itemsize, "no room for logits"
 
 
 @pytest.mark.parametrize("cast", rest_slow([torch.bfloat16, None]))

@@ -29,21 +29,23 @@ def pairwise(**axes: Values) -> pytest.MarkDecorator:
 
 
 def pairwise_of(few: Mapping[str, Values], **axes: Values) -> pytest.MarkDecorator:
-    """Do so with the pairs of a `few` values of some axes; all others are slow."""
-    of_axes = {name: named(values) for name, values in axes.items()}
-    of_few = {name: named(few.get(name, values)) for name, values in axes.items()}
-    places = [[of_axes[name].index(x) for x in values] for name, values in of_few.items()]
-    default = {
-        tuple(at[place] for at, place in zip(places, case, strict=True))
-        for case in covering([len(values) for values in places], 2)
-    }
+    """Do so with the pairs of a `few` values, by their names, of some axes; all others are slow."""
+    default, rest = _covering({**axes, **few}, 2), _covering(axes, 3)
     params = []
-    for case in sorted(default | covering([len(values) for values in of_axes.values()], 3)):
-        chosen = [values[place] for values, place in zip(of_axes.values(), case, strict=True)]
-        marks = [] if case in default else [pytest.mark.slow]
-        name = "-".join(name for name, _ in chosen)
-        params.append(pytest.param(*(value for _, value in chosen), id=name, marks=marks))
+    for case in itertools.product(*(named(values) for values in axes.values())):
+        names = tuple(name for name, _ in case)
+        if names in default or names in rest:
+            marks = [] if names in default else [pytest.mark.slow]
+            chosen = (value for _, value in case)
+            params.append(pytest.param(*chosen, id="-".join(names), marks=marks))
     return pytest.mark.parametrize(list(axes), params)
+
+
+def _covering(axes: Mapping[str, Values], strength: int) -> set[tuple[str, ...]]:
+    """Return the names of the values of `covering` places."""
+    names = [[name for name, _ in named(values)] for values in axes.values()]
+    places = covering([len(values) for values in names], strength)
+    return {tuple(map(list.__getitem__, names, place)) for place in places}
 
 
 def covering(sizes: Sequence[int], strength: int) -> set[tuple[int, ...]]:
