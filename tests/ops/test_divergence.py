@@ -66,7 +66,6 @@ KINDS = [
 ]
 
 
-@pytest.mark.compiled_rows(slow=False)
 @pytest.mark.parametrize("run", RUNS, ids=str)
 @pytest.mark.parametrize("kind", rest_slow(KINDS))
 def test_every_plan(run: tuple[str, str], kind: tuple[torch.dtype, str], device: str) -> None:

@@ -1,10 +1,17 @@
-"""inductor: fused functions of rows are one kernel for each layout."""
+"""inductor: fused functions of rows are one kernel for each layout, and as accurate."""
+
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from cutefce.cute_kernels.config import PortableTiles
 from cutefce.ops.primitives.elementwise import can_fuse, fused, scale_by_log_
+from tests.support import divergence
+from tests.support.options import LOSSES, OptionsCase, assert_results_as_accurate
+from tests.support.outputs import OUTPUTS, values_case
 
 pytestmark = [pytest.mark.gpu, pytest.mark.compiled_rows]
 
@@ -41,3 +48,27 @@ def test_a_layout_is_compiled_once() -> None:
         scaled(rows, 72, 72)
     # as many rows as the pitch is a layout of its own
     assert counters["stats"]["unique_graphs"] <= before + 1
+
+
+@pytest.mark.parametrize("make", LOSSES.values(), ids=LOSSES)
+def test_each_loss(make: Callable[..., OptionsCase], small_tiles: PortableTiles) -> None:
+    x = make(150, 48, 333, dtype=torch.float32, device="cuda")
+    for workspace in ("max", "min"):
+        assert_results_as_accurate(x.ours(workspace=workspace), x)
+
+
+@pytest.mark.parametrize("outputs", [(), *((name,) for name in OUTPUTS), OUTPUTS], ids=str)
+@pytest.mark.parametrize("classes", [None, 7])
+def test_each_output(
+    classes: int | None, outputs: tuple[str, ...], small_tiles: PortableTiles
+) -> None:
+    names = ["linear_bias", "logit_scale", "temperature (N,)"]
+    more: dict[str, Any] = {"dtype": torch.float32, "device": "cuda", "outputs": outputs}
+    x = values_case(names, classes, 150, 48, 333, **more)
+    x.check(x.ours(workspace="min"))
+
+
+@pytest.mark.parametrize("form", divergence.FORMS.values(), ids=divergence.FORMS)
+def test_each_divergence(form: dict[str, Any]) -> None:
+    how: dict[str, Any] = {"dtype": torch.float32, "device": "cuda", "logit_std": 2}
+    divergence.assert_as_accurate(divergence.several(150, (48, 40), 333, **how), **form)

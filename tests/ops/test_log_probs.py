@@ -45,7 +45,6 @@ ASKED |= {name: (name,) for name in OUTPUTS}
 CLASSES = {"a class": None, "2 classes": 2, "7 classes": 7}
 
 
-@pytest.mark.compiled_rows(slow=False)
 @pairwise(
     names=TRANSFORMS,
     classes=CLASSES,

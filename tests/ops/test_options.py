@@ -54,7 +54,6 @@ def with_nan(x: OptionsCase) -> OptionsCase:
     return OptionsCase(Case(h, x.case.w, x.case.y, x.case.upstream), x.options)
 
 
-@pytest.mark.compiled_rows(slow=False)
 @pairwise(make=LOSSES, dtype=DTYPES, workspace=WORKSPACES, reduction=REDUCTIONS)
 def test_each_loss(
     make: Make,
@@ -85,7 +84,6 @@ IN_LAYOUTS = {
 }
 
 
-@pytest.mark.compiled_rows(slow=False)
 @on_backends(float32=True, emulated=2, name=[*IN_LAYOUTS], layout=LAYOUTS, logit_std=[0.1, 4, 40])
 def test_every_layout(name: str, layout: Layout, logit_std: float, backend: Backend) -> None:
     """Also on kernels, which write the same bits whatever rows hold that do not count."""

@@ -118,12 +118,8 @@ def few_compilations(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyP
     """On a GPU, have torch compile row-wise functions for tests of `compiled_rows` alone.
 
     It compiles each for each layout of its arguments, which takes seconds: more than most tests.
-    Of a grid with `compiled_rows(slow=False)` it does so in the default tier's cases.
     """
-    mark = request.node.get_closest_marker("compiled_rows")
-    tier = "slow" if "slow" in request.node.keywords else "default"
-    compiles = mark is not None and mark.kwargs.get(tier, True)
-    if request.config.getoption("gpu") and not compiles:
+    if request.config.getoption("gpu") and "compiled_rows" not in request.node.keywords:
         monkeypatch.setattr(elementwise, "_has_triton", lambda: False)
 
 
