@@ -31,7 +31,7 @@ class Sizes:
 
 SEED = 0
 VALIDATION_BATCHES = 8
-CPU = Sizes(hidden=128, layers=2, heads=4, context=128, batch=8, steps=140, learning_rate=2e-3)
+CPU = Sizes(hidden=128, layers=2, heads=4, context=128, batch=8, steps=50, learning_rate=3e-3)
 GPU = Sizes(hidden=1024, layers=8, heads=16, context=1024, batch=16, steps=200, learning_rate=6e-4)
 
 
