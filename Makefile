@@ -29,11 +29,15 @@ test: .venv/ready
 test-all: .venv/ready
 	$(BIN)/pytest -m "" --ignore=tests/integrations
 
-# on a GPU, which the processes share: what is not slow, and everything
+RESULTS := $(patsubst %,tests/ops/test_%.py,accuracy accumulate_into equal_rows log_probs loss \
+  non_finite options soft_targets triton_kernels triton_rows)
+# on a GPU, which the processes share: what is not slow, and everything, results also without
+# kernels in CuTe
 test-gpu-smoke: .venv/ready
 	$(BIN)/pytest --gpu --ignore=tests/integrations
 test-gpu: .venv/ready
 	$(BIN)/pytest --gpu -m "" --ignore=tests/integrations
+	$(BIN)/pytest --gpu -m "" --without-kernels $(RESULTS)
 
 # against the frameworks themselves, in the versions of the constraints: a case or two of each hook,
 # and everything

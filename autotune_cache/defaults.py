@@ -19,6 +19,8 @@ PORTABLE_TILES = {
 """Tiles of the portable path by device type, and beside Triton's kernel; other device types are
 tiled like "cuda"."""
 
+TRITON_WINDOWS = (4096, 2048)
+"""Narrower windows beside Triton's kernels."""
 KERNEL_WINDOWS = (67584, 33792, 16896, 8448, 4096, 2048, 1024, 512)
 """Windows that the kernels can recompute.  From 8448 = 33·256 on, the 256-row tiles of a window's
 dW spread evenly over 132 SMs."""
@@ -61,6 +63,8 @@ def widest_window(problem: Problem) -> PortableTiles:
 def window_configs(problem: Problem) -> tuple[PortableTiles, ...]:
     """Return the windows that a plan for `problem` chooses from, the widest first."""
     widest = widest_window(problem)
+    if problem.triton:
+        return widest, *(with_window(widest, x) for x in TRITON_WINDOWS if x < widest.window)
     if problem.arch is None:
         return (widest,)
     narrower = [columns for columns in KERNEL_WINDOWS if columns < widest.window]

@@ -19,6 +19,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="run on an NVIDIA GPU what can run there, and nothing else",
     )
+    parser.addoption(
+        "--without-kernels",
+        action="store_true",
+        help="on a GPU, run calls as one without kernels in CuTe does: on Triton's",
+    )
 
 
 @pytest.hookimpl(trylast=True)

@@ -137,7 +137,7 @@ def few_low_bits(hidden: int) -> int:
 
 def targets_bytes(p: Problem, tokens: int) -> int:
     """Bytes of the targets' part of dW until it is added."""
-    if has_weight_kernels(p):
+    if has_weight_kernels(p) or p.triton:
         return 12 * tokens + 4 * (p.vocab + 1)
     return 8 * p.vocab + min(tokens + 1, p.vocab) * p.hidden * p.accumulator_bytes
 
@@ -146,6 +146,8 @@ def target_rows_bytes(p: Problem, tokens: int) -> int:
     """Bytes of the step that adds a block of tokens to the targets' part of dW, in plain torch."""
     if has_weight_kernels(p):
         return 0
+    if p.triton:  # which sorts the targets
+        return 40 * tokens + 8 * p.vocab
     return min(tokens * p.hidden * p.accumulator_bytes, row_block_bytes(p.device))
 
 

@@ -6,8 +6,10 @@ dispatch.py                which implementation serves a call, and why
 cute_projection.py         launches of the kernels: exponentials, row sums, loss
 cute_gradients.py          launches of the kernels: dX and dW
 cute_rowwise.py            launches of the kernels: row-wise steps of both
-triton_projection.py       from hidden states to exponentials in Triton, else as in torch
-triton_kernels.py          its kernel
+triton_projection.py       from hidden states to exponentials on Triton's kernels
+triton_gradients.py        those from exponentials to gradients
+triton_kernels.py          Triton: exponentials
+triton_rows.py             Triton: what is done to rows between GEMMs, and to their results
 primitives.py              one implementation of both
 row_selection.py           which tokens are computed
 elementwise.py             arithmetic between the GEMMs, fused on a GPU

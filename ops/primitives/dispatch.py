@@ -31,6 +31,7 @@ from cutefce.ops.primitives.portable_gradients import PortableGradients
 from cutefce.ops.primitives.portable_projection import PortableProjection
 from cutefce.ops.primitives.primitives import Primitives
 from cutefce.ops.primitives.row_selection import has_aligned_rows
+from cutefce.ops.primitives.triton_gradients import TritonGradients
 from cutefce.ops.primitives.triton_projection import TritonProjection
 from cutefce.ops.rows.targets import Targets, variant_of
 from cutefce.ops.sampling.sample_sizes import slots as sample_slots
@@ -232,8 +233,8 @@ def portable_primitives(tiles: PortableTiles) -> Primitives:
 
 @process_cache
 def triton_primitives(tiles: PortableTiles) -> Primitives:
-    """Return primitives in plain torch, but for exponentials, which Triton's kernel makes."""
-    return Primitives(tiles, TritonProjection(tiles), PortableGradients(tiles.window))
+    """Return primitives on Triton's kernels and cuBLAS."""
+    return Primitives(tiles, TritonProjection(tiles), TritonGradients(tiles.window))
 
 
 def report(reason: str, on_gpu: bool) -> None:

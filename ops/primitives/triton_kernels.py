@@ -22,8 +22,9 @@ ROWS, BLOCK = 128, 256
 GROUP = 8
 """Row blocks that are computed together, so that their hidden states stay in the L2 cache."""
 STAGES, WARPS = 3, 8
-HOPPER_SHARED_BYTES = 200 << 10
-"""Shared memory of a block above which a stage has 64 features: data-centre GPUs since Hopper."""
+HOPPER_SHARED_BYTES, HOPPER_FEATURES = 200 << 10, 64
+"""Shared memory of a thread block above which a stage has so many features: that of data-centre
+GPUs since Hopper."""
 RESCALED_ROWS = 32
 
 
@@ -123,7 +124,8 @@ def _project(
             r = tl.where(highest - r > SLACK, highest, r)
             tl.store(references + place, r, mask=exists)
         r = tl.where(r == float("-inf"), 0.0, r)  # -inf - -inf is NaN
-        e = tl.exp2(z * 1.4426950408889634 - (r * 1.4426950408889634)[:, None])
+        # the difference is exact where they are close, however large they are
+        e = tl.exp2((z - r[:, None]) * 1.4426950408889634)
         if SUMS:
             tl.store(sums + place, tl.sum(e, 1), mask=exists)
         if STORES:
@@ -167,7 +169,8 @@ def project(
     blocks, features = _device(h.device)
     columns = out.last - out.first
     tiles = ceil_div(tokens, ROWS) * ceil_div(columns, BLOCK)
-    stores_tiles = exps is not None and _is_aligned(exps)
+    # a tile of exponentials beside the next one's operands takes more memory than other GPUs share
+    stores_tiles = exps is not None and features == HOPPER_FEATURES and _is_aligned(exps)
     row_scale, bias, slope = out.transform
     none = reference  # stands for tensors that are not read
     planes = [none if x is None else x for x in (out.sums, out.references, out.of_all, out.largest)]
@@ -214,6 +217,7 @@ def project(
         HAS_CAP=slope is not None,
         num_stages=STAGES,
         num_warps=WARPS,
+        enable_fp_fusion=True,
     )
 
 
@@ -252,7 +256,7 @@ def rescale(exps: Tensor, references: Tensor, reference: Tensor) -> None:
     grid = ceil_div(tokens, RESCALED_ROWS), ceil_div(columns, BLOCK)
     pitches = exps.stride(0), references.stride(0)
     given: Any = exps, pitches[0], references, pitches[1], reference, tokens, columns
-    _rescale[grid](*given, ROWS=RESCALED_ROWS, BLOCK=BLOCK)
+    _rescale[grid](*given, ROWS=RESCALED_ROWS, BLOCK=BLOCK, enable_fp_fusion=True)
 
 
 def _is_aligned(x: Tensor) -> bool:
@@ -266,4 +270,9 @@ def _device(device: torch.device) -> tuple[int, int]:
     """Return the thread blocks of a launch, and the features of a stage."""
     properties = torch.cuda.get_device_properties(device)
     shared: int = getattr(properties, "shared_memory_per_block_optin", 0)
-    return properties.multi_processor_count, 64 if shared > HOPPER_SHARED_BYTES else 32
+    return properties.multi_processor_count, features_of(shared)
+
+
+def features_of(shared_bytes: int) -> int:
+    """Return the features of a stage for so much shared memory of a thread block."""
+    return HOPPER_FEATURES if shared_bytes > HOPPER_SHARED_BYTES else 32

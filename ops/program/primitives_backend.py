@@ -182,7 +182,8 @@ class PrimitivesBackend:
                 return kept_bytes(of, rows, x.low_bits)
             case Kind.FINISH_HIDDEN:
                 pieces = any(name.startswith("low") for name in step.reads)
-                sums = self._sums(p, FINISHED_ROWS, rows) if pieces and not self.is_fused else 0
+                joins = pieces and not (self.is_fused or of.triton)
+                sums = self._sums(p, FINISHED_ROWS, rows) if joins else 0
                 return sums + max(sums, rows_bytes(of, rows, GATHERED))
             case Kind.FINISH_WEIGHT if len(step.reads) > 1:
                 return kept_bytes(of, p.vocab, x.low_bits)

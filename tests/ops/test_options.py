@@ -72,7 +72,7 @@ def test_each_loss(
     assert all(map(are_same, got, x.ours(**options)))
     if device == "cpu":  # where such rows may be computed unless they are NaN
         for a, b in zip(with_nan(x).ours(**options), got, strict=True):
-            assert float((a - b).norm()) <= torch.finfo(dtype).eps * float(b.norm())
+            assert float((a - b).norm()) <= 4 * torch.finfo(dtype).eps * float(b.norm())
     with torch.no_grad():
         torch.testing.assert_close(x.loss(x.leaves, **reduction), got[0])
 

@@ -21,7 +21,7 @@ from cutefce.cute_kernels import cache_files, process_cache
 from cutefce.cute_kernels.config import PortableTiles
 from cutefce.cute_kernels.jit import cache as jit_cache
 from cutefce.cute_kernels.jit.notices import LOGGER
-from cutefce.ops.primitives import elementwise
+from cutefce.ops.primitives import dispatch, elementwise
 from tests.support import backends
 from tests.support.backends import Backend
 from tests.support.layouts import SMALL_TILES
@@ -56,6 +56,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """Choose, before tests are collected, where they run and how many examples they draw."""
     if config.getoption("gpu"):
         backends.use_gpu()
+    if config.getoption("without_kernels"):
+        dispatch._device_unsupported_reason = lambda *_: "kernels are switched off"
     leaves_out = "not slow" in config.option.markexpr
     checks = [hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.function_scoped_fixture]
     hypothesis.settings.register_profile(

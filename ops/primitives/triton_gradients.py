@@ -1,0 +1,212 @@
+"""`PortableGradients` with Triton's kernel of rows: cuBLAS forms the products."""
+
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cutefce.ops.planning.step_memory import FINISHED_ROWS
+from cutefce.ops.primitives.portable_gradients import PortableGradients, TargetGrad, matmul_into
+from cutefce.ops.rows.blocks import blocks
+from cutefce.ops.rows.coefficients import RankOne, RowCoefficients
+from cutefce.ops.rows.selection import RowSelection
+from cutefce.ops.rows.statistics import RowStats
+from cutefce.ops.rows.targets import Targets
+
+
+class ListedTargets:
+    """Targets (N,), with coefficients (N,) and hidden states (N, D), listed by class.
+
+    Tokens whose coefficient is 0 are in no list.
+    """
+
+    def __init__(self, h: Tensor, target: Tensor, coefficient: Tensor, vocab: int) -> None:
+        self.h, self.target, self.coefficient, self.vocab = h, target, coefficient, vocab
+
+    @cached_property
+    def all(self) -> Any:
+        """The tokens of all classes, as `triton_rows.Listed`."""
+        from cutefce.ops.primitives.triton_rows import Listed
+
+        target = torch.where(self.coefficient == 0, self.vocab, self.target)
+        target, order = target.sort(stable=True)
+        classes = torch.arange(self.vocab + 1, device=target.device)
+        bounds = torch.searchsorted(target, classes, out_int32=True)
+        return Listed(order, bounds, self.coefficient.contiguous())
+
+    def rows(self, first: int, last: int) -> dict[str, Any]:
+        """Return arguments of `combine` that add the terms of classes [first, last)."""
+        return {"table": self.h, "index": self.all.rows(first, last)} if len(self.target) else {}
+
+
+class TritonGradients(PortableGradients):
+    """The same steps, with what is done to rows in one launch each."""
+
+    def keep_dx(
+        self,
+        kept: Tensor,
+        low: Tensor,
+        exps: Tensor,
+        w: Tensor,
+        *,
+        accumulate: bool,
+        selection: RowSelection | None = None,
+    ) -> None:
+        from cutefce.ops.primitives.triton_rows import Kept, combine
+
+        sums = Kept(kept, low)
+        size = min(FINISHED_ROWS, len(kept))
+        buffer = kept.new_empty(size, kept.shape[1], dtype=torch.float32)
+        for rows in blocks(len(kept), FINISHED_ROWS):
+            product, own = buffer[: rows.stop - rows.start], sums.rows(rows)
+            matmul_into(product, exps[rows], w, accumulate=False)
+            combine(own, product, joined=own if accumulate else None)
+
+    def scale_kept_rows(self, kept: Tensor, low: Tensor, scale: Tensor) -> None:
+        from cutefce.ops.primitives.triton_rows import Kept, combine
+
+        combine(Kept(kept, low), joined=Kept(kept, low), scale=scale)
+
+    def scale_rows(self, out: Tensor, x: Tensor, scale: Tensor) -> None:
+        from cutefce.ops.primitives.triton_rows import combine
+
+        combine(out, x, scale=scale)
+
+    def finish_dx(
+        self,
+        out: Tensor,
+        sums: Tensor,
+        w: Tensor,
+        targets: Targets,
+        coefficients: RowCoefficients,
+        rank_one: RankOne | None = None,
+        order: Tensor | None = None,
+    ) -> None:
+        from cutefce.ops.primitives.triton_rows import combine
+
+        assert order is None, "these steps run over all rows that they are given"
+        combine(out, sums, **_last_step(w, targets, coefficients, rank_one))
+
+    def keep_sums(
+        self,
+        kept: Tensor,
+        low: Tensor,
+        sums: Tensor,
+        w: Tensor,
+        targets: Targets,
+        stats: RowStats,
+        order: Tensor | None = None,
+    ) -> None:
+        from cutefce.ops.primitives.triton_rows import Kept, combine
+
+        assert order is None, "these steps run over all rows that they are given"
+        own = RowCoefficients.of_sums(stats, targets)
+        combine(Kept(kept, low), sums, **_last_step(w, targets, own, None))
+
+    def finish_kept(
+        self,
+        out: Tensor,
+        kept: Tensor,
+        low: Tensor,
+        w: Tensor,
+        targets: Targets,
+        coefficients: RowCoefficients,
+        rank_one: RankOne | None = None,
+        order: Tensor | None = None,
+    ) -> None:
+        from cutefce.ops.primitives.triton_rows import Kept, combine
+
+        assert order is None, "these steps run over all rows that they are given"
+        combine(out, joined=Kept(kept, low), **_last_step(w, targets, coefficients, rank_one))
+
+    def target_grad(self, h: Tensor, coefficient: Tensor, targets: Targets) -> TargetGrad:
+        return ListedTargets(h, targets.safe_index, coefficient, targets.vocab)
+
+    def no_target_grad(self, h: Tensor, targets: Targets) -> TargetGrad:
+        none = h.new_empty(0, dtype=torch.float32)
+        return ListedTargets(h[:0], targets.index[:0], none, targets.vocab)
+
+    def finish_dw(
+        self,
+        out: Tensor,
+        exps: Tensor,
+        scaled: Tensor,
+        target_grad: TargetGrad,
+        first: int,
+        grad_scale: Tensor,
+        rank_one: RankOne | None = None,
+        selection: RowSelection | None = None,
+    ) -> None:
+        from cutefce.ops.primitives.triton_rows import combine
+
+        for rows, sums, terms in self._products(out, exps, scaled, target_grad, first, rank_one):
+            combine(out[rows], sums, last=grad_scale, **terms)
+
+    def keep_dw(
+        self,
+        kept: Tensor,
+        low: Tensor | None,
+        exps: Tensor,
+        scaled: Tensor,
+        target_grad: TargetGrad,
+        first: int,
+        rank_one: RankOne | None = None,
+        selection: RowSelection | None = None,
+        *,
+        accumulate: bool,
+    ) -> None:
+        """More than eight parameters: see the class of plain torch."""
+        from cutefce.ops.primitives.triton_rows import Kept, combine
+
+        if low is None:
+            matmul_into(kept, exps.t(), scaled, accumulate=accumulate)
+            terms = _terms(target_grad.rows(first, first + len(kept)), rank_one)
+            if terms:
+                combine(kept, kept, **terms)
+            return
+        sums = Kept(kept, low)
+        for rows, product, terms in self._products(
+            kept, exps, scaled, target_grad, first, rank_one
+        ):
+            own = sums.rows(rows)
+            combine(own, product, joined=own if accumulate else None, **terms)
+
+    def finish_kept_dw(self, kept: Tensor, low: Tensor, factor: Tensor) -> None:
+        from cutefce.ops.primitives.triton_rows import Kept, combine
+
+        combine(kept, joined=Kept(kept, low), scale=factor.expand(len(kept)))
+
+    def _products(
+        self,
+        out: Tensor,
+        exps: Tensor,
+        scaled: Tensor,
+        target_grad: TargetGrad,
+        first: int,
+        rank_one: RankOne | None,
+    ) -> Any:
+        """Yield rows of `out` (K, D), their product, and what `combine` adds to it."""
+        in_place = out.dtype == torch.float32
+        size = 0 if in_place else min(self.window, len(out))
+        buffer = out.new_empty(size, out.shape[1], dtype=torch.float32)
+        for rows in blocks(len(out), self.window):
+            product = out[rows] if in_place else buffer[: rows.stop - rows.start]
+            matmul_into(product, exps[:, rows].t(), scaled, accumulate=False)
+            listed = target_grad.rows(first + rows.start, first + rows.stop)
+            yield rows, product, _terms(listed, rank_one and rank_one.rows(rows))
+
+
+def _last_step(
+    w: Tensor, targets: Targets, coefficients: RowCoefficients, rank_one: RankOne | None
+) -> dict[str, Any]:
+    """Return the arguments of `combine` of the last step of dX."""
+    own = {"table": w, "index": targets.safe_index, "coefficient": coefficients.target}
+    return _terms({**own, "scale": coefficients.scale, "clears": True}, rank_one)
+
+
+def _terms(given: dict[str, Any], rank_one: RankOne | None) -> dict[str, Any]:
+    """Return the arguments of `combine` that are given, and those of `rank_one`."""
+    if rank_one is None:
+        return given
+    return {**given, "factor": rank_one.factor, "row": rank_one.row}

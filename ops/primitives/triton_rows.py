@@ -1,0 +1,229 @@
+"""A kernel in Triton for what is done to rows between GEMMs, and to the rows of their results.
+
+This module imports Triton, which comes with torch on Linux.  In the shapes R is rows, D hidden.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from cutefce.cute_kernels.integers import ceil_div
+
+COLUMNS = 1024
+"""Columns of a row that a thread block computes."""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Sums (R, D) in 24 or 20 bits, as `rows.kept_sums.split_` writes them."""
+
+    kept: Tensor
+    """(R, D) 16-bit: upper halves."""
+    low: Tensor
+    """(R, D) or (R, D / 2) uint8."""
+
+    def rows(self, rows: slice) -> "Kept":
+        """Return the sums of a slice of rows."""
+        return Kept(self.kept[rows], self.low[rows])
+
+
+@dataclass(frozen=True)
+class Listed:
+    """Tokens of each row: row r has order[bounds[r] : bounds[r + 1]], times `coefficient`."""
+
+    order: Tensor
+    """(N,) int64"""
+    bounds: Tensor
+    """(R + 1,) int32"""
+    coefficient: Tensor
+    """(N,) float32"""
+
+    def rows(self, first: int, last: int) -> "Listed":
+        """Return the tokens of rows [first, last)."""
+        return Listed(self.order, self.bounds[first : last + 1], self.coefficient)
+
+
+@triton.jit
+def _combine(
+    out,
+    out_pitch,
+    kept,
+    kept_pitch,
+    low,
+    low_pitch,
+    x,
+    x_pitch,
+    scale,
+    scale_step,
+    table,
+    table_pitch,
+    index,
+    bounds,
+    coefficient,
+    factor,
+    row,
+    last,
+    columns,
+    COLUMNS: tl.constexpr,
+    LOW_BITS: tl.constexpr,
+    JOINS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    HAS_X: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    HAS_TABLE: tl.constexpr,
+    IS_LISTED: tl.constexpr,
+    HAS_FACTOR: tl.constexpr,
+    HAS_LAST: tl.constexpr,
+    SKIPS: tl.constexpr,
+    CLEARS: tl.constexpr,
+):
+    """Compute some columns of a row of `combine`.
+
+    More than eight parameters: operands, pitches and constants of a kernel.
+    """
+    r, start = tl.program_id(0).to(tl.int64), tl.program_id(1) * COLUMNS
+    c = start + tl.arange(0, COLUMNS)
+    exists = c < columns
+    if IS_LISTED:
+        begin, end = tl.load(bounds + r), tl.load(bounds + r + 1)
+        if SKIPS:  # noqa: SIM102  a constant of the kernel, then a number on the device
+            if begin == end:
+                return
+    sums = tl.zeros((COLUMNS,), tl.float32)
+    if HAS_X:
+        sums += tl.load(x + r * x_pitch + c, mask=exists, other=0.0).to(tl.float32)
+    if JOINS:
+        upper = tl.load(kept + r * kept_pitch + c, mask=exists, other=0).to(tl.int32) << 16
+        if LOW_BITS == 8:
+            lower = tl.load(low + r * low_pitch + c, mask=exists, other=0).to(tl.int32) << 8
+        else:
+            pair = tl.load(low + r * low_pitch + c // 2, mask=exists, other=0).to(tl.int32)
+            lower = ((pair >> (4 * (c & 1))) & 15) << 12
+        sums += (upper | lower).to(tl.float32, bitcast=True)
+    is_zero = True
+    if HAS_SCALE:
+        a = tl.load(scale + r * scale_step)
+        sums *= a
+        is_zero = a == 0
+    if HAS_TABLE:
+        if IS_LISTED:
+            for place in range(begin, end):
+                token = tl.load(index + place)
+                values = tl.load(table + token * table_pitch + c, mask=exists, other=0.0)
+                sums += tl.load(coefficient + token) * values.to(tl.float32)
+        else:
+            b, entry = tl.load(coefficient + r), tl.load(index + r)
+            values = tl.load(table + entry * table_pitch + c, mask=exists, other=0.0)
+            sums += b * values.to(tl.float32)
+            is_zero = is_zero & (b == 0)
+    if HAS_FACTOR:
+        g = tl.load(factor + r)
+        sums += g * tl.load(row + c, mask=exists, other=0.0)
+        is_zero = is_zero & (g == 0)
+    if HAS_LAST:
+        sums *= tl.load(last)
+    if CLEARS:
+        sums = tl.where(is_zero, 0.0, sums)
+    if SPLITS:
+        DROPPED: tl.constexpr = 16 - LOW_BITS
+        bits = sums.to(tl.int32, bitcast=True)
+        bits += ((bits >> DROPPED) & 1) + ((1 << (DROPPED - 1)) - 1)
+        bits = tl.where(sums != sums, 0x7FC00000, bits)
+        tl.store(kept + r * kept_pitch + c, (bits >> 16).to(tl.int16), mask=exists)
+        lower = (bits >> DROPPED) & ((1 << LOW_BITS) - 1)
+        if LOW_BITS == 8:
+            tl.store(low + r * low_pitch + c, lower.to(tl.uint8), mask=exists)
+        else:
+            even, odd = tl.split(tl.reshape(lower, (COLUMNS // 2, 2)))
+            own = start // 2 + tl.arange(0, COLUMNS // 2)
+            pair = (even | (odd << 4)).to(tl.uint8)
+            tl.store(low + r * low_pitch + own, pair, mask=own < columns // 2)
+    else:
+        tl.store(out + r * out_pitch + c, sums.to(out.dtype.element_ty), mask=exists)
+
+
+def combine(
+    out: Tensor | Kept,
+    x: Tensor | None = None,
+    *,
+    joined: Kept | None = None,
+    scale: Tensor | None = None,
+    table: Tensor | None = None,
+    index: Tensor | Listed | None = None,
+    coefficient: Tensor | None = None,
+    factor: Tensor | None = None,
+    row: Tensor | None = None,
+    last: Tensor | None = None,
+    clears: bool = False,
+) -> None:
+    """Write ((x_r + joined_r) scale_r + b_r table_index_r + factor_r row) last to `out` (R, D).
+
+    More than eight parameters: the parts of a sum, of which most calls have few.
+
+    Args:
+        out: (R, D) of any dtype, rounded to nearest; or `Kept` sums.
+        x: (R, D) of any dtype, may be `out`.
+        joined: sums that may share memory with `out`, if that is `Kept` or (R, D) 16-bit.
+        scale: (R,) float32.
+        table: (L, D) of any dtype.
+        index: (R,) int64 in [0, L), with the `coefficient` b (R,) float32; or `Listed` tokens of
+            the table whose coefficients are their own.  Where these are given, and x is `out`, and
+            nothing else, rows without tokens are left alone.
+        coefficient: (R,) float32.
+        factor: (R,) float32.
+        row: (D,) float32.
+        last: () float32.
+        clears: whether a row is 0 whose scale, coefficient and factor are, whatever x holds.
+    """
+    to = out.kept if isinstance(out, Kept) else out
+    (rows, columns), none = to.shape, to
+    kept = out if isinstance(out, Kept) else joined
+    words = none if kept is None else kept.kept.view(torch.int16)
+    low = none if kept is None else kept.low
+    listed = index if isinstance(index, Listed) else None
+    if listed is not None:
+        index, coefficient = listed.order, listed.coefficient
+    others = (joined, scale, factor, last)
+    if not rows:
+        return
+    arguments: Any = (
+        to,
+        to.stride(0),
+        words,
+        words.stride(0),
+        low,
+        low.stride(0),
+        none if x is None else x,
+        0 if x is None else x.stride(0),
+        none if scale is None else scale,
+        0 if scale is None else scale.stride(0),
+        none if table is None else table,
+        0 if table is None else table.stride(0),
+        none if index is None else index,
+        none if listed is None else listed.bounds,
+        none if coefficient is None else coefficient,
+        none if factor is None else factor,
+        none if row is None else row,
+        none if last is None else last,
+        columns,
+    )
+    _combine[(rows, ceil_div(columns, COLUMNS))](
+        *arguments,
+        COLUMNS=COLUMNS,
+        LOW_BITS=8 if kept is None or low.shape[1] == columns else 4,
+        JOINS=joined is not None,
+        SPLITS=isinstance(out, Kept),
+        HAS_X=x is not None,
+        HAS_SCALE=scale is not None,
+        HAS_TABLE=table is not None,
+        IS_LISTED=listed is not None,
+        HAS_FACTOR=factor is not None,
+        HAS_LAST=last is not None,
+        SKIPS=x is out and all(other is None for other in others),
+        CLEARS=clears,
+        enable_fp_fusion=True,
+    )

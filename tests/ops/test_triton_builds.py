@@ -1,0 +1,30 @@
+"""Triton's kernels fit the architectures that run them; no GPU is needed to compile them."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.tiers import rest_slow
+
+pytest.importorskip("triton")
+
+SHARED_BYTES = {86: 99 << 10, 80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 120: 99 << 10}
+"""Shared memory of a thread block, by compute capability."""
+
+
+@pytest.mark.parametrize("capability", rest_slow([*SHARED_BYTES]))
+def test_kernels_fit(capability: int, tmp_path: Path) -> None:
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    given = str(capability), str(SHARED_BYTES[capability])
+    command = [sys.executable, "-m", "tests.support.triton_builds", *given]
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    for name, taken in json.loads(ran.stdout).items():
+        assert taken["shared"] <= SHARED_BYTES[capability], name
+        assert taken["registers"] <= 255, name
+        # all options in one kernel, whose tile takes half of the registers, may spill
+        assert taken["stack"] <= (4096 if "options" in name else 64), name

@@ -1,0 +1,101 @@
+"""Triton's kernel of rows against the same in plain torch.
+
+Without a GPU, Triton's interpreter runs it, see `tests.support.plugin`.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cutefce.ops.rows.kept_sums import add_to_kept_, joined_sums, scale_kept_, split_, words_of
+from cutefce.ops.rows.target_rows import TargetRows
+from tests.support.tiers import rest_slow
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # the interpreter's numpy has it
+pytest.importorskip("triton")
+kernels = pytest.importorskip("cutefce.ops.primitives.triton_rows")
+gradients = pytest.importorskip("cutefce.ops.primitives.triton_gradients")
+
+SHAPES = [(5, 40), (3, 1100)]
+shapes = pytest.mark.parametrize("shape", rest_slow(SHAPES), ids=str)
+
+
+def random(*shape: int) -> Tensor:
+    return torch.randn(shape, device=DEVICE)
+
+
+def kept(sums: Tensor, low_bits: int) -> Any:
+    """Return the sums (R, D) as the kernel keeps them."""
+    rows, columns = sums.shape
+    words = torch.empty(rows, columns, dtype=torch.bfloat16, device=DEVICE)
+    low = torch.empty(rows, columns * low_bits // 8, dtype=torch.uint8, device=DEVICE)
+    split_(words_of(words, low), low, sums)
+    return kernels.Kept(words, low)
+
+
+@shapes
+@pytest.mark.parametrize("dtype", [torch.float32, DTYPE])
+def test_rows_with_factors_and_rows_of_a_table(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    rows, columns = shape
+    x, table, row = random(*shape), random(7, columns).to(DTYPE), random(columns)
+    scale, b, factor = random(3, rows).unbind()
+    for y in (scale, b, factor):
+        y[1] = 0
+    x[1] = torch.nan
+    index = torch.randint(7, (rows,), device=DEVICE)
+    want = scale[:, None] * x + b[:, None] * table[index] + factor[:, None] * row
+    want[1] = 0
+    out = torch.empty(shape, dtype=dtype, device=DEVICE)
+    given: dict[str, Any] = {"table": table, "index": index, "coefficient": b}
+    kernels.combine(out, x, scale=scale, factor=factor, row=row, clears=True, **given)
+    torch.testing.assert_close(out, want.to(dtype), rtol=2e-3, atol=2e-3)
+    kernels.combine(x, x, scale=scale, last=torch.tensor(0.5, device=DEVICE))
+    assert x[1].isnan().all()
+
+
+@shapes
+@pytest.mark.parametrize("low_bits", [8, 4])
+def test_sums_are_kept_as_plain_torch_keeps_them(shape: tuple[int, int], low_bits: int) -> None:
+    torch.manual_seed(0)
+    sums, scale = random(*shape), random(shape[0])
+    sums[0, :3] = torch.tensor([torch.nan, torch.inf, -torch.inf])
+    first, second = kept(torch.zeros(shape, device=DEVICE), low_bits), kept(sums, low_bits)
+    kernels.combine(first, sums)
+    assert torch.equal(first.kept.view(torch.int16), second.kept.view(torch.int16))
+    assert torch.equal(first.low, second.low)
+    more = random(*shape)
+    kernels.combine(first, more, joined=first)
+    add_to_kept_(words_of(second.kept, second.low), second.low, more)
+    assert torch.equal(first.kept.view(torch.int16), second.kept.view(torch.int16))
+    assert torch.equal(first.low, second.low)
+    if DEVICE == "cuda":  # the interpreter's numpy has no bfloat16
+        want = joined_sums(second.kept, second.low) * scale[:, None]
+        kernels.combine(first.kept, joined=first, scale=scale)
+        scale_kept_(words_of(second.kept, second.low), second.low, scale)
+        torch.testing.assert_close(first.kept, want.to(torch.bfloat16), equal_nan=True)
+        assert torch.equal(first.kept.view(torch.int16), second.kept.view(torch.int16))
+
+
+@shapes
+def test_tokens_are_added_to_the_rows_of_their_class(shape: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    rows, columns = shape
+    h, coefficient = random(50, columns).to(DTYPE), random(50)
+    target = torch.randint(1, 2 * rows, (50,), device=DEVICE)
+    coefficient[::3] = 0
+    h[::3] = torch.nan
+    clean = torch.where(h.isnan(), 0, h)
+    want = torch.zeros(2 * rows, columns, device=DEVICE)
+    TargetRows(clean, target, coefficient, 2 * rows).add_to(want, 0)
+    listed = gradients.ListedTargets(h, target, coefficient, 2 * rows)
+    out = torch.zeros(2 * rows, columns, device=DEVICE)
+    out[0] = torch.nan  # a row without tokens is left alone
+    for first in (0, rows):
+        part = out[first : first + rows]
+        kernels.combine(part, part, **listed.rows(first, first + rows))
+    assert out[0].isnan().all()
+    torch.testing.assert_close(out[1:], want[1:], rtol=1e-4, atol=1e-4)

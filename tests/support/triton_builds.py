@@ -1,0 +1,98 @@
+"""Compiles Triton's kernels without a GPU: `python -m tests.support.triton_builds 86 101376`.
+
+The arguments are a compute capability and its bytes of shared memory for a thread block.  It prints
+what each kernel takes, as JSON.  Triton must not interpret (`TRITON_INTERPRET=0`).
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from cutefce.cute_kernels.problem import SLACK
+from cutefce.ops.primitives import triton_kernels as tiles
+from cutefce.ops.primitives import triton_rows
+
+POINTERS = {
+    **dict.fromkeys(("reference", "sums", "references", "of_all", "largest"), "*fp32"),
+    **dict.fromkeys(("row_scale", "bias", "scale", "coefficient", "factor", "row"), "*fp32"),
+    **dict.fromkeys(("exps", "out", "table"), "*bf16"),
+    **{"x": "*fp32", "kept": "*i16", "low": "*u8"},
+    **{"target": "*i64", "index": "*i64", "bounds": "*i32", "slope": "fp32"},
+}
+"""Types of operands; others are int32."""
+OPTIONS = ("OF_ALL", "LARGEST", "HAS_SCALE", "HAS_BIAS", "HAS_CAP")
+PROJECTIONS = {"sums": ("SUMS",), "sums, stored, all options": ("SUMS", "STORES", *OPTIONS)}
+ROWS = {
+    "kept": ("HAS_X", "JOINS", "SPLITS"),
+    "dX": ("HAS_X", "HAS_SCALE", "HAS_TABLE", "HAS_FACTOR", "CLEARS"),
+    "dW": ("HAS_X", "HAS_TABLE", "IS_LISTED", "HAS_LAST"),
+}
+"""Flags of the kernels that are compiled."""
+
+
+def build(capability: int, kernel: Any, types: dict[str, str], constants: dict[str, Any]) -> Any:
+    """Return registers, bytes of stack and of shared memory of a kernel."""
+    constants |= {"SLACK": SLACK}
+    constants = {name: constants.get(name, False) for name in kernel.arg_names if name.isupper()}
+    signature = {
+        name: "constexpr" if name in constants else types.get(name, "i32")
+        for name in kernel.arg_names
+    }
+    if signature.get("exps_tiles") == "none":
+        signature["exps_tiles"], constants["exps_tiles"] = "constexpr", None
+    options = {"num_warps": 4, "enable_fp_fusion": True}
+    if kernel is tiles._project:
+        options |= {"num_warps": tiles.WARPS, "num_stages": tiles.STAGES}
+    target = GPUTarget("cuda", capability, 32)
+    built = triton.compile(ASTSource(kernel, signature, constants), target, options)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(built.asm["cubin"])
+        file.flush()
+        tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+        command = [str(tool), "--dump-resource-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    usage = dict(x.split(":")[:2] for x in text.split() if x.count(":") == 1 and x[-1].isdigit())
+    return {
+        "registers": int(usage["REG"]),
+        "stack": int(usage["STACK"]),
+        "shared": built.metadata.shared,
+    }
+
+
+def main() -> None:
+    """Compile all kernels."""
+    capability, shared = map(int, sys.argv[1:])
+    features = tiles.features_of(shared)
+    found = {}
+    for name, flags in PROJECTIONS.items():
+        types = {
+            **POINTERS,
+            "h": f"tensordesc<bf16[{tiles.ROWS},{features}]>",
+            "w": f"tensordesc<bf16[{tiles.BLOCK},{features}]>",
+            "exps_tiles": f"tensordesc<bf16[{tiles.ROWS},{tiles.BLOCK}]>",
+        }
+        if "STORES" not in flags or features != tiles.HOPPER_FEATURES:
+            types["exps_tiles"] = "none"
+        sizes = {"ROWS": tiles.ROWS, "BLOCK": tiles.BLOCK, "FEATURES": features}
+        sizes |= {"GROUP": tiles.GROUP, "BLOCKS": 100}
+        if types["exps_tiles"] != "none":
+            flags = (*flags, "STORES_TILES")
+        found[name] = build(
+            capability, tiles._project, types, {**sizes, **dict.fromkeys(flags, True)}
+        )
+    for name, flags in ROWS.items():
+        sizes = {"COLUMNS": triton_rows.COLUMNS, "LOW_BITS": 8, **dict.fromkeys(flags, True)}
+        types = {**POINTERS, "last": "*fp32"}
+        found[name] = build(capability, triton_rows._combine, types, sizes)
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
