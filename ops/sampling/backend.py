@@ -76,7 +76,7 @@ class SamplingBackend(PrimitivesBackend):
                 return self._list(p, columns)
             case SampleKind.SPARSE_HIDDEN if is_portable:
                 return self._product(p, columns, p.tokens, columns)
-            case SampleKind.SPARSE_WEIGHT if is_portable:
+            case SampleKind.SPARSE_WEIGHT if is_portable and p.grad_weight:
                 return self._rows_of_dw(p, columns)
         return super().scratch(p, x, step)
 

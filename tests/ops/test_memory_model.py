@@ -211,7 +211,7 @@ def test_the_peak_of_a_layout_is_predicted(given: Pinned, device: str) -> None:
 
     step()
     measured = peak_bytes(step, device) - results
-    assert abs(found.workspace_bytes - measured) <= 0.05 * measured
+    assert abs(found.workspace_bytes - measured) <= max(0.05 * measured, UNPREDICTED_BYTES)
 
 
 BATCH = 25
