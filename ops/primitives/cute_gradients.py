@@ -20,7 +20,7 @@ from cutefce.cute_kernels.kernel_set import KernelSet, with_low_bits
 from cutefce.cute_kernels.problem import can_keep
 from cutefce.cute_kernels.process_cache import process_cache
 from cutefce.cute_kernels.schedule.order import add_tiles, choose_k_splits
-from cutefce.cute_kernels.spec import GradGemmSpec, SortTargetsSpec
+from cutefce.cute_kernels.spec import GradGemmSpec
 from cutefce.ops.primitives.cute_projection import Semaphores
 from cutefce.ops.primitives.cute_rowwise import RowwiseSteps, low_bits, with_rank_one
 from cutefce.ops.primitives.portable_gradients import TargetGrad, matmul_into
@@ -52,30 +52,10 @@ class TargetCsr:
     h: Tensor
     """(N, D)"""
 
-    @staticmethod
-    def of(spec: SortTargetsSpec, h: Tensor, coefficient: Tensor, targets: Targets) -> "TargetCsr":
-        """Sort tokens by target; those of no target here are in no list.
-
-        If tokens were selected, `h` has the rows of all.
-        """
-        index, chosen = targets.index, targets.selection
-        order, in_order = torch.empty_like(index), torch.empty_like(coefficient)
-        offsets = index.new_empty(targets.vocab + 1, dtype=torch.int32)
-        rows = (index, 0) if chosen is None else (chosen.order, 1)
-        operands = index, coefficient.contiguous(), rows[0], order, offsets, in_order
-        compiled(spec)(*operands, targets.options.ignore_index, rows[1])
-        return TargetCsr(order, offsets, in_order, h)
-
-    @staticmethod
-    def empty(h: Tensor, targets: Targets) -> "TargetCsr":
-        """Return the tokens of no target."""
-        order, offsets = targets.index[:0], targets.index.new_empty(1, dtype=torch.int32)
-        return TargetCsr(order, offsets, h.new_empty(0, dtype=torch.float32), h)
-
     def pack(self, first: int, rows: int) -> tuple[Tensor, ...]:
         """Return the kernels' arguments for `rows` rows of dW from `first` on."""
         offsets = self.offsets
-        if len(self.order):
+        if self.order.shape[0]:
             offsets = row_range(offsets, first, first + rows + 1)
         return self.order, offsets, self.coefficient, self.h
 
@@ -119,14 +99,15 @@ class CuteGradients(RowwiseSteps):
         selection: RowSelection | None = None,
         factor: Tensor | None = None,
     ) -> bool:
-        own = in_windows or is_small(len(sums), sums.shape[1], exps.shape[1])
-        spec = grad_hidden_kernel(self.kernels, exps.shape[1], own)
+        (tokens, hidden), columns = sums.shape, exps.shape[1]
+        own = in_windows or is_small(tokens, hidden, columns)
+        spec = grad_hidden_kernel(self.kernels, columns, own)
         if spec is None and selection is not None and selection.must_skip:
             spec = self.kernels.grad_hidden_again
         if spec is None:
             matmul_into(sums, exps, w, accumulate=accumulate)
             return False
-        if spec != self.kernels.grad_hidden or len(exps) <= MAX_UNSCALED_ROWS:
+        if spec != self.kernels.grad_hidden or tokens <= MAX_UNSCALED_ROWS:
             factor = None
         elif factor is not None:
             spec = self.kernels.grad_hidden_scaling
@@ -151,11 +132,23 @@ class CuteGradients(RowwiseSteps):
         compiled(spec)(*operands, semaphores, *count, clusters, None, int(not accumulate))
 
     def target_grad(self, h: Tensor, coefficient: Tensor, targets: Targets) -> TargetCsr:
+        """Sort tokens by target; those of no target here are in no list.
+
+        If tokens were selected, `h` has the rows of all.
+        """
         assert self.kernels.sort_targets is not None
-        return TargetCsr.of(self.kernels.sort_targets, h, coefficient, targets)
+        index, chosen = targets.index, targets.selection
+        order, in_order = torch.empty_like(index), torch.empty_like(coefficient)
+        offsets = index.new_empty(targets.vocab + 1, dtype=torch.int32)
+        rows = (index, 0) if chosen is None else (chosen.order, 1)
+        operands = index, coefficient.contiguous(), rows[0], order, offsets, in_order
+        launch = compiled(self.kernels.sort_targets)
+        launch(*operands, targets.options.ignore_index, rows[1])
+        return TargetCsr(order, offsets, in_order, h)
 
     def no_target_grad(self, h: Tensor, targets: Targets) -> TargetCsr:
-        return TargetCsr.empty(h, targets)
+        order, offsets = targets.index[:0], targets.index.new_empty(1, dtype=torch.int32)
+        return TargetCsr(order, offsets, h.new_empty(0, dtype=torch.float32), h)
 
     def finish_dw(
         self,
@@ -192,10 +185,10 @@ class CuteGradients(RowwiseSteps):
         """More than eight parameters: operands, and what the last step adds."""
         spec = with_low_bits(self.kernels.grad_weight_keep, low_bits(kept, low))
         if not self.fixed_tiles:
-            spec = kept_sums_kernel(spec, (*kept.shape, len(exps)), self.num_sms)
+            spec = kept_sums_kernel(spec, (*kept.shape, exps.shape[0]), self.num_sms)
         spec, term = with_rank_one(spec, rank_one)
         clusters, semaphores = self._launch_shape(spec, kept.device)
-        targets = *target_grad.pack(first, len(kept)), None
+        targets = *target_grad.pack(first, kept.shape[0]), None
         operands = exps.t(), scaled.t(), (kept, low), targets, term
         count = row_count(selection, semaphores)
         compiled(spec)(*operands, semaphores, *count, clusters, None, int(not accumulate))
@@ -219,9 +212,9 @@ class CuteGradients(RowwiseSteps):
         With `factor` (M,), rows of a are then multiplied by it.  More than eight parameters:
         operands, and what is done to them.
         """
-        clusters, semaphores = self._launch_shape(spec, a.device, len(a))
-        shape = len(a), b.shape[1]
-        splits = k_splits(spec, shape, a.shape[1], clusters)
+        (rows, inner), columns = a.shape, b.shape[1]
+        clusters, semaphores = self._launch_shape(spec, a.device, rows)
+        splits = k_splits(spec, (rows, columns), inner, clusters)
         overwrite = int(not accumulate)
         count = row_count(selection, semaphores)
         launch = compiled(spec)
