@@ -103,7 +103,10 @@ def loss_forward(
     tensors: TensorOptions,
     sharding: Sharding,
 ) -> tuple[Tensor, Tensor]:
-    """Return the reduced loss and statistics (NUM_STATS, N)."""
+    """Return the reduced loss and statistics (NUM_STATS, N).
+
+    These are in the order of the tokens if `step` says that somebody reads them.
+    """
     refuse_tangents()
     w = tensors.computed_weight(w)
     plan = plan_of(h, w, y, step, options, tensors, sharding)

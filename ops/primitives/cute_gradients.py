@@ -7,6 +7,7 @@ cuBLAS.  Both have the row-wise steps of `cute_rowwise`.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -112,7 +113,11 @@ class CuteGradients(RowwiseSteps):
         elif factor is not None:
             spec = self.kernels.grad_hidden_scaling
             assert spec is not None
-        self._gemm(spec, sums, exps, w, accumulate, selection, factor)
+        clusters = self.num_sms // spec.config.cluster
+        splits = k_splits(spec, (tokens, hidden), columns, clusters)
+        scaling = None if factor is None else (exps, factor.contiguous())
+        operands = exps, w.t(), sums, scaling, None
+        self._launch(spec, operands, selection, splits, int(not accumulate), tokens)
         return factor is not None
 
     def keep_dx(
@@ -126,10 +131,8 @@ class CuteGradients(RowwiseSteps):
         selection: RowSelection | None = None,
     ) -> None:
         spec = with_low_bits(self.kernels.grad_hidden_keep, low_bits(kept, low))
-        clusters, semaphores = self._launch_shape(spec, kept.device)
         operands = exps, w.t(), (kept, low), None, None
-        count = row_count(selection, semaphores)
-        compiled(spec)(*operands, semaphores, *count, clusters, None, int(not accumulate))
+        self._launch(spec, operands, selection, overwrite=int(not accumulate))
 
     def target_grad(self, h: Tensor, coefficient: Tensor, targets: Targets) -> TargetCsr:
         """Sort tokens by target; those of no target here are in no list.
@@ -163,11 +166,8 @@ class CuteGradients(RowwiseSteps):
     ) -> None:
         assert self.kernels.grad_weight is not None
         spec, term = with_rank_one(self.kernels.grad_weight, rank_one)
-        clusters, semaphores = self._launch_shape(spec, out.device)
         targets = *target_grad.pack(first, out.shape[0]), grad_scale.view(1)
-        operands = exps.t(), scaled.t(), out, targets, term
-        count = row_count(selection, semaphores)
-        compiled(spec)(*operands, semaphores, *count, clusters, None, None)
+        self._launch(spec, (exps.t(), scaled.t(), out, targets, term), selection)
 
     def keep_dw(
         self,
@@ -187,46 +187,29 @@ class CuteGradients(RowwiseSteps):
         if not self.fixed_tiles:
             spec = kept_sums_kernel(spec, (*kept.shape, exps.shape[0]), self.num_sms)
         spec, term = with_rank_one(spec, rank_one)
-        clusters, semaphores = self._launch_shape(spec, kept.device)
         targets = *target_grad.pack(first, kept.shape[0]), None
         operands = exps.t(), scaled.t(), (kept, low), targets, term
-        count = row_count(selection, semaphores)
-        compiled(spec)(*operands, semaphores, *count, clusters, None, int(not accumulate))
+        self._launch(spec, operands, selection, overwrite=int(not accumulate))
 
     def finish_kept_dw(self, kept: Tensor, low: Tensor, factor: Tensor) -> None:
         spec = with_low_bits(self.kernels.finish_kept_weight, low_bits(kept, low))
         compiled(spec)(kept, low, factor.view(1))
 
-    def _gemm(
+    def _launch(
         self,
         spec: GradGemmSpec,
-        out: Tensor,
-        a: Tensor,
-        b: Tensor,
-        accumulate: bool,
+        operands: tuple[Any, ...],
         selection: RowSelection | None,
-        factor: Tensor | None,
+        splits: int | None = None,
+        overwrite: int | None = None,
+        rows: int = 0,
     ) -> None:
-        """`out (M, N) = a (M, K) @ b (K, N)`, or `out +=` if `accumulate`.
-
-        With `factor` (M,), rows of a are then multiplied by it.  More than eight parameters:
-        operands, and what is done to them.
-        """
-        (rows, inner), columns = a.shape, b.shape[1]
-        clusters, semaphores = self._launch_shape(spec, a.device, rows)
-        splits = k_splits(spec, (rows, columns), inner, clusters)
-        overwrite = int(not accumulate)
-        count = row_count(selection, semaphores)
-        launch = compiled(spec)
-        scaling = None if factor is None else (a, factor.contiguous())
-        launch(a, b.t(), out, scaling, None, semaphores, *count, clusters, splits, overwrite)
-
-    def _launch_shape(
-        self, spec: GradGemmSpec, device: torch.device, rows: int = 0
-    ) -> tuple[int, Tensor]:
-        """Return the clusters of a launch, and its semaphores; `rows` are those of dX."""
+        """Launch a GEMM on all SMs; `rows` are those of dX, for what needs counters for them."""
         clusters = self.num_sms // spec.config.cluster
-        return clusters, self.semaphores.take(spec.semaphore_count(clusters, rows), device)
+        exps: Tensor = operands[0]
+        semaphores = self.semaphores.take(spec.semaphore_count(clusters, rows), exps.device)
+        count = row_count(selection, semaphores)
+        compiled(spec)(*operands, semaphores, *count, clusters, splits, overwrite)
 
 
 def is_small(tokens: int, hidden: int, columns: int) -> bool:
