@@ -20,7 +20,7 @@ from cutefce.ops.interface.options import (
 )
 from cutefce.ops.interface.probabilities import is_probabilities, loss_of_probabilities
 from cutefce.ops.interface.soft_targets import check_output_classes, check_soft_targets
-from cutefce.ops.operators.autograd import loss_and_stats, row_outputs, run
+from cutefce.ops.operators.autograd import LinearCrossEntropy, RowOutputs, run
 from cutefce.ops.operators.context import (
     autocast,
     can_bypass_dispatcher,
@@ -152,9 +152,11 @@ def _evaluate(
     if not needs_grad and not with_stats:
         result = run(forward, (h, w, rows), (options, tensors, sharding))
     else:
-        step = call.step(input, linear_weight)
-        trained = row_outputs if options.reduction == OUTPUTS else loss_and_stats
-        result, *rest = trained(h, w, rows, step, options, tensors, sharding)
+        step = call.step(input, linear_weight, with_stats)
+        trained = RowOutputs if options.reduction == OUTPUTS else LinearCrossEntropy
+        records = step, options, tensors, sharding
+        operands = h, w, tensors.linear_bias, rows, records
+        result, *rest = torch_compat.apply_function(trained, *operands)
     if options.reduction == "none":
         result = result.reshape(y.shape)
     return result, (*rest,)
@@ -177,11 +179,14 @@ class CheckedCall(NamedTuple):
     tensors: TensorOptions
     sharding: Sharding
 
-    def step(self, input: Tensor, linear_weight: Tensor) -> StepOptions:
-        """Return what its plan depends on, where these tensors were given."""
+    def step(self, input: Tensor, linear_weight: Tensor, with_stats: bool = False) -> StepOptions:
+        """Return what its plan depends on, where these tensors were given.
+
+        `with_stats` says that somebody reads its statistics.
+        """
         w = self.tensors.computed_weight(self.w)
         copied = copied_item_bytes(input, self.h), copied_item_bytes(linear_weight, w)
-        return StepOptions(self.budget, *self.grads, *copied)
+        return StepOptions(self.budget, *self.grads, *copied, with_stats)
 
 
 def checked_call(
@@ -205,7 +210,7 @@ def checked_call(
         checks.check_transform("linear_log_probs" if returns_outputs else "linear_cross_entropy")
         h, w = autocast(input, linear_weight)
         parts = sharding.ranks() if sharding.sequence_parallel else 1
-        if target is None or tensors.soft_targets:
+        if target is None or (not tensors.is_plain and tensors.soft_targets):
             check = check_output_classes if returns_outputs else check_soft_targets
             target = check(target, h, options, tensors, parts)
         bias, grad = tensors.linear_bias, torch.is_grad_enabled()

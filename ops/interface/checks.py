@@ -71,7 +71,10 @@ def check_type(name: str, value: Any, type: Type) -> None:
     kinds: Sequence[Any] = type.types
     if isinstance(value, (bool, str)):  # a string is a sequence, a bool an integer
         kinds = [kind for kind in (bool, str) if kind in kinds]
-    if not any(isinstance(value, kind) for kind in kinds):  # as a graph compiler can trace
+    for kind in kinds:  # as a graph compiler can trace
+        if isinstance(value, kind):
+            break
+    else:
         raise TypeError(f"{name}: got {shown(value)}, expected {type.expected}")
     for x in value or () if type is SIZES_OR_NONE else ():
         if isinstance(x, bool) or not isinstance(x, INTEGERS):

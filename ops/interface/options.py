@@ -349,6 +349,9 @@ class StepOptions(OperatorRecord):
         INTEGER, 0, None, "bytes per element of hidden states that the operator copies"
     )
     copied_weight: int = argument(INTEGER, 0, None, "the same of the weight")
+    returns_stats: bool = argument(
+        BOOL, False, None, "whether somebody reads the statistics, in the order of the tokens"
+    )
 
 
 OPTIONS = LossOptions, TensorOptions, Sharding

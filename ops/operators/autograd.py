@@ -21,24 +21,13 @@ from cutefce.ops.operators.context import can_bypass_dispatcher
 from cutefce.ops.operators.operators import IMPLS, LIBRARY, STEP
 from cutefce.ops.parallel.consistency import report_errors
 from cutefce.ops.planning import budget
+from cutefce.ops.rows.targets import NO_TENSORS
 from cutefce.ops.schema import unpack
 
 Records = tuple[StepOptions, LossOptions, TensorOptions, Sharding]
 
 NAMES = {record: record.names() for record in STEP}
 """Of their fields, where a graph compiler that traces a backward finds them."""
-
-
-def loss_and_stats(h: Tensor, w: Tensor, y: Tensor, *records: Any) -> tuple[Tensor, Tensor]:
-    """Return the results of `loss_forward`; the reduced loss can be differentiated."""
-    bias = records[2].linear_bias
-    loss, stats = torch_compat.apply_function(LinearCrossEntropy, h, w, bias, y, records)
-    return loss, stats
-
-
-def row_outputs(h: Tensor, w: Tensor, y: Tensor, *records: Any) -> tuple[Tensor, ...]:
-    """Return log-probabilities (N,) or (N, K), lse and entropy (N,), and stats without gradient."""
-    return torch_compat.apply_function(RowOutputs, h, w, records[2].linear_bias, y, records)
 
 
 class LinearCrossEntropy(torch.autograd.Function):
@@ -61,7 +50,8 @@ class LinearCrossEntropy(torch.autograd.Function):
         """Return dX, dW and the bias' gradient for the upstream gradient of the loss."""
         if upstream[0] is None:
             return None, None, None, None, None
-        return *_backward(ctx, upstream[0], *_saved(ctx)), None, None
+        with report_errors(ctx.group):
+            return *_backward(ctx, upstream[0], *_saved(ctx)), None, None
 
 
 class RowOutputs(torch.autograd.Function):
@@ -71,7 +61,7 @@ class RowOutputs(torch.autograd.Function):
     def forward(
         ctx: Any, h: Tensor, w: Tensor, bias: Tensor | None, y: Tensor, records: Records
     ) -> tuple[Tensor, ...]:
-        """Return log-probabilities, lse and entropy, and the statistics, see `row_outputs`."""
+        """Return log-probabilities (N,) or (N, K), lse and entropy (N,), and the statistics."""
         rows, stats = run(operators.loss_forward, (h, w, y), records)
         own = rows[0] if len(rows) == 3 else rows[:-2].t()
         ctx.mark_non_differentiable(stats)
@@ -81,17 +71,17 @@ class RowOutputs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
         """Return the gradients for the upstream gradients of the outputs."""
-        if upstream[2] is not None:
-            with report_errors(ctx.group):
+        with report_errors(ctx.group):
+            if upstream[2] is not None:
                 ctx.options.check_entropy_gradient()
-        operands, tensors = _saved(ctx)
-        stats = operands[-1]
-        sizes, zeros = (tensors.output_classes, 1, 1), stats.new_zeros(1, stats.shape[1])
-        # entropy's gradient takes one more pass over the exponentials
-        given = upstream[:3] if upstream[2] is not None else upstream[:2]
-        pairs = zip(given, sizes, strict=False)
-        rows = [(zeros.expand(k, -1) if x is None else x.reshape(-1, k).t()) for x, k in pairs]
-        return *_backward(ctx, torch.cat(rows), operands, tensors), None, None
+            operands, tensors = _saved(ctx)
+            stats = operands[-1]
+            sizes, zeros = (tensors.output_classes, 1, 1), stats.new_zeros(1, stats.shape[1])
+            # entropy's gradient takes one more pass over the exponentials
+            given = upstream[:3] if upstream[2] is not None else upstream[:2]
+            pairs = zip(given, sizes, strict=False)
+            rows = [(zeros.expand(k, -1) if x is None else x.reshape(-1, k).t()) for x, k in pairs]
+            return *_backward(ctx, torch.cat(rows), operands, tensors), None, None
 
 
 class LinearCrossEntropyGradients(torch.autograd.Function):
@@ -120,19 +110,21 @@ def _save(ctx: Any, h: Tensor, w: Tensor, y: Tensor, stats: Tensor, records: Rec
     ctx.group = ctx.sharding.group
     # other backwards may write it in between, which autograd takes for an error in what is saved
     ctx.accumulate_into = tensors.accumulate_into
-    given = {} if tensors.is_plain else tensors.given()
+    given = tensors.given()
     ctx.given = [name for name in given if name != "accumulate_into"]
     ctx.save_for_backward(h, w, y, stats, *map(given.get, ctx.given))
 
 
 def _saved(ctx: Any) -> tuple[Sequence[Tensor], TensorOptions]:
-    """Return h, w, y and the statistics, and the options that are tensors; call it once."""
-    with report_errors(ctx.group):  # of inputs that were modified
-        saved = [*ctx.saved_tensors]  # hooks may compute them, or refuse to do it again
+    """Return h, w, y and the statistics, and the options that are tensors; call it once.
+
+    It raises an error of inputs that were modified.
+    """
+    saved = [*ctx.saved_tensors]  # hooks may compute them, or refuse to do it again
+    if ctx.accumulate_into is None and not ctx.given:
+        return saved, NO_TENSORS
     given = dict(zip(ctx.given, saved[4:], strict=True))
-    if ctx.accumulate_into is not None:
-        given["accumulate_into"] = ctx.accumulate_into
-    return saved[:4], TensorOptions(**given)
+    return saved[:4], TensorOptions(**given, accumulate_into=ctx.accumulate_into)
 
 
 def _backward(
@@ -142,8 +134,7 @@ def _backward(
     step, adds = ctx.step, tensors.accumulate_into is not None
     operator = operators.loss_backward_into if adds else operators.loss_backward
     records = step, ctx.options, tensors, ctx.sharding
-    with report_errors(ctx.group):
-        dx, dw, dbias = differentiate(operator, (upstream, *operands), records)
+    dx, dw, dbias = differentiate(operator, (upstream, *operands), records)
     return (
         dx if step.grad_hidden else None,
         dw if step.grad_weight and not adds else None,
@@ -153,7 +144,7 @@ def _backward(
 
 def differentiate(
     operator: Callable[..., Any], operands: tuple[Any, ...], records: tuple[Any, ...] = ()
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor | None, ...]:
     """Return the results of `operator`, a `loss_backward`, which may be differentiated.
 
     Raises:
@@ -167,21 +158,21 @@ def differentiate(
     if torch.is_grad_enabled():
         given = operator, records, *operands
         return torch_compat.apply_function(LinearCrossEntropyGradients, *given)
-    gradients: tuple[Tensor, ...] = run(operator, operands, records)
+    gradients: tuple[Tensor | None, ...] = run(operator, operands, records)
     return gradients
 
 
 def run(operator: Callable[..., Any], operands: tuple[Any, ...], records: tuple[Any, ...]) -> Any:
     """Run an operator, without the dispatcher where that would only call the implementation.
 
-    `operands` are its first arguments; `records` have the others.
+    `operands` are its first arguments; `records` have the others, the last but one those that are
+    tensors.
     """
     if torch.compiler.is_compiling():
         return dispatch(operator, operands, records)
     tensors = [x for x in operands if isinstance(x, Tensor)]
-    for record in records:
-        if type(record) is TensorOptions:
-            tensors += record.given().values()
+    if records:
+        tensors += records[-2].given().values()
     if can_bypass_dispatcher(*tensors):
         return IMPLS[operator](*operands, *records)
     return dispatch(operator, operands, records)

@@ -45,7 +45,7 @@ class Kept(KeptProgram):
     selection: RowSelection | None = None
     """Which tokens these are; None for all."""
     stats: RowStats | None = None
-    """Statistics of these tokens, in their order; None for those of all."""
+    """Statistics of these tokens, in their order; None if those that were returned are."""
     class_row: Tensor | None = None
     """(D,) that of `LossInputs`."""
 

@@ -6,7 +6,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from cutefce.cute_kernels.problem import Problem
 from cutefce.ops.dtypes import sum_dtype
 from cutefce.ops.interface.options import LossOptions, Sharding, StepOptions, TensorOptions
 from cutefce.ops.operators.kept import Kept
@@ -18,7 +17,6 @@ from cutefce.ops.primitives.row_selection import select_rows, with_aligned_rows
 from cutefce.ops.program.inputs import LossInputs
 from cutefce.ops.program.plan import Plan
 from cutefce.ops.rows.loss_parts import check_soft_values, without_weightless
-from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.targets import Targets, make_targets
 from cutefce.ops.sampling.samples import Sampling
 
@@ -35,14 +33,17 @@ def prepare(
     plan: Plan,
 ) -> LossInputs:
     """Return the operands of a forward, as programs take them."""
-    h, problem = shard.gather_hidden(h), plan.backend.operands
-    check_soft_values(y, options, tensors, shard.total_vocab(w))
-    selection = _select(shard, problem, y, options, tensors, plan)
+    h, problem, vocab = shard.gather_hidden(h), plan.backend.operands, shard.total_vocab(w)
+    check_soft_values(y, options, tensors, vocab)
+    y, ignored = without_weightless(y.long(), options, tensors).contiguous(), options.ignore_index
+    counted = shard.counted(y, ignored) if problem.selects_rows else y
+    chunk = plan.layout.chunk if plan.in_forward else y.shape[0]
+    selection = select_rows(problem, y, counted, ignored, plan.tokens, chunk)
     if selection is not None:
         y, tensors = selection.targets, selection.take_options(tensors)
         if not selection.is_on_device:
             h = h.index_select(0, selection.order)
-    given = y.long(), shard.total_vocab(w), options, tensors, sum_dtype(h.dtype)
+    given = y, vocab, options, tensors, sum_dtype(h.dtype)
     targets = make_targets(*given, problem.arch, selection, shard.classes())
     if selection is not None and selection.is_on_device:
         targets.selection = selection
@@ -50,7 +51,10 @@ def prepare(
     if plan.problem.every_class:
         inputs.class_row = set_class_row(shard, inputs.w, targets)
     if plan.problem.samples:
-        inputs.sampling = _sampling(shard, w, y, options, tensors, selection)
+        assert tensors.seed is not None
+        rows = torch.arange(y.shape[0], device=y.device) if selection is None else selection.order
+        seed = shard.of_first_rank(tensors.seed)
+        inputs.sampling = Sampling(seed, options.samples, rows, vocab)
     inputs.selection = selection
     return inputs
 
@@ -80,8 +84,8 @@ def _operands(
 ) -> LossInputs:
     """Return the operands of a program that forward and backward have in common."""
     problem = plan.backend.operands
-    if problem.tokens != len(h):
-        problem = replace(problem, tokens=len(h))
+    if problem.tokens != h.shape[0]:
+        problem = replace(problem, tokens=h.shape[0])
     own = primitives_for(h, w, problem, targets, plan.backend.device)
     h, w = own.projection.prepare(h, w)
     own_sums = tensors.weight_cast is not None or tensors.accumulate_into is not None
@@ -89,36 +93,6 @@ def _operands(
     buffer = tensors.accumulate_into if plan.problem.grad_weight else None
     dtypes = shard.dx_dtype(h.dtype), dw_dtype
     return LossInputs(own, h, w, targets, *dtypes, buffer, ranks=shard.ranks())
-
-
-def _sampling(
-    shard: VocabShard,
-    w: Tensor,
-    y: Tensor,
-    options: LossOptions,
-    tensors: TensorOptions,
-    selection: RowSelection | None,
-) -> Sampling:
-    """Return how entries of the tokens with targets y (N,) are chosen."""
-    assert tensors.seed is not None
-    rows = torch.arange(len(y), device=y.device) if selection is None else selection.order
-    seed = shard.of_first_rank(tensors.seed)
-    return Sampling(seed, options.samples, rows, shard.total_vocab(w))
-
-
-def _select(
-    shard: VocabShard,
-    problem: Problem,
-    y: Tensor,
-    options: LossOptions,
-    tensors: TensorOptions,
-    plan: Plan,
-) -> RowSelection | None:
-    """Return which tokens are computed, None for all."""
-    y, ignored = without_weightless(y.long(), options, tensors).contiguous(), options.ignore_index
-    counted = shard.counted(y, ignored) if problem.selects_rows else y
-    chunk = plan.layout.chunk if plan.in_forward else len(y)
-    return select_rows(problem, y, counted, ignored, plan.tokens, chunk)
 
 
 def plan_of(

@@ -47,6 +47,10 @@ from cutefce.ops.rows.statistics import RowStats
 from cutefce.ops.rows.targets import OUTPUTS
 from cutefce.ops.schema import unpack
 
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+"""dX (N, D), dW (V, D) and the bias' gradient (V,); None where not computed."""
+
+NOTHING = contextlib.nullcontext()
 LIBRARY = torch.library.Library("cutefce", "DEF")
 STEP = (StepOptions, *OPTIONS)
 
@@ -99,7 +103,10 @@ def loss_forward(
     tensors: TensorOptions,
     sharding: Sharding,
 ) -> tuple[Tensor, Tensor]:
-    """Return the reduced loss and statistics (NUM_STATS, N)."""
+    """Return the reduced loss and statistics (NUM_STATS, N).
+
+    These are in the order of the tokens if `step` says that somebody reads them.
+    """
     refuse_tangents()
     w = tensors.computed_weight(w)
     plan = plan_of(h, w, y, step, options, tensors, sharding)
@@ -112,12 +119,14 @@ def _compiling_at_once(
 ) -> contextlib.AbstractContextManager[None]:
     """Return a region in which a kernel that is missing is compiled with all others of a call.
 
-    `given` are the other arguments of the call, the last one its `Sharding`: ranks of a group,
-    which would wait for each other, compile one kernel after the other.
+    Later calls of a plan miss none.  `given` are the other arguments of the call, the last one its
+    `Sharding`: ranks of a group, which would wait for each other, compile one kernel after the
+    other.
     """
     *own, sharding = given
-    if plan.backend.operands.arch is None or sharding.group is not None or h.is_meta:
-        return contextlib.nullcontext()
+    has_kernels = plan.backend.operands.arch is not None and not h.is_meta
+    if plan.is_lowered or not has_kernels or sharding.group is not None:
+        return NOTHING
 
     def make(missed: KernelSpec) -> None:
         build.build(build.missing([missed, *kernels_of(plan, h, *own)]))
@@ -171,10 +180,12 @@ def _loss_forward(
     shard = shard_of(sharding, h, w, **same)
     inputs = prepare(shard, h, w, y, options, tensors, plan)
     loss, stats, results = run_forward(inputs, plan)
-    if inputs.selection is not None:
-        results.stats, stats = stats, stats.restore(inputs.selection)
+    selection = inputs.selection
+    # a backward takes them in either order, but graph compilers know their shape
+    if selection is not None and (step.returns_stats or not selection.is_on_device):
+        results.stats, stats = stats, stats.restore(selection)
     kept.keep(stats.rows, results)
-    return restored(loss, inputs.selection, options), stats.rows
+    return restored(loss, selection, options), stats.rows
 
 
 def loss_forward_into(*arguments: Any) -> tuple[Tensor, Tensor]:
@@ -199,7 +210,8 @@ def restored(loss: Tensor, selection: RowSelection | None, options: LossOptions)
 def run_forward(inputs: LossInputs, plan: Plan) -> tuple[Tensor, RowStats, Kept]:
     """Return the reduced loss, the statistics, and what is kept with them."""
     loss, stats, left = programs.forward(inputs, plan)
-    targets = inputs.targets.of_backward(keeps_soft=not plan.in_forward)
+    targets = inputs.targets
+    targets.drop_forward(keeps_soft=not plan.in_forward)
     return loss, stats, Kept(plan, targets, inputs.selection, None, inputs.class_row, left=left)
 
 
@@ -213,8 +225,8 @@ def loss_backward(
     options: LossOptions,
     tensors: TensorOptions,
     sharding: Sharding,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dX (N, D), dW (V, D) and the bias' gradient (V,), without rows where not computed.
+) -> Gradients:
+    """Return dX (N, D), dW (V, D) and the bias' gradient (V,), None where not computed.
 
     `stats` are those of `loss_forward`.  `upstream` is () or (N,), or of outputs (K + 2, N),
     without its last row if entropy has no gradient.  More than eight parameters: operands and the
@@ -255,27 +267,20 @@ def loss_backward(
         inputs.targets.selection = None  # all rows of the sums are defined
         selection, of_chunks = None, selection
     dx, dw, dbias = programs.backward(left, inputs, upstream, rows, of_chunks)
-    dw_dtype = inputs.dw_dtype
     del inputs, left  # freed before a copy of dX
-    if dx is not None and selection is not None and not selection.is_on_device:
-        dx = selection.restore(dx, 0)
-    return (
-        h.new_empty(0, h.shape[1]) if dx is None else shard.finish_dx(dx, h.dtype),
-        w.new_empty(0, w.shape[1], dtype=dw_dtype) if dw is None else dw,
-        _rounded(dbias, w, tensors),
-    )
+    if dx is not None:
+        if selection is not None and not selection.is_on_device:
+            dx = selection.restore(dx, 0)
+        dx = shard.finish_dx(dx, h.dtype)
+    if dbias is not None and tensors.linear_bias is not None:
+        dbias = dbias.to(tensors.linear_bias.dtype)
+    return dx, dw, dbias
 
 
-def loss_backward_into(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+def loss_backward_into(*arguments: Any) -> Gradients:
     """Do what `loss_backward` does of arguments with `accumulate_into`."""
     _count_write(arguments[-2])
     return loss_backward(*arguments)
-
-
-def _rounded(dbias: Tensor | None, w: Tensor, tensors: TensorOptions) -> Tensor:
-    """Return the bias' gradient (V,) in the bias' dtype, without elements if not computed."""
-    bias = w if tensors.linear_bias is None else tensors.linear_bias
-    return bias.new_empty(0) if dbias is None else dbias.to(bias.dtype)
 
 
 IMPLS: dict[Callable[..., Any], Callable[..., Any]] = {
@@ -287,12 +292,25 @@ IMPLS: dict[Callable[..., Any], Callable[..., Any]] = {
 
 
 def _of_arguments(function: Any) -> Callable[..., Any]:
-    """Return an implementation as the dispatcher calls it: with fields of records one by one."""
-    run, operands = IMPLS[function], 5 if function in (loss_backward, loss_backward_into) else 3
-    records = OPTIONS if function is forward else STEP
+    """Return an implementation as the dispatcher calls it: with fields of records one by one.
+
+    Gradients that are not computed have no rows.
+    """
+    run, is_backward = IMPLS[function], function in (loss_backward, loss_backward_into)
+    operands, kinds = 5 if is_backward else 3, OPTIONS if function is forward else STEP
 
     def of_arguments(*arguments: Any) -> Any:
-        return run(*arguments[:operands], *unpack(arguments[operands:], *records))
+        records = unpack(arguments[operands:], *kinds)
+        results = run(*arguments[:operands], *records)
+        if not is_backward:
+            return results
+        (_, h, w, *_), (*_, tensors, _), (dx, dw, dbias) = arguments, records, results
+        bias = w if tensors.linear_bias is None else tensors.linear_bias
+        return (
+            h.new_empty(0, h.shape[1]) if dx is None else dx,
+            w.new_empty(0, w.shape[1]) if dw is None else dw,
+            bias.new_empty(0) if dbias is None else dbias,
+        )
 
     return of_arguments
 

@@ -76,19 +76,26 @@ def plan_for(
     counted: int | None = None,
     leaves_out: bool = False,
 ) -> Plan:
-    """Return the plan of this rank's part of a step, which is made once for a layout of operands.
+    """Return the plan of this rank's part of a step with h (N, D) and w (V, D).
 
-    The arguments are those of `make_plan`.
+    It is made once for a layout of operands.  `counted` tokens count, if the host knows that.  The
+    plan computes them alone, if `leaves_out` says so, or if with a copy of their hidden states and
+    one of their dX it takes no more memory than the plan for all.  More than eight parameters: the
+    arguments of a call, by kind.
     """
     operands = layout_of(h), layout_of(w), *map(layout_of, tensors.given().values())
     records = step, options, *tensors.given(), sharding.group, *(sharding.shards or ())
     key = operands, records, sharding.sequence_parallel, counted, leaves_out
     found = _plans.get(key)
     if found is None:
-        given = h, w, step, options, tensors, sharding
         if sharding.group is not None:  # ranks cannot fall back once they have agreed
             try_compiler(h.device, h.dtype)
-        found = make_plan(*given, counted, leaves_out)
+        leading = own = request_of(h, w, step, options, tensors, sharding)
+        if sharding.group is not None:
+            widest = max(sharding.shards) if sharding.shards else own.problem.vocab
+            leading = own.of_ranks(widest, tensors.grad_output is not None)
+        made = _plan_like(leading, own, (h.device, step.budget), counted, leaves_out)
+        found = replace(made)  # without a program: its first call is the first one of this key
         # kernels that do not serve a call in a graph's capture may serve the next one
         if not (h.is_cuda and torch.cuda.is_current_stream_capturing()):
             if len(_plans) >= MAX_ENTRIES:
@@ -102,30 +109,19 @@ def layout_of(x: Tensor) -> tuple[Any, ...]:
     return x.dtype, x.shape, x.stride(), x.data_ptr() % 16, x.device
 
 
-def make_plan(
-    h: Tensor,
-    w: Tensor,
-    step: StepOptions,
-    options: LossOptions,
-    tensors: TensorOptions,
-    sharding: Sharding,
-    counted: int | None = None,
-    leaves_out: bool = False,
+def _plan_like(
+    leading: Request,
+    own: Request,
+    more: tuple[torch.device, int],
+    counted: int | None,
+    leaves_out: bool,
 ) -> Plan:
-    """Return the plan of this rank's part of a step with h (N, D) and w (V, D).
+    """Return the plan of the request `own`, with the chunks and the tokens of the leading one's.
 
     Ranks must use the same strategy and chunks, but may have different shards, copies and buffers:
     these are planned for the widest shard, without copies, and a buffer that GEMMs can add to.
-
-    `counted` tokens count, if the host knows that.  The plan computes them alone, if `leaves_out`
-    says so, or if with a copy of their hidden states and one of their dX it takes no more memory
-    than the plan for all.  More than eight parameters: the arguments of a call, by kind.
+    `more` are the device and the budget, the others arguments of `plan_for`.
     """
-    own = request_of(h, w, step, options, tensors, sharding)
-    leading, more = own, (h.device, step.budget)
-    if sharding.group is not None:
-        widest = max(sharding.shards) if sharding.shards else own.problem.vocab
-        leading = own.of_ranks(widest, tensors.grad_output is not None)
     if counted is not None and counted < own.problem.tokens:
         part = leading.of_tokens(counted)
         limit = _plan(leading, *more).workspace_bytes

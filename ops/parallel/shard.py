@@ -33,7 +33,6 @@ from cutefce.ops.dtypes import sum_dtype
 from cutefce.ops.interface.options import Sharding
 from cutefce.ops.parallel.consistency import exchange
 from cutefce.ops.primitives.dispatch import backend_of
-from cutefce.ops.program.inputs import Ranks
 from cutefce.ops.rows.outputs import PartialOutputs
 from cutefce.ops.rows.targets import Targets
 
@@ -58,7 +57,7 @@ class VocabShard:
         """The global id of this rank's first row."""
         return sum(self.vocab[: self.rank])
 
-    def ranks(self) -> Ranks | None:
+    def ranks(self) -> "VocabShard | None":
         """Return the ranks that programs exchange with; None on one device."""
         return self if self.group else None
 
@@ -70,7 +69,7 @@ class VocabShard:
 
     def total_vocab(self, w: Tensor) -> int:
         """Return the number of classes of all ranks' weights, w (V, D) being here."""
-        return sum(self.vocab) if self.group else len(w)
+        return sum(self.vocab) if self.group else w.shape[0]
 
     def gather_hidden(self, h: Tensor) -> Tensor:
         """Return the hidden states of all tokens (N, D), from a share (N / R, D) or from all."""
@@ -158,6 +157,8 @@ class VocabShard:
 
     def finish_dx(self, dx: Tensor, dtype: torch.dtype) -> Tensor:
         """Return dX of this rank's tokens from its part (N, D)."""
+        if not self.group:
+            return dx
         return self.gather_dx(self.reduce_dx(dx).to(dtype), len(dx))
 
     def all_gather(self, x: Tensor) -> Tensor:

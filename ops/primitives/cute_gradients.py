@@ -7,6 +7,7 @@ cuBLAS.  Both have the row-wise steps of `cute_rowwise`.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from cutefce.cute_kernels.kernel_set import KernelSet, with_low_bits
 from cutefce.cute_kernels.problem import can_keep
 from cutefce.cute_kernels.process_cache import process_cache
 from cutefce.cute_kernels.schedule.order import add_tiles, choose_k_splits
-from cutefce.cute_kernels.spec import GradGemmSpec, SortTargetsSpec
+from cutefce.cute_kernels.spec import GradGemmSpec
 from cutefce.ops.primitives.cute_projection import Semaphores
 from cutefce.ops.primitives.cute_rowwise import RowwiseSteps, low_bits, with_rank_one
 from cutefce.ops.primitives.portable_gradients import TargetGrad, matmul_into
@@ -52,30 +53,10 @@ class TargetCsr:
     h: Tensor
     """(N, D)"""
 
-    @staticmethod
-    def of(spec: SortTargetsSpec, h: Tensor, coefficient: Tensor, targets: Targets) -> "TargetCsr":
-        """Sort tokens by target; those of no target here are in no list.
-
-        If tokens were selected, `h` has the rows of all.
-        """
-        index, chosen = targets.index, targets.selection
-        order, in_order = torch.empty_like(index), torch.empty_like(coefficient)
-        offsets = index.new_empty(targets.vocab + 1, dtype=torch.int32)
-        rows = (index, 0) if chosen is None else (chosen.order, 1)
-        operands = index, coefficient.contiguous(), rows[0], order, offsets, in_order
-        compiled(spec)(*operands, targets.options.ignore_index, rows[1])
-        return TargetCsr(order, offsets, in_order, h)
-
-    @staticmethod
-    def empty(h: Tensor, targets: Targets) -> "TargetCsr":
-        """Return the tokens of no target."""
-        order, offsets = targets.index[:0], targets.index.new_empty(1, dtype=torch.int32)
-        return TargetCsr(order, offsets, h.new_empty(0, dtype=torch.float32), h)
-
     def pack(self, first: int, rows: int) -> tuple[Tensor, ...]:
         """Return the kernels' arguments for `rows` rows of dW from `first` on."""
         offsets = self.offsets
-        if len(self.order):
+        if self.order.shape[0]:
             offsets = row_range(offsets, first, first + rows + 1)
         return self.order, offsets, self.coefficient, self.h
 
@@ -119,19 +100,24 @@ class CuteGradients(RowwiseSteps):
         selection: RowSelection | None = None,
         factor: Tensor | None = None,
     ) -> bool:
-        own = in_windows or is_small(len(sums), sums.shape[1], exps.shape[1])
-        spec = grad_hidden_kernel(self.kernels, exps.shape[1], own)
+        (tokens, hidden), columns = sums.shape, exps.shape[1]
+        own = in_windows or is_small(tokens, hidden, columns)
+        spec = grad_hidden_kernel(self.kernels, columns, own)
         if spec is None and selection is not None and selection.must_skip:
             spec = self.kernels.grad_hidden_again
         if spec is None:
             matmul_into(sums, exps, w, accumulate=accumulate)
             return False
-        if spec != self.kernels.grad_hidden or len(exps) <= MAX_UNSCALED_ROWS:
+        if spec != self.kernels.grad_hidden or tokens <= MAX_UNSCALED_ROWS:
             factor = None
         elif factor is not None:
             spec = self.kernels.grad_hidden_scaling
             assert spec is not None
-        self._gemm(spec, sums, exps, w, accumulate, selection, factor)
+        clusters = self.num_sms // spec.config.cluster
+        splits = k_splits(spec, (tokens, hidden), columns, clusters)
+        scaling = None if factor is None else (exps, factor.contiguous())
+        operands = exps, w.t(), sums, scaling, None
+        self._launch(spec, operands, selection, splits, int(not accumulate), tokens)
         return factor is not None
 
     def keep_dx(
@@ -145,17 +131,27 @@ class CuteGradients(RowwiseSteps):
         selection: RowSelection | None = None,
     ) -> None:
         spec = with_low_bits(self.kernels.grad_hidden_keep, low_bits(kept, low))
-        clusters, semaphores = self._launch_shape(spec, kept.device)
         operands = exps, w.t(), (kept, low), None, None
-        count = row_count(selection, semaphores)
-        compiled(spec)(*operands, semaphores, *count, clusters, None, int(not accumulate))
+        self._launch(spec, operands, selection, overwrite=int(not accumulate))
 
     def target_grad(self, h: Tensor, coefficient: Tensor, targets: Targets) -> TargetCsr:
+        """Sort tokens by target; those of no target here are in no list.
+
+        If tokens were selected, `h` has the rows of all.
+        """
         assert self.kernels.sort_targets is not None
-        return TargetCsr.of(self.kernels.sort_targets, h, coefficient, targets)
+        index, chosen = targets.index, targets.selection
+        order, in_order = torch.empty_like(index), torch.empty_like(coefficient)
+        offsets = index.new_empty(targets.vocab + 1, dtype=torch.int32)
+        rows = (index, 0) if chosen is None else (chosen.order, 1)
+        operands = index, coefficient.contiguous(), rows[0], order, offsets, in_order
+        launch = compiled(self.kernels.sort_targets)
+        launch(*operands, targets.options.ignore_index, rows[1])
+        return TargetCsr(order, offsets, in_order, h)
 
     def no_target_grad(self, h: Tensor, targets: Targets) -> TargetCsr:
-        return TargetCsr.empty(h, targets)
+        order, offsets = targets.index[:0], targets.index.new_empty(1, dtype=torch.int32)
+        return TargetCsr(order, offsets, h.new_empty(0, dtype=torch.float32), h)
 
     def finish_dw(
         self,
@@ -170,11 +166,8 @@ class CuteGradients(RowwiseSteps):
     ) -> None:
         assert self.kernels.grad_weight is not None
         spec, term = with_rank_one(self.kernels.grad_weight, rank_one)
-        clusters, semaphores = self._launch_shape(spec, out.device)
         targets = *target_grad.pack(first, out.shape[0]), grad_scale.view(1)
-        operands = exps.t(), scaled.t(), out, targets, term
-        count = row_count(selection, semaphores)
-        compiled(spec)(*operands, semaphores, *count, clusters, None, None)
+        self._launch(spec, (exps.t(), scaled.t(), out, targets, term), selection)
 
     def keep_dw(
         self,
@@ -192,48 +185,31 @@ class CuteGradients(RowwiseSteps):
         """More than eight parameters: operands, and what the last step adds."""
         spec = with_low_bits(self.kernels.grad_weight_keep, low_bits(kept, low))
         if not self.fixed_tiles:
-            spec = kept_sums_kernel(spec, (*kept.shape, len(exps)), self.num_sms)
+            spec = kept_sums_kernel(spec, (*kept.shape, exps.shape[0]), self.num_sms)
         spec, term = with_rank_one(spec, rank_one)
-        clusters, semaphores = self._launch_shape(spec, kept.device)
-        targets = *target_grad.pack(first, len(kept)), None
+        targets = *target_grad.pack(first, kept.shape[0]), None
         operands = exps.t(), scaled.t(), (kept, low), targets, term
-        count = row_count(selection, semaphores)
-        compiled(spec)(*operands, semaphores, *count, clusters, None, int(not accumulate))
+        self._launch(spec, operands, selection, overwrite=int(not accumulate))
 
     def finish_kept_dw(self, kept: Tensor, low: Tensor, factor: Tensor) -> None:
         spec = with_low_bits(self.kernels.finish_kept_weight, low_bits(kept, low))
         compiled(spec)(kept, low, factor.view(1))
 
-    def _gemm(
+    def _launch(
         self,
         spec: GradGemmSpec,
-        out: Tensor,
-        a: Tensor,
-        b: Tensor,
-        accumulate: bool,
+        operands: tuple[Any, ...],
         selection: RowSelection | None,
-        factor: Tensor | None,
+        splits: int | None = None,
+        overwrite: int | None = None,
+        rows: int = 0,
     ) -> None:
-        """`out (M, N) = a (M, K) @ b (K, N)`, or `out +=` if `accumulate`.
-
-        With `factor` (M,), rows of a are then multiplied by it.  More than eight parameters:
-        operands, and what is done to them.
-        """
-        clusters, semaphores = self._launch_shape(spec, a.device, len(a))
-        shape = len(a), b.shape[1]
-        splits = k_splits(spec, shape, a.shape[1], clusters)
-        overwrite = int(not accumulate)
-        count = row_count(selection, semaphores)
-        launch = compiled(spec)
-        scaling = None if factor is None else (a, factor.contiguous())
-        launch(a, b.t(), out, scaling, None, semaphores, *count, clusters, splits, overwrite)
-
-    def _launch_shape(
-        self, spec: GradGemmSpec, device: torch.device, rows: int = 0
-    ) -> tuple[int, Tensor]:
-        """Return the clusters of a launch, and its semaphores; `rows` are those of dX."""
+        """Launch a GEMM on all SMs; `rows` are those of dX, for what needs counters for them."""
         clusters = self.num_sms // spec.config.cluster
-        return clusters, self.semaphores.take(spec.semaphore_count(clusters, rows), device)
+        exps: Tensor = operands[0]
+        semaphores = self.semaphores.take(spec.semaphore_count(clusters, rows), exps.device)
+        count = row_count(selection, semaphores)
+        compiled(spec)(*operands, semaphores, *count, clusters, splits, overwrite)
 
 
 def is_small(tokens: int, hidden: int, columns: int) -> bool:

@@ -19,7 +19,7 @@ from cutefce.cute_kernels.jit.cache import compiled
 from cutefce.cute_kernels.kernel_set import KernelSet
 from cutefce.cute_kernels.schedule.order import choose_vocab_splits, most_vocab_splits
 from cutefce.cute_kernels.spec import ProjectExpSpec
-from cutefce.cute_kernels.workspace import forward_semaphore_count
+from cutefce.cute_kernels.workspace import NUM_STATS, forward_semaphore_count
 from cutefce.ops.planning.step_memory import UNUSED_COLUMNS
 from cutefce.ops.primitives.portable_projection import PortableProjection
 from cutefce.ops.primitives.row_selection import (
@@ -56,9 +56,9 @@ class Semaphores:
         """Take the next counters from `zeros`, which a launch sets to 0."""
         self._zeros, self._size, self._taken = zeros, size, 0
 
-    def adopt_new(self, device: torch.device) -> Tensor:
+    def adopt_new(self, like: Tensor) -> Tensor:
         """Return a block for a launch to set to 0, of which the next counters are taken."""
-        zeros = torch.empty(self.BLOCK, dtype=torch.int32, device=device)
+        zeros = like.new_empty(self.BLOCK, dtype=torch.int32)  # faster than torch.empty
         self.adopt(zeros, self.BLOCK)
         return zeros
 
@@ -153,18 +153,19 @@ class CuteProjection(CuteSoftTargetSteps, PortableProjection):
         samples: tuple[Any, ...] | None = None,
     ) -> PartialLse:
         """Do what `project_exp` does with a kernel of row sums, and its argument `samples`."""
-        (first, last), soft = window, None
+        (first, last), soft, transform = window, None, launch_transform(targets, window)
+        tokens, columns = h.shape[0], last - first
         if targets.soft_logits is not None and targets.soft is not None:
             kernel = self.kernels.with_soft_logits(kernel)
             soft = *targets.soft.classes, targets.soft_logits
         config, clusters = kernel.config, self._clusters(kernel)
         w = row_range(w, first, last)
-        splits = choose_vocab_splits(h.shape[0], w.shape[0], config, clusters)
+        splits = choose_vocab_splits(tokens, columns, config, clusters)
         semaphores, most = self._take_semaphores(h), splits
         if targets.selection is not None:  # a window's share of what is affordable for all
-            affordable = most_vocab_splits(h.shape[0], targets.vocab, config)
-            most = max(splits, affordable * w.shape[0] // targets.vocab)
-        sums, more = reference.new_empty(h.shape[0], most * config.partials_per_row), None
+            affordable = most_vocab_splits(tokens, targets.vocab, config)
+            most = max(splits, affordable * columns // targets.vocab)
+        sums, more = reference.new_empty(tokens, most * config.partials_per_row), None
         if kernel.reductions.planes:
             more = reference.new_empty(kernel.reductions.planes, *sums.shape)
         index = targets.index
@@ -172,8 +173,8 @@ class CuteProjection(CuteSoftTargetSteps, PortableProjection):
             # a class behind the window may be in its last tile, where the kernel would leave it out
             index = torch.where(index < last, index, -1)
         if exps is None and kernel.store:
-            exps = h.new_empty(h.shape[0], UNUSED_COLUMNS)
-        rows = reference, index, sums, exps, semaphores, launch_transform(targets, window)
+            exps = h.new_empty(tokens, UNUSED_COLUMNS)
+        rows = reference, index, sums, exps, semaphores, transform
         count = row_count(targets.selection, semaphores)
         compiled(kernel)(h, w, *rows, more, samples, soft, *count, first, splits, clusters)
         return PartialLse(sums, semaphores, more)
@@ -224,7 +225,7 @@ class CuteProjection(CuteSoftTargetSteps, PortableProjection):
     def reduce_partials(
         self, partial: PartialLse, target_logit: Tensor, targets: Targets
     ) -> tuple[RowStats, Tensor]:
-        stats = RowStats.empty(target_logit, target_logit.shape[0])
+        stats = RowStats(target_logit.new_empty(NUM_STATS, target_logit.shape[0]))
         reduced, terms = target_logit.new_empty(()), targets.terms
         tensors = partial.sums, target_logit, targets.index, stats.rows, reduced, partial.semaphores
         numbers = targets.options.ignore_index, int(targets.divides_by_count)

@@ -13,7 +13,6 @@ from cutefce.cute_kernels.spec import (
     OUT_AND_SUMS,
     GradGemmSpec,
     KeptSumsSpec,
-    MoveRowsSpec,
     ScaleAddRowsSpec,
 )
 from cutefce.cute_kernels.workspace import Coefficient, Move
@@ -55,8 +54,10 @@ class RowwiseSteps(PortableGradients):
         if terms is not None:
             spec = replace(spec, terms=True)
         coefficients = rows.new_empty(spec.planes, rows.shape[1])
-        grad_scale, zeros = rows.new_empty(()), self.semaphores.adopt_new(rows.device)
-        upstream = upstream.to(rows.dtype).reshape(-1).contiguous()
+        grad_scale, zeros = rows.new_empty(()), self.semaphores.adopt_new(rows)
+        if upstream.dtype != rows.dtype:
+            upstream = upstream.to(rows.dtype)
+        upstream = upstream.reshape(-1).contiguous()
         count = row_count(targets.selection, zeros)
         numbers = targets.options.ignore_index, int(targets.divides_by_count)
         more = targets.vocab, None if terms is None else terms.numbers
@@ -71,7 +72,7 @@ class RowwiseSteps(PortableGradients):
             scale, target = part[Coefficient.DW_SCALE], part[Coefficient.DW_TARGET]
             every = part[Coefficient.DW_EVERY] if has_every else None
         return Scaling(
-            reference=part[Coefficient.REFERENCE] if in_reference else stats.reference,
+            own_reference=part[Coefficient.REFERENCE] if in_reference else stats,
             row_scale=None if in_reference else scale,
             target=target,
             every=every,
@@ -82,7 +83,7 @@ class RowwiseSteps(PortableGradients):
         )
 
     def scale_rows(self, out: Tensor, x: Tensor, scale: Tensor) -> None:
-        launch_scale_rows(self.kernels.scale_rows, out, x, scale)
+        compiled(self.kernels.scale_rows)(out, x, None, scale.contiguous(), None, Move.GATHER)
 
     def finish_dx(
         self,
@@ -153,8 +154,3 @@ def with_rank_one(spec: SpecT, rank_one: RankOne | None) -> tuple[SpecT, RankOne
 def _places(targets: Targets, order: Tensor | None) -> tuple[Tensor, int]:
     """Return where a launch has its rows, and whether it reads that; without `order` any int64."""
     return (targets.index, 0) if order is None else (order, 1)
-
-
-def launch_scale_rows(spec: MoveRowsSpec, out: Tensor, x: Tensor, scale: Tensor) -> None:
-    """Write scale_i x_i to `out` (M, D), rounded once; `out` may be `x`."""
-    compiled(spec)(out, x, None, scale.contiguous(), None, Move.GATHER)

@@ -6,9 +6,9 @@ from torch import Tensor
 
 from cutefce.ops.program.inputs import LossInputs
 from cutefce.ops.program.plan import Plan
-from cutefce.ops.program.problem import Problem, Upstream
+from cutefce.ops.program.problem import Upstream
 from cutefce.ops.program.run import Call, Left
-from cutefce.ops.program.steps import Buffer, Home, Program
+from cutefce.ops.program.steps import Home
 from cutefce.ops.program.table import TABLE
 from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.statistics import RowStats
@@ -17,28 +17,10 @@ from cutefce.ops.rows.statistics import RowStats
 def forward(inputs: LossInputs, plan: Plan) -> tuple[Tensor, RowStats, Left]:
     """Return the loss, the statistics, and what is left for the backward."""
     call = Call(plan.program, inputs)
-    _check(plan.problem, inputs)
     call.allocate(Home.KEPT)
     allocate_gradients(call, call.program.homes_of_forward)
     call.run(call.program.forward, Home.FORWARD, TABLE)
     return call.values["loss"], call.values["stats"], Left(plan, call.memory)
-
-
-def _check(p: Problem, x: LossInputs) -> None:
-    """Raise AssertionError if the plan is that of another call."""
-    assert (p.tokens, p.vocab) == (x.tokens, len(x.w))
-    assert p.selects == (x.targets.selection is not None)
-    assert (p.upstream is Upstream.ROWS) == (not x.targets.options.is_scalar)
-    assert p.dx_item == x.dx_dtype.itemsize
-    assert p.into or p.dw_item == x.dw_dtype.itemsize
-
-
-def _kept(program: Program) -> dict[str, Buffer]:
-    """Return where exponentials are between forward and backward."""
-    kept = (Home.KEPT, Home.DW)
-    return {
-        name: b for name, b in program.buffers.items() if name.startswith("exps") and b.home in kept
-    }
 
 
 def allocate_gradients(call: Call, homes: Collection[Home | None]) -> None:
@@ -64,7 +46,6 @@ def backward(
     program, options = left.plan.program, inputs.targets.options
     if options.scales_exps != program.problem.scales_exps:  # entropy has no gradient after all
         program = left.plan.without_entropy.program
-        assert _kept(program) == _kept(left.plan.program)
     call = Call(program, inputs, left.taken())
     p = program.problem
     call.values |= {"upstream": upstream, "stats": stats, "selection": selection}

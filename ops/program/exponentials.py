@@ -20,8 +20,13 @@ from cutefce.ops.rows.targets import OUTPUTS
 
 def gather(call: Call, s: Step) -> None:
     """Write hidden states in the order of the targets, scaled if factors are read."""
-    scale = scale_of(call) if "factors" in s.reads else None
-    call.part(s.rows).selected(scale, rows_of(call, s, s.writes[0]))
+    x, out = call.part(s.rows), rows_of(call, s, s.writes[0])
+    scale, selection = scale_of(call) if "factors" in s.reads else None, x.targets.selection
+    if selection is not None:
+        x.primitives.projection.select(x.h, selection, scale, out)
+    else:
+        assert scale is not None, "else the hidden states themselves are read"
+        x.primitives.gradients.scale_rows(out, x.h, scale)
 
 
 def target_logit(call: Call, s: Step) -> None:
@@ -69,17 +74,17 @@ def project(call: Call, s: Step) -> None:
         leave_out_entries(call, s, exps)
         return
     assert exps is not None
-    reference, targets = call.values["stats"].reference, x.targets
+    stats, targets = call.values["stats"], x.targets
     if s.far and "exps" not in s.writes:
-        of_all = targets, call.values["partial"], call.values["stats"]
+        of_all = targets, call.values["partial"], stats
         projection.repair_stored_exps(exps, states, x.w, s.columns[0], *of_all)
         return
     if s.far:  # of windows that are not stored
         targets = copy.copy(targets)
         targets.selection = projection.far_rows(call.values["partial"], x.targets)
         call.values["far"] = targets.selection
-    elif "stats" not in s.reads:
-        reference = call.values["scaling"].reference
+    is_early = s.far or "stats" in s.reads
+    reference = stats.reference if is_early else call.values["scaling"].reference
     projection.recompute_exp(states, x.w, s.columns, reference, targets, exps)
     if call.program.in_forward:
         leave_out_entries(call, s, exps)
@@ -88,7 +93,7 @@ def project(call: Call, s: Step) -> None:
 def leave_out_entries(call: Call, s: Step, exps: Tensor | None) -> None:
     """Clear exponentials of a chunk's window that become entries, which all columns' sums tell."""
     x = call.part(s.rows)
-    if exps is not None and x.targets.soft is not None and s.columns != (0, len(x.w)):
+    if exps is not None and x.targets.soft is not None and s.columns != (0, x.w.shape[0]):
         put = x.primitives.projection.put_soft
         if call.program.in_forward:
             put(None, exps[:, : s.columns[1] - s.columns[0]], s.columns[0], x.targets)
@@ -111,7 +116,7 @@ def reduce(call: Call, s: Step) -> None:
         stats, loss = projection.reduce_partials(call.values.pop("shares"), logit, targets)
         # where another rank has the target
         stats.sum_exp_others.masked_fill_(targets.active & ~targets.owned, 0)
-    if stat_rows(outputs):
+    if outputs and stat_rows(outputs):
         if targets.options.reduces_rows:
             part = projection.partial_outputs(partial, logit)
             part = part if x.ranks is None else x.ranks.partial_outputs(part)

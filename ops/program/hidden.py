@@ -36,7 +36,7 @@ def gemm_hidden(call: Call, s: Step) -> None:
     if len(s.writes) > 1:
         gradients.keep_dx(sums, low_of(call, s.writes[1]), exps, w, **more)
     else:
-        more["in_windows"] = s.columns != (0, len(x.w)) and not call.program.in_forward
+        more["in_windows"] = s.columns != (0, x.w.shape[0]) and not call.program.in_forward
         if call.program.scales_exps and call.program.problem.grad_weight:
             more["factor"] = scale_of(call)
         call.values["is scaled"] = gradients.add_grad_hidden(sums, exps, w, **more)

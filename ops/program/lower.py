@@ -159,7 +159,10 @@ class Lowering(Emitter):
         self.emit(Kind.LOSS, (*self.order, self.stats(), *self.parts), (), self.every)
 
     def states(self, rows: Range) -> tuple[str, ...]:
-        """Emit hidden states and their targets' logits, in this order: see `place.check`."""
+        """Emit hidden states and their targets' logits.
+
+        In this order, as kernels of row sums may read the former before the step before has ended.
+        """
         p, states = self.p, self.gather("states", rows)
         self.buffer("logits", p.tokens, 2 if p.every_class else 1, p.sums)
         self.emit(Kind.TARGET_LOGIT, (*self.order, *self.class_row), ("logits",), rows)

@@ -54,7 +54,7 @@ class Interpreter(Generic[InputsT]):
     program: Program
     inputs: InputsT
     memory: dict[Home, Tensor] = field(default_factory=dict)
-    """Of arenas and gradients, flat."""
+    """Of arenas and gradients."""
     values: dict[str, Any] = field(default_factory=dict)
 
     def run(self, steps: Sequence[Step], scratch: Home, table: Mapping[Any, Any]) -> None:
@@ -65,8 +65,19 @@ class Interpreter(Generic[InputsT]):
         del self.memory[scratch]
 
     def allocate(self, home: Home) -> None:
-        """Allocate an arena."""
-        self.memory[home] = self.inputs.h.new_empty(self.program.arenas[home], dtype=torch.uint8)
+        """Allocate an arena: as a matrix, if one buffer has all of it, which then needs no view."""
+        h, b = self.inputs.h, self.program.whole.get(home)
+        if b is not None and (dtype := self.dtype_of(b)).itemsize == b.item:
+            self.memory[home] = h.new_empty((b.rows, b.columns), dtype=dtype)
+        else:
+            self.memory[home] = h.new_empty(self.program.arenas[home] // h.dtype.itemsize)
+
+    def dtype_of(self, b: Buffer) -> torch.dtype:
+        """Return the dtype of a buffer's elements."""
+        dtype = self.inputs.h.dtype
+        if b.item == dtype.itemsize:
+            return dtype
+        return torch.uint8 if b.item == 1 else sum_dtype(dtype)
 
 
 @dataclass
@@ -76,8 +87,6 @@ class Call(Interpreter[LossInputs]):
     parts: dict[Range, LossInputs] = field(default_factory=dict)
     views: dict[tuple[str, int | None], Tensor] = field(default_factory=dict)
     """Buffers as matrices."""
-    flat: dict[tuple[Home, int], Tensor] = field(default_factory=dict)
-    """Homes of buffers, flat, in the dtype of elements of so many bytes."""
 
     def part(self, rows: Range) -> LossInputs:
         """Return the operands of some tokens, whose losses are not reduced."""
@@ -99,30 +108,12 @@ class Call(Interpreter[LossInputs]):
         found = self.views.get((name, columns))
         if found is None:
             b = self.program.buffers[name]
+            assert b.home is not None
+            found, dtype = self.memory[b.home], self.dtype_of(b)
+            if found.dtype != dtype:
+                found = (found if found.ndim == 1 else found.view(-1)).view(dtype)
             size = b.rows, b.columns if columns is None else columns
-            flat = self._flat(b)
-            found = flat.as_strided(size, (b.columns, 1), b.offset // b.item)
+            if found.shape != size:
+                found = found.as_strided(size, (b.columns, 1), b.offset // b.item)
             self.views[name, columns] = found
         return found
-
-    def _flat(self, b: Buffer) -> Tensor:
-        """Return the memory of a buffer's home in the dtype of the buffer."""
-        assert b.home is not None
-        found = self.flat.get((b.home, b.item))
-        if found is None:
-            found = self.memory[b.home].view(-1).view(self.dtype_of(b))
-            self.flat[b.home, b.item] = found
-        return found
-
-    def dtype_of(self, b: Buffer) -> torch.dtype:
-        """Return the dtype of a buffer's elements."""
-        p, inputs = self.program.problem, self.inputs
-        if b.item == 1:
-            return torch.uint8
-        return inputs.h.dtype if b.item == p.item else sum_dtype(inputs.h.dtype)
-
-    def run(self, steps: Sequence[Step], scratch: Home, table: Mapping[Any, Any]) -> None:
-        """Run steps, whose views are of no use after them."""
-        super().run(steps, scratch, table)
-        self.views.clear()
-        self.flat.clear()

@@ -57,14 +57,9 @@ class RowSelection:
 
     def take_options(self, tensors: TensorOptions) -> TensorOptions:
         """Return options with the values of the tokens, but for soft targets."""
-        weights, temperature = tensors.token_weights, tensors.temperature
-        return replace(
-            tensors,
-            token_weights=None if weights is None else self.take(weights),
-            temperature=temperature
-            if temperature is None or not temperature.ndim
-            else self.take(temperature),
-        )
+        given = {"token_weights": tensors.token_weights, "temperature": tensors.temperature}
+        taken = {name: self.take(x) for name, x in given.items() if x is not None and x.ndim}
+        return replace(tensors, **taken) if taken else tensors
 
     def take_soft_targets(self, tensors: TensorOptions) -> TensorOptions:
         """Return options with the soft targets of the tokens."""
@@ -75,7 +70,7 @@ class RowSelection:
         """Return x, whose dimension `dim` is M, in the order of all tokens; 0 of those left out."""
         shape = [*x.shape]
         shape[dim] = self.tokens
-        complete = self.tokens == len(self.order)
+        complete = self.tokens == self.order.shape[0]
         result = x.new_empty(shape) if complete else x.new_zeros(shape)
         return result.index_copy_(dim, self.order, x)
 

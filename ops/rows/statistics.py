@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cutefce.cute_kernels.workspace import NUM_STATS, Stat
+from cutefce.cute_kernels.workspace import Stat
 from cutefce.ops.interface.options import LossOptions
 from cutefce.ops.rows.outputs import stat_rows
 from cutefce.ops.rows.selection import RowSelection
@@ -18,11 +18,6 @@ class RowStats:
 
     rows: Tensor
     """(NUM_STATS, N), indexed by `Stat`."""
-
-    @staticmethod
-    def empty(like: Tensor, tokens: int) -> "RowStats":
-        """Return uninitialized statistics with the dtype and device of `like`."""
-        return RowStats(like.new_empty(NUM_STATS, tokens))
 
     def restore(self, selection: RowSelection | None) -> "RowStats":
         """Return the statistics of all tokens, of those of `selection`."""

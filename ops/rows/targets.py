@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Callable
-from copy import copy
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -183,20 +182,25 @@ class Targets:
         a, of_exps = torch.as_tensor(self.by_lse(stats)), self.has_narrow_entries(dtype)
         return soft.entries(-soft.coefficient, stats, a, self.logits, of_exps=of_exps and is_exact)
 
-    def of_backward(self, *, keeps_soft: bool) -> "Targets":
-        """Return what a backward needs of these, which takes less memory.
+    def __copy__(self) -> "Targets":
+        """Return the same, whose attributes can be set apart."""
+        other = object.__new__(Targets)
+        vars(other).update(vars(self))
+        return other
+
+    def drop_forward(self, *, keeps_soft: bool) -> None:
+        """Free what a backward does not need of these, or makes again.
 
         It needs no excess of soft targets, and `keeps_soft` tells whether it needs their logits.
         """
-        kept = copy(self)
         for name in ("active", "safe_index"):
-            vars(kept).pop(name, None)
-        if self.tensors.target_indices is not None and not keeps_soft:
-            vars(kept).pop("parts", None)
-        elif self.soft is not None:
-            self.soft.excess = None
-        kept.class_row = kept.class_logits = kept.soft_logits = None
-        return kept
+            vars(self).pop(name, None)
+        if self.tensors.target_indices is not None:
+            if not keeps_soft:
+                vars(self).pop("parts", None)
+            elif self.soft is not None:
+                self.soft.excess = None
+        self.class_row = self.class_logits = self.soft_logits = None
 
     def has_narrow_entries(self, dtype: torch.dtype) -> bool:
         """Whether exponentials of `dtype` have entries of soft targets, which are rounded."""

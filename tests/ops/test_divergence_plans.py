@@ -17,9 +17,10 @@ from cutefce.ops.divergence.plan import DivergencePlan, _families, make_plan
 from cutefce.ops.divergence.problem import DivergenceProblem
 from cutefce.ops.planning.budget import MAXIMUM
 from cutefce.ops.planning.device import GPU
-from cutefce.ops.program.place import check, peak
+from cutefce.ops.program.place import peak
 from cutefce.ops.program.steps import ARENAS
 from tests.support.divergence import Heads, heads
+from tests.support.sound_programs import check
 from tests.support.tiers import rest_slow
 
 SHAPES = {

@@ -9,6 +9,7 @@ import cutefce
 from cutefce.cute_kernels.arch import arch_named
 from cutefce.cute_kernels.jit import build
 from cutefce.cute_kernels.jit import cache as jit_cache
+from cutefce.cute_kernels.process_cache import reset
 from cutefce.cute_kernels.spec import KernelSpec
 from tests.support import kernel_models
 from tests.support.layouts import SMALL_TILES
@@ -58,6 +59,7 @@ class Launches:
 
 def serve(monkeypatch: pytest.MonkeyPatch) -> tuple[Launches, list[KernelSpec]]:
     """Return what calls launch, and what they compile."""
+    reset()  # a plan that has run had its kernels
     launches, built = Launches(), list[KernelSpec]()
     arch = arch_named("sm_90a")
     kernel_models.serve_calls(monkeypatch, arch, SMALL_TILES, selects=True, replacement=launches)

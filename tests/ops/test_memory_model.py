@@ -15,12 +15,12 @@ from bench.harness.timing import peak_bytes
 from cutefce.ops.interface.checks import workspace_bytes
 from cutefce.ops.interface.options import LossOptions, Sharding, StepOptions, TensorOptions
 from cutefce.ops.operators.plans import plan_for
-from cutefce.ops.program.place import check
 from cutefce.ops.program.problem import Problem
 from cutefce.ops.rows.targets import OUTPUTS
 from tests.support.layouts import Layout, pinned_plan, predicted
 from tests.support.memory import peaks
 from tests.support.reference import random_case
+from tests.support.sound_programs import check
 from tests.support.tiers import rest_slow
 
 pytestmark = pytest.mark.compiled_rows

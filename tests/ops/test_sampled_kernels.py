@@ -16,7 +16,6 @@ from cutefce.cute_kernels.problem import Problem
 from cutefce.cute_kernels.spec import ChooseClassesSpec, KernelSpec, SelectRowsSpec
 from cutefce.ops.planning.device import GPU
 from cutefce.ops.primitives.dispatch import sampling_unsupported_reason
-from cutefce.ops.program.place import check
 from cutefce.ops.program.plan import planned
 from tests.ops.test_sampled import GREAT, NAMES, SAMPLED, SHAPE, drawn, eager
 from tests.support import sampled as model
@@ -26,6 +25,7 @@ from tests.support.layouts import pinned_plan
 from tests.support.memory import peaks
 from tests.support.options import options_case
 from tests.support.reference import random_case
+from tests.support.sound_programs import check
 from tests.support.tiers import pairwise, rest_slow
 
 HOPPER = arch_named("sm_90a")

@@ -11,10 +11,11 @@ from torch import Tensor
 
 from cutefce.ops.program.layout import Layout, most_aliased
 from cutefce.ops.program.lower import lower
-from cutefce.ops.program.place import check, peak, token_bytes
+from cutefce.ops.program.place import peak, token_bytes
 from cutefce.ops.program.problem import Problem, Upstream
 from cutefce.ops.program.steps import Home, Kind, Program
 from tests.program.interpreter import IGNORED, LOW_BITS, Backend, Call, Inputs, counted, together
+from tests.support.sound_programs import check
 from tests.support.tiers import rest_slow
 
 TOKENS, HIDDEN, VOCAB = 40, 24, 150

@@ -16,11 +16,12 @@ from cutefce.ops.planning.device import GPU
 from cutefce.ops.program.cost import seconds
 from cutefce.ops.program.layout import Layout, most_aliased
 from cutefce.ops.program.lower import lower
-from cutefce.ops.program.place import check, peak
+from cutefce.ops.program.place import peak
 from cutefce.ops.program.plan import _families, plan, planned
 from cutefce.ops.program.primitives_backend import PrimitivesBackend
 from cutefce.ops.program.problem import Problem, Upstream
 from cutefce.ops.program.search import FREE, WORTH
+from tests.support.sound_programs import check
 from tests.support.tiers import rest_slow
 
 MIB = 1 << 20

@@ -17,9 +17,9 @@ from cutefce.ops.divergence import operators
 from cutefce.ops.divergence import plan as plans
 from cutefce.ops.divergence.plan import DivergencePlan
 from cutefce.ops.divergence.problem import DivergenceLayout, DivergenceProblem
-from cutefce.ops.program.place import check
 from tests.support.once import once
 from tests.support.reference import distance
+from tests.support.sound_programs import check
 
 FORMS: dict[str, dict[str, Any]] = {
     "forward KL": {"divergence": "forward_kl"},
