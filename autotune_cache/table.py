@@ -12,10 +12,9 @@ A table is a JSON file with one entry a line (spread over several here):
       {"kernel": ..., "config": {...}, "reason": "no answer within 30 s", "for_all_shapes": true}]}
 
 `tokens` is a bucket: a power of 2 or three quarters of one, which covers all token counts above the
-next smaller bucket.  A `config` of null selects the cuBLAS GEMM, for kernels that it can replace;
-that of the pseudo-kernel "window", of which `cutefce tune` adds none, is a number of vocabulary
-columns.  `kernels` is the fingerprint of the kernel sources and `dsl` the version of the compiler
-with which an entry was last verified.
+next smaller bucket.  A `config` of null selects the cuBLAS GEMM, for kernels that it can replace.
+`kernels` is the fingerprint of the kernel sources and `dsl` the version of the compiler with which
+an entry was last verified.
 With others, the entry is still the best guess of what is fast, but no proof that it is right.
 `cutefce tune` measures the times; `cutefce verify --table` renews `kernels` and `dsl` and keeps the
 times of the tuning run.
@@ -37,15 +36,13 @@ MIN_GAIN = 0.01
 
 TUNED = "project_exp", "grad_hidden", "grad_weight"
 """Fields of `KernelConfigs` that are tuned."""
-WINDOW = "window"
-"""Pseudo-kernel whose configuration is the width of windows."""
 DSL_PACKAGE = "nvidia-cutlass-dsl"
 """Package of the kernels' compiler."""
 BUILD = "kernels", DSL_PACKAGE
 """Versions that every table has: those that its rejections depend on."""
 
-Candidate = GemmConfig | int | None
-"""A configuration, the columns of a window, or None for the cuBLAS GEMM."""
+Candidate = GemmConfig | None
+"""A configuration, or None for the cuBLAS GEMM."""
 
 
 @dataclass(frozen=True, order=True)

@@ -12,7 +12,6 @@ from typing import Any
 from cutefce.autotune_cache.table import (
     BUILD,
     TUNED,
-    WINDOW,
     Candidate,
     Entry,
     Key,
@@ -26,8 +25,6 @@ from cutefce.cute_kernels.config import GemmConfig
 from cutefce.cute_kernels.gpu import Gpu
 
 SCHEMA = 3
-KERNELS = *TUNED, WINDOW
-"""Names of what entries may be of."""
 MIN_MS, MAX_MS = 1e-6, 1e9
 """Times that an entry may have."""
 LOCK_SECONDS = 60
@@ -88,15 +85,13 @@ def _ms(item: dict[str, Any], name: str) -> float:
 
 
 def _key(arch: Arch, item: dict[str, Any]) -> Key:
-    kernel, dtype = _text(item, "kernel", KERNELS), _text(item, "dtype", arch.dtypes)
+    kernel, dtype = _text(item, "kernel", TUNED), _text(item, "dtype", arch.dtypes)
     return Key(kernel, dtype, *(_integer(item, name) for name in ("hidden", "vocab", "tokens")))
 
 
 def _candidate(arch: Arch, item: dict[str, Any]) -> Candidate:
     if item["config"] is None and item["kernel"] == "grad_hidden":
         return None
-    if item["kernel"] == WINDOW:
-        return _integer(item, "config")
     config = GemmConfig(**item["config"])
     arch.check(config)
     if config.swaps and item["kernel"] != "project_exp":
@@ -166,7 +161,7 @@ def to_json(table: Table) -> str:
     )
     rejected = (
         dataclasses.asdict(key)
-        | {"config": dataclasses.asdict(config) if isinstance(config, GemmConfig) else config}
+        | {"config": None if config is None else dataclasses.asdict(config)}
         | dataclasses.asdict(rejection)
         for (key, config), rejection in sorted(
             table.rejected.items(), key=lambda pair: (pair[0][0], repr(pair[0][1]))

@@ -73,7 +73,7 @@ def configurations(runner: Runner, dtype: str, tables: Sequence[Table]) -> list[
         (key.kernel, entry.config)
         for table in tables
         for key, entry in table.entries.items()
-        if key.kernel in TUNED and key.dtype == dtype and entry.config is not None
+        if key.dtype == dtype and entry.config is not None
     ]
     return [Check(runner, dtype, configs) for configs in every] + [
         Check(runner, dtype, with_tuned(base, *each), each[0])

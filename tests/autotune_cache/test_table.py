@@ -73,16 +73,6 @@ def test_cublas_can_win_but_not_for_project_exp(file: Path) -> None:
         table_io.read(file)
 
 
-@pytest.mark.parametrize("columns", [0, -8448, 8448.0, "8448", True, None, {"window": 8448}])
-def test_wrong_windows_are_refused(columns: object, file: Path) -> None:
-    data = json.loads(table_io.to_json(TABLE))
-    data["entries"][0] |= {"kernel": table.WINDOW, "config": columns}
-    file.parent.mkdir(parents=True)
-    file.write_text(json.dumps(data))
-    with pytest.raises(ValueError, match="expected an integer above 0"):
-        table_io.read(file)
-
-
 def merged(*tables: table.Table) -> table.Table:
     return table.merge({str(number): each for number, each in enumerate(tables)})
 
