@@ -1,9 +1,10 @@
 """The tuner: times candidates in a subprocess and writes the winners to a table.
 
-Each candidate goes through one trial, under a time limit: it is compared with the portable path,
-then timed against the architecture's default.  The fastest one is timed again, with the default and
-cuBLAS, since the fastest of several timings is lucky.  Candidates that hang, crash, give wrong
-results or run out of memory are rejected with the reason.  Every result is written immediately.
+Each candidate goes through one trial, under a time limit: it is compared with the portable path on
+small problems, then timed against the architecture's default.  The fastest one is timed again, with
+the default and cuBLAS, since the fastest of several timings is lucky.  Candidates that hang, crash,
+give wrong results or run out of memory are rejected with the reason.  Every result is written
+immediately.
 """
 
 import dataclasses
