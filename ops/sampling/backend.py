@@ -9,7 +9,7 @@ from enum import Enum
 from cutefce.cute_kernels.config import PortableTiles
 from cutefce.cute_kernels.integers import round_up
 from cutefce.ops.planning.device import Device
-from cutefce.ops.planning.step_memory import tile_bytes
+from cutefce.ops.planning.step_memory import accumulates_wider, tile_bytes
 from cutefce.ops.program.layout import Layout
 from cutefce.ops.program.primitives_backend import PrimitivesBackend
 from cutefce.ops.program.problem import Problem
@@ -21,8 +21,7 @@ from cutefce.ops.sampling.steps import SampleKind
 PRODUCTS = SampleKind.PROJECT_CLASSES, SampleKind.PROJECT_SAMPLES, SampleKind.SAMPLE
 SPARSE = SampleKind.SPARSE_HIDDEN, SampleKind.SPARSE_WEIGHT
 CHOICE = 21
-"""Bytes of a logit while it is chosen, beside its probability: bits, in 32 and in 64, a threshold
-in 64, and the choice."""
+"""Bytes of a logit while it is chosen: bits, in 32 and in 64, a threshold in 64, and the choice."""
 CHOOSE = 32
 """Bytes of a class while the most frequent ones are found in plain torch."""
 SAMPLED_AGAIN = 28
@@ -61,8 +60,10 @@ class SamplingBackend(PrimitivesBackend):
                 rows = min(p.tokens, self.tiles.tile_rows)
                 tile = rows * round_up(columns, self.block) * p.sums
                 logits = tile_bytes(self.operands, self.tiles, rows, columns, stored=True)
+                if self.operands.device == "cpu" and accumulates_wider(self.operands):
+                    logits -= rows * self.tiles.columns(rows) * p.sums  # are in the tile
                 chosen = min(rows, chosen_rows(columns, self.operands.device)) * columns
-                return p.tokens * (p.sums + 4) + tile + max(logits, chosen * (CHOICE + p.sums))
+                return p.tokens * (p.sums + 4) + tile + max(logits, chosen * CHOICE)
             case SampleKind.SAMPLE_AGAIN:
                 sums = self.partial_sums(p, p.tokens, p.vocab)
                 return p.tokens * (SAMPLED_AGAIN + sums * p.sums)

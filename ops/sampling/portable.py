@@ -60,8 +60,9 @@ def project_samples(call: Call, s: Step) -> None:
     ids = torch.arange(*s.columns, device=out.device) + x.targets.first
     tiles, width = x.primitives.config, exps_of(call, s, whole=True).shape[1]
     assert isinstance(tiles, PortableTiles)
+    tile = least.new_empty(min(len(out), tiles.tile_rows), width)
     for rows in blocks(len(out), tiles.tile_rows):
-        exps = least.new_empty(rows.stop - rows.start, width)
+        exps = tile[: rows.stop - rows.start]
         operands = states[rows], x.w, s.columns, given[rows], x.targets.per_token(rows), exps
         x.primitives.projection.recompute_exp(*operands)
         exps = exps[:, : out.shape[1]]
@@ -74,5 +75,6 @@ def project_samples(call: Call, s: Step) -> None:
 def _choose(exps: Tensor, least: Tensor, bits: Tensor) -> None:
     """Let those of `exps` (R, C) that are below `least` (R, 1) be that or 0, as the bits say."""
     chance = (exps / least).mul_(2.0**32).to(torch.int64)
-    kept = (bits.to(torch.int64) & 0xFFFFFFFF) < chance
+    kept = bits.to(torch.int64).bitwise_and_(0xFFFFFFFF) < chance
+    del chance  # freed before the next ones are allocated
     exps.copy_(torch.where(exps < least, torch.where(kept, least, 0), exps))
