@@ -8,7 +8,6 @@ from itertools import cycle, product
 from typing import Any
 
 from cutefce.autotune_cache import lookup
-from cutefce.autotune_cache.table import WINDOW
 from cutefce.autotune_cache.table_io import read
 from cutefce.cute_kernels.arch.base import Arch
 from cutefce.cute_kernels.config import GemmConfig, KernelConfigs
@@ -67,7 +66,7 @@ def shipped_kernels(arch: Arch) -> list[KernelSpec]:
         if table.gpu.arch.name != arch.name:
             continue
         for key, entry in table.entries.items():
-            if key.kernel == WINDOW or not entry.verified:
+            if not entry.verified:
                 continue
             winner: dict[str, Any] = {key.kernel: entry.config}
             tuned = kernel_set(arch, key.dtype, dataclasses.replace(default, **winner))

@@ -12,12 +12,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
-from cutefce.autotune_cache import defaults
-from cutefce.autotune_cache.table import DSL_PACKAGE, TUNED, WINDOW, Entry, Key, Table, key_of
+from cutefce.autotune_cache.table import DSL_PACKAGE, TUNED, Entry, Key, Table, key_of
 from cutefce.autotune_cache.table_io import file_name, read
 from cutefce.cute_kernels import cache_files
 from cutefce.cute_kernels.cache_files import CacheError
-from cutefce.cute_kernels.config import GemmConfig, KernelConfigs, PortableTiles
+from cutefce.cute_kernels.config import KernelConfigs
 from cutefce.cute_kernels.gpu import Gpu
 from cutefce.cute_kernels.integers import round_up
 from cutefce.cute_kernels.jit import cache as jit_cache
@@ -30,20 +29,6 @@ SHIPPED_FOLDER = Path(__file__).parent
 """Folder of the tables that come with the package."""
 MAX_WASTED_ROWS = 1 / 16
 """Rows beyond those of the default tile that an entry for other tokens may compute, relatively."""
-
-
-def window_configs(problem: Problem, gpu: Gpu) -> tuple[PortableTiles, ...]:
-    """Return the windows that plans of `problem` choose from: the defaults, up to a tuned one.
-
-    Widths are tuned with dX, whose sums are read and written once a window; without dX a narrower
-    window saves most of the memory.
-    """
-    if not problem.grad_hidden:
-        return defaults.window_configs(problem)
-    configs, entry = defaults.window_configs(problem), entry_for(WINDOW, problem, gpu)
-    if entry is None or entry.config not in [config.window for config in configs]:
-        return configs
-    return tuple(config for config in configs if config.window <= entry.config)
 
 
 @process_cache
@@ -72,7 +57,7 @@ def entry_for(kernel: str, problem: Problem, gpu: Gpu) -> Entry | None:
 
 def _wastes_rows(key: Key, entry: Entry, problem: Problem, gpu: Gpu) -> bool:
     """Whether the tiles of an entry for other tokens compute many rows beyond these tokens."""
-    if key.kernel == "grad_weight" or not isinstance(entry.config, GemmConfig):
+    if key.kernel == "grad_weight" or entry.config is None:
         return False
     default_rows = round_up(problem.tokens, gpu.arch.default(problem.tokens).rows)
     return round_up(problem.tokens, entry.config.rows) > (1 + MAX_WASTED_ROWS) * default_rows

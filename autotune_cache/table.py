@@ -9,13 +9,12 @@ A table is a JSON file with one entry a line (spread over several here):
        "tokens": 8192, "config": {"tile_m": 128, ...}, "ms": 12.5, "default_ms": 13.0,
        "cublas_ms": 12.9, "verified": true, "kernels": "0123456789abcdef", "dsl": "4.8.1"}],
      "rejected": [
-      {"kernel": ..., "config": {...}, "reason": "no answer within 30 s", "for_all_shapes": true}]}
+      {"kernel": ..., "dtype": ..., "config": {...}, "reason": "no answer within 30 s"}]}
 
 `tokens` is a bucket: a power of 2 or three quarters of one, which covers all token counts above the
-next smaller bucket.  A `config` of null selects the cuBLAS GEMM, for kernels that it can replace;
-that of the pseudo-kernel "window", of which `cutefce tune` adds none, is a number of vocabulary
-columns.  `kernels` is the fingerprint of the kernel sources and `dsl` the version of the compiler
-with which an entry was last verified.
+next smaller bucket.  A `config` of null selects the cuBLAS GEMM, for kernels that it can replace.
+`kernels` is the fingerprint of the kernel sources and `dsl` the version of the compiler with which
+an entry was last verified.
 With others, the entry is still the best guess of what is fast, but no proof that it is right.
 `cutefce tune` measures the times; `cutefce verify --table` renews `kernels` and `dsl` and keeps the
 times of the tuning run.
@@ -23,7 +22,7 @@ times of the tuning run.
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from cutefce.cute_kernels.config import GemmConfig
@@ -37,15 +36,13 @@ MIN_GAIN = 0.01
 
 TUNED = "project_exp", "grad_hidden", "grad_weight"
 """Fields of `KernelConfigs` that are tuned."""
-WINDOW = "window"
-"""Pseudo-kernel whose configuration is the width of windows."""
 DSL_PACKAGE = "nvidia-cutlass-dsl"
 """Package of the kernels' compiler."""
 BUILD = "kernels", DSL_PACKAGE
 """Versions that every table has: those that its rejections depend on."""
 
-Candidate = GemmConfig | int | None
-"""A configuration, the columns of a window, or None for the cuBLAS GEMM."""
+Candidate = GemmConfig | None
+"""A configuration, or None for the cuBLAS GEMM."""
 
 
 @dataclass(frozen=True, order=True)
@@ -69,6 +66,10 @@ class Key:
             return math.inf
         pairs = zip(self.sizes, other.sizes, strict=True)
         return sum(abs(math.log2(a / b)) for a, b in pairs)
+
+    def rejects(self, config: "Candidate") -> "Rejected":
+        """Return what a rejection of `config` is found by."""
+        return self.kernel, self.dtype, config
 
 
 def key_of(kernel: str, problem: Problem) -> Key:
@@ -99,17 +100,11 @@ class Entry:
         return self.ms < (1 - MIN_GAIN) * self.default_ms
 
 
-@dataclass(frozen=True)
-class Rejection:
-    """Why a candidate cannot win."""
-
-    reason: str
-    for_all_shapes: bool
-    """Whether it is excluded for all problems; False if it only ran out of memory for this one."""
-
-
 Entries = Mapping[Key, Entry]
-Rejections = Mapping[tuple[Key, Candidate], Rejection]
+Rejected = tuple[str, str, Candidate]
+"""Kernel, dtype and a candidate that cannot win."""
+Rejections = Mapping[Rejected, str]
+"""With the reasons."""
 
 
 @dataclass(frozen=True)
@@ -166,25 +161,19 @@ class Table:
     def updated_with(self, other: "Table") -> "Table":
         """Return a table with the contents of both; `other` replaces entries and versions.
 
-        Candidates that are rejected for all shapes lose their entries.  Rejections of other kernels
-        or compilers than those of `other` are dropped.
+        Rejected candidates lose their entries.  Rejections of other kernels or compilers than those
+        of `other` are dropped.
         """
-        held = self.rejected if self.has_build_of(other) else {}
-        rejected = _united((held, other.rejected))
+        rejected = {**(self.rejected if self.has_build_of(other) else {}), **other.rejected}
         both = dataclasses.replace(other, entries={**self.entries, **other.entries})
         return dataclasses.replace(both.without_rejected(rejected), rejected=rejected)
 
     def without_rejected(self, rejected: Rejections) -> "Table":
-        """Return the table without the entries of candidates that are rejected for all shapes."""
-        excluded = {
-            (key.kernel, key.dtype, config)
-            for (key, config), rejection in rejected.items()
-            if rejection.for_all_shapes
-        }
+        """Return the table without the entries of rejected candidates."""
         entries = {
             key: entry
             for key, entry in self.entries.items()
-            if (key.kernel, key.dtype, entry.config) not in excluded
+            if key.rejects(entry.config) not in rejected
         }
         return dataclasses.replace(self, entries=entries)
 
@@ -198,7 +187,7 @@ def bucket(tokens: int) -> int:
 def merge(tables: Mapping[str, Table]) -> Table:
     """Merge tables, by name, of one kind of GPU, kernel sources and compiler, in any order.
 
-    All rejections are kept, and no entry of a candidate that one of them rejects for all shapes.
+    All rejections are kept, and no entry of a candidate that one of them rejects.
     Of two entries for a key the one of these kernel sources wins, then the verified one, then the
     faster one.
 
@@ -217,20 +206,11 @@ def merge(tables: Mapping[str, Table]) -> Table:
     def rank(entry: Entry) -> tuple[bool, bool, float, str]:
         return entry.kernels != first.versions["kernels"], not entry.verified, entry.ms, repr(entry)
 
-    rejected = _united(table.rejected for table in tables.values())
+    every = (pair for table in tables.values() for pair in table.rejected.items())
+    rejected = dict(sorted(every, key=repr))
     entries: dict[Key, Entry] = {}
     for table in tables.values():
         for key, entry in table.without_rejected(rejected).entries.items():
             entries[key] = min(entry, entries.get(key, entry), key=rank)
     common = set.intersection(*(set(table.versions.items()) for table in tables.values()))
     return Table(first.gpu, dict(sorted(common)), entries, rejected)
-
-
-def _united(rejections: Iterable[Rejections]) -> Rejections:
-    """Unite rejections; one for all shapes outweighs one for a single problem."""
-    united: dict[tuple[Key, Candidate], Rejection] = {}
-    for some in rejections:
-        for rejected, new in some.items():
-            old = united.get(rejected, new)
-            united[rejected] = max(old, new, key=lambda each: (each.for_all_shapes, each.reason))
-    return united

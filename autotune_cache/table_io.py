@@ -12,11 +12,10 @@ from typing import Any
 from cutefce.autotune_cache.table import (
     BUILD,
     TUNED,
-    WINDOW,
     Candidate,
     Entry,
     Key,
-    Rejection,
+    Rejected,
     Table,
 )
 from cutefce.cute_kernels import cache_files
@@ -26,8 +25,6 @@ from cutefce.cute_kernels.config import GemmConfig
 from cutefce.cute_kernels.gpu import Gpu
 
 SCHEMA = 3
-KERNELS = *TUNED, WINDOW
-"""Names of what entries may be of."""
 MIN_MS, MAX_MS = 1e-6, 1e9
 """Times that an entry may have."""
 LOCK_SECONDS = 60
@@ -88,15 +85,17 @@ def _ms(item: dict[str, Any], name: str) -> float:
 
 
 def _key(arch: Arch, item: dict[str, Any]) -> Key:
-    kernel, dtype = _text(item, "kernel", KERNELS), _text(item, "dtype", arch.dtypes)
-    return Key(kernel, dtype, *(_integer(item, name) for name in ("hidden", "vocab", "tokens")))
+    sizes = (_integer(item, name) for name in ("hidden", "vocab", "tokens"))
+    return Key(*_kernel(arch, item), *sizes)
+
+
+def _kernel(arch: Arch, item: dict[str, Any]) -> tuple[str, str]:
+    return _text(item, "kernel", TUNED), _text(item, "dtype", arch.dtypes)
 
 
 def _candidate(arch: Arch, item: dict[str, Any]) -> Candidate:
     if item["config"] is None and item["kernel"] == "grad_hidden":
         return None
-    if item["kernel"] == WINDOW:
-        return _integer(item, "config")
     config = GemmConfig(**item["config"])
     arch.check(config)
     if config.swaps and item["kernel"] != "project_exp":
@@ -117,9 +116,8 @@ def _entry(arch: Arch, item: dict[str, Any]) -> tuple[Key, Entry]:
     return _key(arch, item), entry
 
 
-def _rejection(arch: Arch, item: dict[str, Any]) -> tuple[tuple[Key, Candidate], Rejection]:
-    rejection = Rejection(_text(item, "reason"), item["for_all_shapes"] is True)
-    return (_key(arch, item), _candidate(arch, item)), rejection
+def _rejection(arch: Arch, item: dict[str, Any]) -> tuple[Rejected, str]:
+    return (*_kernel(arch, item), _candidate(arch, item)), _text(item, "reason")
 
 
 def write(path: Path, table: Table) -> None:
@@ -165,12 +163,13 @@ def to_json(table: Table) -> str:
         for key, entry in sorted(table.entries.items(), key=lambda pair: pair[0])
     )
     rejected = (
-        dataclasses.asdict(key)
-        | {"config": dataclasses.asdict(config) if isinstance(config, GemmConfig) else config}
-        | dataclasses.asdict(rejection)
-        for (key, config), rejection in sorted(
-            table.rejected.items(), key=lambda pair: (pair[0][0], repr(pair[0][1]))
-        )
+        {
+            "kernel": kernel,
+            "dtype": dtype,
+            "config": None if config is None else dataclasses.asdict(config),
+            "reason": reason,
+        }
+        for (kernel, dtype, config), reason in sorted(table.rejected.items(), key=repr)
     )
     header = {
         "schema": SCHEMA,

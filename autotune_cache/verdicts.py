@@ -123,10 +123,7 @@ def _current(table: Table, dtype: str) -> set[tuple[str, GemmConfig]]:
     return {
         (key.kernel, entry.config)
         for key, entry in table.entries.items()
-        if key.dtype == dtype
-        and entry.verified
-        and _is_current(entry)
-        and isinstance(entry.config, GemmConfig)
+        if key.dtype == dtype and entry.verified and _is_current(entry) and entry.config is not None
     }
 
 

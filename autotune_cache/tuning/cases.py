@@ -1,7 +1,6 @@
 """Inputs of checks, and the comparison of what kernels and the portable path make of them.
 
-A kernel is compared on small problems with float64 results of the CPU.  A candidate of the tuner is
-also compared on the problem that it is tuned for, with results of the portable path.
+A kernel is compared on small problems with float64 results of the portable path on the CPU.
 """
 
 import dataclasses
@@ -127,16 +126,13 @@ Outputs = Mapping[str, CheckedOutput]
 """Outputs by name."""
 
 
-def compare(got: Outputs, expected: Outputs, roundings: int, where: str) -> None:
-    """Raise MismatchError where outputs differ by more than rounding explains.
-
-    `roundings` is 1 if the expected outputs are exact, 2 if they are rounded as `got` is.
-    """
+def compare(got: Outputs, expected: Outputs, where: str) -> None:
+    """Raise MismatchError where outputs differ from exact ones by more than rounding explains."""
     for name, output in got.items():
         dtype = output.values.dtype
         is_narrow = dtype.itemsize == 2
         unit = torch.finfo(dtype).eps / 2 if is_narrow else SUM_ERROR
-        allowed = roundings * output.roundings * unit + (LOGIT_ERROR if is_narrow else 0)
+        allowed = output.roundings * unit + (LOGIT_ERROR if is_narrow else 0)
         error = _max_relative_error(output, expected[name])
         if not error <= allowed:
             raise MismatchError(f"{where}: {name} is off by {error:.2g}, allowed {allowed:.2g}")

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from cutefce.autotune_cache.table import Candidate
-from cutefce.autotune_cache.tuning.cases import Case, CheckedOutput, Outputs
+from cutefce.autotune_cache.tuning.cases import Case
 from cutefce.autotune_cache.tuning.outputs.steps import (
     Way,
-    forward_outputs,
     make_targets,
     prepared,
 )
@@ -28,8 +27,6 @@ MAX_LOGITS_BYTES = 8 << 30
 MAX_EXPS_BYTES = 16 << 30
 """Size of the exponentials above which only the first rows of a gradient are computed.  The fastest
 candidate depends on the length of the sums and on their number."""
-LONG_SUM_ROUNDINGS = 16
-"""Error of a float32 sum of 2**18 terms, in units of the error of short sums."""
 
 
 @dataclass(frozen=True)
@@ -60,10 +57,6 @@ class TuningTarget(abc.ABC):
         return self.runner.arch.search_space()
 
     @abc.abstractmethod
-    def outputs(self, case: Case, primitives: Primitives) -> Outputs:
-        """Return what the kernel computes of the problem that is tuned, by name."""
-
-    @abc.abstractmethod
     def call(self, case: Case, primitives: Primitives) -> Callable[[], object]:
         """Return the call whose time decides."""
 
@@ -82,9 +75,6 @@ class ProjectExpTarget(TuningTarget):
 
     def legal(self) -> Sequence[Candidate]:
         return *super().legal(), *self.runner.arch.swapped_search_space()
-
-    def outputs(self, case: Case, primitives: Primitives) -> Outputs:
-        return forward_outputs(case, primitives)
 
     def call(self, case: Case, primitives: Primitives) -> Callable[[], object]:
         inputs, plan, _ = prepared(case, primitives, Way(stored=1))
@@ -109,16 +99,6 @@ class ProjectExpTarget(TuningTarget):
 class GradientTarget(TuningTarget):
     """The GEMM of a gradient, on all exponentials or for the first rows of its result."""
 
-    def outputs(self, case: Case, primitives: Primitives) -> Outputs:
-        result, call = self.gemm(case, primitives)
-        call()
-        # a 16-bit result is rounded once; float32 sums lose bits in the tensor cores at every step
-        roundings = 1 if result.dtype.itemsize == 2 else LONG_SUM_ROUNDINGS
-        return {self.name: CheckedOutput(result, roundings, relative_to_row=True)}
-
-    def call(self, case: Case, primitives: Primitives) -> Callable[[], object]:
-        return self.gemm(case, primitives)[1]
-
     def cublas(self, case: Case) -> Callable[[], object]:
         a, b = self.operands(case)
         out = a.new_empty(len(a), b.shape[1])
@@ -127,10 +107,6 @@ class GradientTarget(TuningTarget):
     @abc.abstractmethod
     def operands(self, case: Case) -> tuple[Tensor, Tensor]:
         """Return random exponentials, (M, K) of the result's first rows, and the (K, D) other."""
-
-    @abc.abstractmethod
-    def gemm(self, case: Case, primitives: Primitives) -> tuple[Tensor, Callable[[], object]]:
-        """Return the result's buffer (M, D) and the call that fills it."""
 
 
 class GradHiddenTarget(GradientTarget):
@@ -145,11 +121,11 @@ class GradHiddenTarget(GradientTarget):
         p = case.problem
         return case.random(_affordable_rows(p.tokens, p.vocab, p.item_bytes), p.vocab), case.w
 
-    def gemm(self, case: Case, primitives: Primitives) -> tuple[Tensor, Callable[[], object]]:
+    def call(self, case: Case, primitives: Primitives) -> Callable[[], object]:
         exps, w = self.operands(case)
         sums = w.new_empty(len(exps), case.problem.hidden, dtype=torch.float32)
         add = primitives.gradients.add_grad_hidden
-        return sums, lambda: add(sums, exps, w, accumulate=False)
+        return lambda: add(sums, exps, w, accumulate=False)
 
 
 class GradWeightTarget(GradientTarget):
@@ -165,11 +141,11 @@ class GradWeightTarget(GradientTarget):
         rows = _affordable_rows(p.vocab, p.tokens, p.item_bytes)
         return case.random(p.tokens, rows).t(), case.h
 
-    def gemm(self, case: Case, primitives: Primitives) -> tuple[Tensor, Callable[[], object]]:
+    def call(self, case: Case, primitives: Primitives) -> Callable[[], object]:
         (exps, h), gradients, ones = self.operands(case), primitives.gradients, case.upstream
         target_grad = gradients.target_grad(h, ones, make_targets(case))
         out = h.new_empty(len(exps), case.problem.hidden)
-        return out, lambda: gradients.finish_dw(out, exps.t(), h, target_grad, 0, ones[0])
+        return lambda: gradients.finish_dw(out, exps.t(), h, target_grad, 0, ones[0])
 
 
 def _affordable_rows(rows: int, inner: int, item_bytes: int) -> int:

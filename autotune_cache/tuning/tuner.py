@@ -1,9 +1,10 @@
 """The tuner: times candidates in a subprocess and writes the winners to a table.
 
-Each candidate goes through one trial, under a time limit: it is compared with the portable path,
-then timed against the architecture's default.  The fastest one is timed again, with the default and
-cuBLAS, since the fastest of several timings is lucky.  Candidates that hang, crash, give wrong
-results or run out of memory are rejected with the reason.  Every result is written immediately.
+Each candidate goes through one trial, under a time limit: it is compared with the portable path on
+small problems, then timed against the architecture's default.  The fastest one is timed again, with
+the default and cuBLAS, since the fastest of several timings is lucky.  Candidates that hang, crash,
+give wrong results or run out of memory are rejected with the reason.  Every result is written
+immediately.
 """
 
 import dataclasses
@@ -21,7 +22,7 @@ from cutefce.autotune_cache.table import (
     Candidate,
     Entry,
     Key,
-    Rejection,
+    Rejections,
     Table,
     key_of,
 )
@@ -91,12 +92,12 @@ class Tuner:
     ) -> None:
         """Write to `path`; `header` names the GPU, `unusable` the kernels that did not compile."""
         self.path, self.header, self.process, self.unusable = path, header, process, unusable
-        self.rejected: dict[tuple[Key, Candidate], Rejection] = {}
+        self.rejected: Rejections = {}
         self.failures: dict[Candidate, str] = {}
 
     def tune(self, job: Job, advance: Callable[[], None]) -> Outcome:
         """Tune one problem; call `advance` after each candidate."""
-        self.rejected = dict(read_matching(self.path, self.header).rejected)
+        self.rejected = read_matching(self.path, self.header).rejected
         self.failures = {}
         try:
             entry = self._tune(job, advance)
@@ -142,26 +143,27 @@ class Tuner:
         try:
             return self.process.ask(trial, TRIAL_SECONDS)
         except WorkerError as error:
-            self._reject(job, candidate, Rejection(str(error), not error.is_out_of_memory))
+            if error.is_out_of_memory:  # another problem may need less
+                self.failures[candidate] = str(error)
+            else:
+                self._reject(job, candidate, str(error))
             return None
 
     def _is_rejected(self, job: Job, candidate: Candidate) -> bool:
-        for (key, config), rejection in self.rejected.items():
-            same = (key.kernel, key.dtype, config) == (job.key.kernel, job.key.dtype, candidate)
-            if same and (rejection.for_all_shapes or key == job.key):
-                self.failures[candidate] = rejection.reason
-                return True
+        reason = self.rejected.get(job.key.rejects(candidate))
+        if reason is not None:
+            self.failures[candidate] = reason
+            return True
         for kernel in job.kernels(candidate):
             if kernel in self.unusable:
-                reason = self.unusable[kernel]
-                self._reject(job, candidate, Rejection(reason, for_all_shapes=True))
+                self._reject(job, candidate, self.unusable[kernel])
                 return True
         return False
 
-    def _reject(self, job: Job, candidate: Candidate, rejection: Rejection) -> None:
-        self.failures[candidate] = rejection.reason
-        self.rejected[job.key, candidate] = rejection
-        found = {(job.key, candidate): rejection}
+    def _reject(self, job: Job, candidate: Candidate, reason: str) -> None:
+        self.failures[candidate] = reason
+        found = {job.key.rejects(candidate): reason}
+        self.rejected = {**self.rejected, **found}
         table_io.update(self.path, dataclasses.replace(self.header, rejected=found))
 
 

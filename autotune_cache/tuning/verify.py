@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from cutefce.autotune_cache import lookup, table_io, verdicts
-from cutefce.autotune_cache.table import DSL_PACKAGE, TUNED, Candidate, Rejection, Table
+from cutefce.autotune_cache.table import DSL_PACKAGE, TUNED, Candidate, Rejections, Table
 from cutefce.autotune_cache.tuning import tuner, worker
 from cutefce.autotune_cache.tuning.runner import Runner, with_tuned
 from cutefce.autotune_cache.verdicts import Verdict
@@ -73,7 +73,7 @@ def configurations(runner: Runner, dtype: str, tables: Sequence[Table]) -> list[
         (key.kernel, entry.config)
         for table in tables
         for key, entry in table.entries.items()
-        if key.kernel in TUNED and key.dtype == dtype and entry.config is not None
+        if key.dtype == dtype and entry.config is not None
     ]
     return [Check(runner, dtype, configs) for configs in every] + [
         Check(runner, dtype, with_tuned(base, *each), each[0])
@@ -265,13 +265,7 @@ def _compile(checks: Sequence[Check], advance: Callable[[str], None]) -> dict[Ch
 
 def _reject(gpu: Gpu, faults: Mapping[Check, str]) -> None:
     """Write rejections of tuned configurations into the user's table, with a warning for each."""
-    rejected = {
-        (key, entry.config): Rejection(fault, for_all_shapes=True)
-        for check, fault in faults.items()
-        for table in lookup.tables(gpu)
-        for key, entry in table.entries.items()
-        if (key.kernel, key.dtype, entry.config) == (check.kernel, check.dtype, check.candidate)
-    }
+    rejected = _rejections(faults)
     if rejected:
         header = dataclasses.replace(tuner.header_for(gpu), rejected=rejected)
         table_io.update(lookup.user_folder() / table_io.file_name(gpu), header)
@@ -303,24 +297,20 @@ def verify_table(table: Table, runner: Runner, advance: Callable[[str], None]) -
     verdict = _verdict(faults)
     if not verdict.passed:
         raise ValueError(verdict.reason)
-    wrong = {(each.kernel, each.dtype, each.candidate): fault for each, fault in faults.items()}
-    return _renewed(table, wrong)
-
-
-def _renewed(table: Table, faults: Mapping[tuple[str, str, Candidate], str]) -> Table:
-    """Return a table whose entries passed, but for those with `faults`."""
     build = lookup.current_build()
-    entries, rejected = {}, {}
-    for key, entry in table.entries.items():
-        fault = faults.get((key.kernel, key.dtype, entry.config))
-        if fault is None:
-            entries[key] = dataclasses.replace(
-                entry, verified=True, kernels=build["kernels"], dsl=build[DSL_PACKAGE]
-            )
-        else:
-            rejected[key, entry.config] = Rejection(fault, for_all_shapes=True)
-    header = dataclasses.replace(table, versions={**table.versions, **build}, rejected={})
-    return table.updated_with(dataclasses.replace(header, entries=entries, rejected=rejected))
+    kernels, dsl = build["kernels"], build[DSL_PACKAGE]
+    entries = {
+        key: dataclasses.replace(entry, verified=True, kernels=kernels, dsl=dsl)
+        for key, entry in table.entries.items()
+    }
+    versions, rejected = {**table.versions, **build}, _rejections(faults)
+    renewed = dataclasses.replace(table, versions=versions, entries=entries, rejected=rejected)
+    return renewed.without_rejected(rejected)
+
+
+def _rejections(faults: Mapping[Check, str]) -> Rejections:
+    """Return checks that failed as rejections of the configurations under test."""
+    return {(each.kernel, each.dtype, each.candidate): fault for each, fault in faults.items()}
 
 
 def run_checks(

@@ -10,7 +10,7 @@ import torch
 from cutefce.autotune_cache.table import Candidate
 from cutefce.autotune_cache.tuning import timing
 from cutefce.autotune_cache.tuning.cases import SMALL_PROBLEMS, Case, Outputs, compare, full_case
-from cutefce.autotune_cache.tuning.runner import Runner, portable
+from cutefce.autotune_cache.tuning.runner import Runner
 from cutefce.autotune_cache.tuning.targets import TuningTarget
 from cutefce.cute_kernels import process_cache
 from cutefce.cute_kernels.config import KernelConfigs
@@ -64,7 +64,7 @@ def check_small(
     """Raise MismatchError if kernels of `configs` are wrong on a small problem."""
     for name in SMALL_PROBLEMS:
         case, expected = _small_case(runner, name, dtype, parts)
-        compare(runner.outputs(case, configs, parts), expected, 1, name)
+        compare(runner.outputs(case, configs, parts), expected, name)
 
 
 @process_cache.process_cache
@@ -76,9 +76,9 @@ def _small_case(
 
 
 def prepare_problem(target: TuningTarget, problem: Problem) -> None:
-    """Make inputs and expected outputs of the small problems and of `problem`."""
+    """Make inputs and expected outputs of the small problems, and inputs of `problem`."""
     prepare(target.runner, problem.dtype, PARTS)
-    _full_case(target, problem)
+    _full_case(target.runner, problem)
 
 
 def trial(
@@ -88,14 +88,13 @@ def trial(
 
     The last one is what the others are compared with.
     """
-    case, _ = _full_case(target, problem)
+    case = _full_case(target.runner, problem)
     calls: dict[Entrant, timing.Call] = {}
     for entrant in entrants:
         if entrant == CUBLAS:
             calls[entrant] = target.cublas(case)
         else:
             check_small(target.runner, problem.dtype, target.configs(entrant))
-            _check_problem(target, problem, entrant)
             primitives = target.runner.primitives(problem, target.configs(entrant))
             calls[entrant] = target.call(case, primitives)
     for _ in range(2):  # the first round loads kernels
@@ -113,25 +112,16 @@ def trial(
     }
 
 
-@process_cache.process_cache
-def _check_problem(target: TuningTarget, problem: Problem, candidate: Candidate) -> None:
-    """Raise MismatchError if `candidate` is wrong on `problem`."""
-    case, expected = _full_case(target, problem)
-    primitives = target.runner.primitives(problem, target.configs(candidate))
-    compare(target.outputs(case, primitives), expected, 2, "the problem itself")
-
-
-def _full_case(target: TuningTarget, problem: Problem) -> tuple[Case, Outputs]:
-    """Return random inputs of `problem`, with outputs of the portable path.
+def _full_case(runner: Runner, problem: Problem) -> Case:
+    """Return random inputs of `problem`.
 
     Frees those of the previous problem first: they may take half of the memory.
     """
-    if (target, problem) not in _held:
+    if problem not in _held:
         _held.clear()
-        case = full_case(problem, target.runner.device)
-        _held[target, problem] = case, target.outputs(case, portable(problem))
-    return _held[target, problem]
+        _held[problem] = full_case(problem, runner.device)
+    return _held[problem]
 
 
-_held: dict[tuple[TuningTarget, Problem], tuple[Case, Outputs]] = {}
+_held: dict[Problem, Case] = {}
 process_cache.on_reset(_held.clear)

@@ -44,7 +44,7 @@ class Row:
     hidden: int
     vocab: int
     kernels: str
-    """Kernels for which the table has another configuration; "window" for another width."""
+    """Kernels for which the table has another configuration."""
     forward_to_default: float | None = None
     """Time with the table over time with the defaults; None where nothing differs."""
     step_to_default: float | None = None
@@ -74,14 +74,6 @@ def run(shape: Shape, repeats: int) -> list[Row]:
     tuned = lookup.kernel_configs(problem, gpu)
     names = [field.name for field in dataclasses.fields(KernelConfigs)]
     differ = [name for name in names if getattr(default, name) != getattr(tuned, name)]
-    width, won = (
-        _smallest_plan(problem, configs).layout.window
-        for configs in (
-            defaults.window_configs(problem),
-            lookup.window_configs(problem, gpu),
-        )
-    )
-    differ += ["window"] * (width != won)
     row = Row(shape.tokens, shape.hidden, shape.vocab, ", ".join(differ))
     if not differ:
         return [row]
@@ -90,8 +82,9 @@ def run(shape: Shape, repeats: int) -> list[Row]:
         "GEMMs": plain_gemms(h, w, y),
     }
     case = Case(problem, h, w, y, torch.ones_like(y, dtype=torch.float32))
-    for name, configs, window in (("default", default, width), ("tuned", tuned, won)):
-        tiles = defaults.with_window(defaults.widest_window(problem), window)
+    width = _smallest_plan(problem, defaults.window_configs(problem)).layout.window
+    tiles = defaults.with_window(defaults.widest_window(problem), width)
+    for name, configs in (("default", default), ("tuned", tuned)):
         kernels = kernel_set(gpu.arch, shape.dtype, configs)
         primitives = kernel_primitives(tiles, kernels, gpu.num_sms)
         calls[f"{name} forward"] = functools.partial(_forward, case, primitives)

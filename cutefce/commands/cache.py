@@ -28,8 +28,9 @@ def show(files: tuple[Path, ...]) -> None:
     if not paths:
         click.echo(f"no tables in {lookup.user_folder()}")
         return
-    columns = "device", "kernel", "dtype", "NxDxV"
-    winners = Table(*columns, "config", "ms", "default ms", "verified", title="winners")
+    columns = "device", "kernel", "dtype"
+    timed = "NxDxV", "config", "ms", "default ms", "verified"
+    winners = Table(*columns, *timed, title="winners")
     rejected = Table(*columns, "config", "reason", title="rejected")
     unusable = []
     for path in paths:
@@ -40,16 +41,18 @@ def show(files: tuple[Path, ...]) -> None:
             continue
         for key, entry in tuned.entries.items():
             winners.add_row(
-                *_problem_cells(tuned, key),
+                printable(tuned.gpu.name),
+                key.kernel,
+                key.dtype,
+                f"{key.tokens}x{key.hidden}x{key.vocab}",
                 describe(entry.config),
                 f"{entry.ms:.3f}",
                 f"{entry.default_ms:.3f}",
                 _verified(entry),
             )
-        for (key, config), rejection in tuned.rejected.items():
-            rejected.add_row(
-                *_problem_cells(tuned, key), describe(config), printable(rejection.reason)
-            )
+        for (kernel, dtype, config), reason in tuned.rejected.items():
+            name = printable(tuned.gpu.name)
+            rejected.add_row(name, kernel, dtype, describe(config), printable(reason))
     console = make_console()
     console.print(winners)
     if rejected.rows:
@@ -68,11 +71,6 @@ def _verified(entry: table.Entry) -> str:
     if not entry.verified:
         return "no"
     return "yes" if entry.kernels == jit_cache.source_fingerprint() else "other kernels"
-
-
-def _problem_cells(tuned: table.Table, key: table.Key) -> tuple[str, ...]:
-    sizes = f"{key.tokens}x{key.hidden}x{key.vocab}"
-    return printable(tuned.gpu.name), key.kernel, key.dtype, sizes
 
 
 @cache.command()

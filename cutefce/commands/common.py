@@ -11,7 +11,6 @@ from cutefce.autotune_cache import table_io, verdicts
 from cutefce.autotune_cache.table import Candidate, Table
 from cutefce.autotune_cache.tuning.shapes import Sizes, parse
 from cutefce.cute_kernels.arch import ARCHS, arch_for
-from cutefce.cute_kernels.config import GemmConfig
 from cutefce.cute_kernels.gpu import Gpu
 from cutefce.ops.primitives.dispatch import gpu_of
 
@@ -81,8 +80,4 @@ def require_passed(verdict: verdicts.Verdict, gpu: Gpu, dtype: str) -> None:
 
 def describe(candidate: Candidate) -> str:
     """Return a short description of a candidate for the columns of a table."""
-    if candidate is None:
-        return "cuBLAS"
-    if isinstance(candidate, GemmConfig):
-        return f"{candidate}, raster group {candidate.raster_group}"
-    return f"{candidate} columns"
+    return "cuBLAS" if candidate is None else f"{candidate}, raster group {candidate.raster_group}"

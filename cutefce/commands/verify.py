@@ -60,8 +60,8 @@ def _verify_table(path: Path, on: runner.Runner) -> None:
         raise click.ClickException(f"{path} was not changed: {error}") from error
     removed = len(table.entries) - len(renewed.entries)
     click.echo(f"{path}: {len(renewed.entries)} entries passed, {removed} were rejected")
-    for (key, config), rejection in renewed.rejected.items():
-        click.echo(f"rejected: {key.kernel}, {key.dtype}, {config}: {printable(rejection.reason)}")
+    for (kernel, dtype, config), reason in renewed.rejected.items():
+        click.echo(f"rejected: {kernel}, {dtype}, {config}: {printable(reason)}")
 
 
 def _unless_changed(path: Path, before: Table, renewed: Table) -> Table:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cutefce.autotune_cache.defaults import window_configs
 from cutefce.cute_kernels.problem import Problem as Operands
 from cutefce.cute_kernels.problem import can_keep
 from cutefce.cute_kernels.process_cache import MAX_ENTRIES, on_reset, process_cache
@@ -22,7 +23,6 @@ from cutefce.ops.primitives.dispatch import (
     problem_of,
     triton_serves,
     try_compiler,
-    window_configs_for,
 )
 from cutefce.ops.primitives.portable_projection import is_dense
 from cutefce.ops.primitives.row_selection import has_aligned_rows
@@ -237,7 +237,7 @@ def _plan(x: Request, device: torch.device, budget: int, like: Layout | None = N
 
 def backend_of(x: Request, device: torch.device) -> PrimitivesBackend:
     """Return what the primitives that serve a request need of memory."""
-    configs = window_configs_for(x.operands, device)
+    configs = window_configs(x.operands)
     widths = tuple(config.window for config in configs)
     backend = SamplingBackend if x.problem.samples else PrimitivesBackend
     return backend(x.operands, configs[0], widths, x.copies, device)

@@ -118,13 +118,6 @@ def problem_of(
     )
 
 
-def window_configs_for(problem: Problem, device: torch.device) -> tuple[WindowConfig, ...]:
-    """Return the windows that a plan chooses from; those of `meta` are not tuned."""
-    if problem.arch is None or device.type == "meta":
-        return defaults.window_configs(problem)
-    return lookup.window_configs(problem, gpu_of(device))
-
-
 def primitives_for(
     h: Tensor,
     w: Tensor,

@@ -6,7 +6,7 @@ selection.  They accumulate in the dtype of sums; the targets' part of dW is add
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -39,18 +39,11 @@ from cutefce.ops.rows.statistics import RowStats
 from cutefce.ops.rows.target_rows import TargetRows
 from cutefce.ops.rows.targets import Targets
 
-if TYPE_CHECKING:
-    from cutefce.ops.sampling.sampled_exps import SampledExps
-
-
 TargetGrad: TypeAlias = Any
 
 
 class PortableGradients:
-    """The steps of the backward; `TargetGrad` is the targets' part of dW in the form of one class.
-
-    On a CPU, `add_grad_hidden`, `finish_dw` and `keep_dw` without `low` take `SampledExps`, too.
-    """
+    """The steps of the backward; `TargetGrad` is the targets' part of dW in one class' form."""
 
     lists_targets = False
     """Whether a `target_grad` of all tokens takes little memory: lists of the tokens of each class,
@@ -289,11 +282,9 @@ def scale_by_log(exps: Tensor, a: Tensor, b: Tensor) -> None:
     apply_rowwise(scale_by_log_, exps, a, b)
 
 
-def matmul_into(out: Tensor, a: "Tensor | SampledExps", b: Tensor, *, accumulate: bool) -> None:
+def matmul_into(out: Tensor, a: Tensor, b: Tensor, *, accumulate: bool) -> None:
     """`out = a @ b`, or `out += a @ b` if `accumulate`; sums have the dtype of `out`."""
-    if not isinstance(a, Tensor):
-        a.multiply_into(out if accumulate else out.zero_(), b)
-    elif a.dtype == out.dtype:
+    if a.dtype == out.dtype:
         torch.addmm(out, a, b, beta=int(accumulate), out=out)
     elif not a.is_cuda:
         _matmul_upcast(out if accumulate else out.zero_(), a, b)

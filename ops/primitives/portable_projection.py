@@ -86,11 +86,6 @@ class PartialSums:
 
 Partials: TypeAlias = Any
 
-Take = Callable[[slice, int, Tensor, Tensor], None]
-"""Takes some rows of exponentials (R, P, C) from a column on, and their references (R, P).
-
-It may overwrite them."""
-
 
 class PortableProjection(SoftTargetSteps):
     """The steps of the forward; `Partials` are row sums in the form of one class of steps."""
@@ -164,16 +159,6 @@ class PortableProjection(SoftTargetSteps):
             done = (middle - first) // block
             rest = partial.columns(slice(done, count))
             self._project_tiles(h, w, (middle, last), reference, targets, None, rest)
-        return partial
-
-    def project_tiles(
-        self, h: Tensor, w: Tensor, reference: Tensor, targets: Targets, take: Take
-    ) -> Partials:
-        """Do what `project_exp` does of all columns; `take` gets their tiles, row by row."""
-        vocab, width = w.shape[0], self.tiles.columns(h.shape[0])
-        partial = PartialSums.empty(reference, ceil_div(vocab, self.tiles.reference_block), targets)
-        exps = reference.new_empty(min(h.shape[0], self.tiles.tile_rows), width)
-        self._project_tiles(h, w, (0, vocab), reference, targets, exps, partial, take)
         return partial
 
     def concat_partials(self, partials: Sequence[Partials]) -> Partials:
@@ -271,9 +256,8 @@ class PortableProjection(SoftTargetSteps):
         targets: Targets,
         exps: Tensor | None,
         out: PartialSums | None,
-        take: Take | None = None,
     ) -> None:
-        """Compute tiles; with `take`, each has the place of the one before in `exps`."""
+        """Compute tiles."""
         (first, last), tokens, block = window, h.shape[0], self.tiles.reference_block
         width = self.tiles.columns(tokens)
         run = fused(exponentials) if can_fuse(h) else exponentials_
@@ -288,8 +272,8 @@ class PortableProjection(SoftTargetSteps):
                 parts = slice(tile.start // block, ceil_div(tile.stop, block))
                 columns = slice(parts.start * block, parts.stop * block)
                 here = slice(rows.stop - rows.start), slice(columns.stop - columns.start)
-                copy = None if exps is None else exps[here if take else (rows, columns)]
-                tile_exps, logits = copy, scratch[here]
+                copy = None if exps is None else exps[rows, columns]
+                logits = scratch[here]
                 if in_place and copy is not None:
                     logits, copy = copy, None
                 entries = w[first + tile.start : first + tile.stop]
@@ -311,9 +295,6 @@ class PortableProjection(SoftTargetSteps):
                     None if part is None else part.of_all,
                     None if part is None else part.largest,
                 )
-                if take is not None and part is not None and tile_exps is not None:
-                    own = rows, first + tile.start, tile_exps.unflatten(1, (-1, block))
-                    take(*own, part.references)
 
 
 def dense(x: Tensor) -> Tensor:

@@ -11,7 +11,6 @@ from torch import Tensor
 from cutefce.ops.primitives.portable_projection import (
     PartialSums,
     PortableProjection,
-    Take,
 )
 from cutefce.ops.primitives.row_selection import with_aligned_rows
 from cutefce.ops.rows.statistics import RowStats
@@ -33,9 +32,7 @@ class TritonProjection(PortableProjection):
         targets: Targets,
         exps: Tensor | None,
         out: PartialSums | None,
-        take: Take | None = None,
     ) -> None:
-        assert take is None, "plans of sampled gradients, which take tiles, are without Triton"
         from cutefce.ops.primitives import triton_kernels as kernels
 
         more: dict[str, Any] = {} if out is None else vars(out)

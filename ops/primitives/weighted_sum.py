@@ -8,7 +8,6 @@ dtype, which hold the 24 bits of a float32, and one GEMM with float32 sums multi
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -20,9 +19,6 @@ from cutefce.ops.primitives.elementwise import add_soft_rows_, can_fuse, fused, 
 from cutefce.ops.primitives.portable_gradients import matmul_into, scale_rows
 from cutefce.ops.rows.blocks import blocks, row_blocks
 from cutefce.ops.rows.targets import Targets
-
-if TYPE_CHECKING:
-    from cutefce.ops.sampling.sampled_exps import SampledExps
 
 TERMS = 3
 """Numbers that a factor is split into."""
@@ -70,15 +66,13 @@ class RowFactors:
         """Return those of the plain sum of the rows of x (M, K)."""
         return RowFactors(x.new_ones(1, len(x)), None)
 
-    def sum(self, x: "Tensor | SampledExps") -> Tensor:
+    def sum(self, x: Tensor) -> Tensor:
         """Return Σ_i factor_i x_i (K,) in the dtype of sums, of x (M, K) with rows of any pitch.
 
         The result is deterministic.  Errors are relative to the largest factor.  A row that is not
         finite spreads, even if its factor is 0; a factor that is not finite makes the sum NaN or
         infinite.
         """
-        if not isinstance(x, Tensor):
-            return x.weighted_sum(self.terms[0])
         dtype = sum_dtype(x.dtype)
         if not x.numel():
             return x.new_zeros(x.shape[1], dtype=dtype)

@@ -5,9 +5,8 @@ The loss is exact.  With p̂_iv = exp(u_iv - l̂_i), l̂ an estimate of lse, and
 place of e_iv in the gradients.  Its expectation is e_iv, whatever the estimate; where l̂ is lse, a
 token expects to keep 1/θ entries or fewer.  The target's part is exact.
 
-Kernels put lse in the place of an estimate below it; without kernels, tokens whose estimate is far
-too low are done exactly, see `sample_sizes.py`.  Either depends on the estimate and the logits, not
-on what was kept, so that expectations stay as they are.
+lse takes the place of an estimate below it.  That depends on the estimate and the logits, not on
+what was kept, so that expectations stay as they are.
 
 samples.py       how entries are chosen
 sample_sizes.py  entries that a token may keep, columns that its lse is estimated of
@@ -20,5 +19,4 @@ estimates.py     steps of the logits that log-sum-exps are estimated of
 portable.py      the other steps in plain torch
 kernels.py       the other steps on the kernels
 estimate_classes.py  the classes that log-sum-exps are estimated of
-sampled_exps.py  exponentials of which few are not 0
 """

@@ -1,12 +1,11 @@
 """From a problem with sampled gradients to its program."""
 
 from collections.abc import Sequence
-from math import sqrt
 
 from cutefce.cute_kernels.problem import Problem as Operands
 from cutefce.ops.planning.step_memory import added_rows
 from cutefce.ops.program.backend import Backend
-from cutefce.ops.program.layout import Layout, Window
+from cutefce.ops.program.layout import Layout, Window, even_windows
 from cutefce.ops.program.lower import Lowering
 from cutefce.ops.program.problem import Problem
 from cutefce.ops.program.steps import Home, Program, Range
@@ -26,30 +25,15 @@ def lower(p: Problem, x: Layout, backend: Backend, of: Operands) -> Program:
     return lowering(p, x, backend, of).lowered()
 
 
-def entries_of(p: Problem, columns: int) -> int:
-    """Return how many entries of some columns are expected in plain torch, of a flat softmax."""
-    each = min(p.samples, p.vocab) + p.soft
-    return min(p.tokens * each * columns // max(p.vocab, 1), p.tokens * most_entries(p))
-
-
-def most_entries(p: Problem) -> int:
-    """Return the entries that the token with most of them is expected to have."""
-    return p.soft + min(slots(p.samples, p.vocab), int(p.samples + 3 * sqrt(p.samples)))
-
-
-def are_matrices(of: Operands) -> bool:
-    """Whether entries are put into whole matrices: without kernels, nobody waits for a GPU."""
-    return of.arch is None and of.device != "cpu"
-
-
 class _SampledLowering(Lowering):
-    """A forward that chooses entries while it sums all columns; it stores no exponentials."""
+    """A forward that estimates log-sum-exps; it stores no exponentials."""
 
     def __init__(self, p: Problem, x: Layout, backend: Backend, of: Operands) -> None:
         super().__init__(p, x, backend, brief=False)
+        # the same ones whatever is trained
+        cut = even_windows(0, p.vocab, x.window, backend.block)
+        self.windows = [Window(columns, False) for columns in cut]
         self.of = of
-        self.chosen: tuple[str, ...] = ()
-        """Names of what a backward is left."""
 
     def step(
         self,
@@ -65,14 +49,6 @@ class _SampledLowering(Lowering):
     def outside(self, name: str, rows: int, columns: int, item: int) -> str:
         """Name a tensor that a step allocates."""
         return self.buffer(name, rows, columns, item, Home.OUTSIDE)
-
-    def sample(self, rows: Range, states: Sequence[str]) -> None:
-        """Emit the row sums of all columns, the entries, and the statistics."""
-        self.estimate(states)
-        partial, columns = self.sums_of(Window((0, self.p.vocab), False), rows), (0, self.p.vocab)
-        reads = (*states, "logits", "estimate")
-        self.step(SampleKind.SAMPLE, reads, (partial, *self.chosen), columns)
-        self.reduce(rows, [partial])
 
     def estimate(self, states: Sequence[str]) -> None:
         """Emit the estimates of log-sum-exps."""
@@ -96,67 +72,46 @@ class _SampledLowering(Lowering):
 
 
 class _PortableLowering(_SampledLowering):
-    """Plain torch: a window of columns after the other.
-
-    Rows begin with room for the terms of other target classes, and end with room for what is not
-    kept.
-    """
+    """Plain torch: the program of exact gradients, whose exponentials few entries replace."""
 
     def statistics(self, rows: Range, states: Sequence[str], stored: Sequence[Window]) -> None:
-        p = self.p
-        width = p.soft + slots(p.samples, p.vocab) + 1
-        self.chosen = (
-            self.buffer("columns", p.tokens, width * WORD, 1),
-            self.buffer("values", p.tokens, width, p.sums),
-            self.buffer("counts", 1, p.tokens * WORD, 1),
-            self.buffer("exact", 1, p.tokens, 1),
+        self.estimate(states)
+        super().statistics(rows, states, stored)
+        tokens = self.p.tokens
+        kept = (
+            self.buffer("deciding", 1, tokens, self.p.sums),
+            self.buffer("hashes", 1, tokens * WORD, 1),
         )
-        self.sample(rows, states)
-        reads = ("values", "estimate", self.stats())
-        self.step(SampleKind.FINISH_ENTRIES, reads, ("values",))
+        self.step(SampleKind.DECIDE, ("estimate", self.stats()), kept)
 
-    def gradients(self) -> None:
-        p, kind = self.p, SampleKind
-        (factors,) = self.factors(self.every, "factors")
-        if p.soft:
-            self.step(kind.PUT_TERMS, (factors,), ("columns", "values"))
-        scaled = tuple[str, ...]()
-        if p.grad_weight:
-            self.list_targets((), factors)
-            # nothing else is in the memory of dX until its sums are finished
-            home = Home.DX if p.grad_hidden and not self.sums_in_dx else None
-            scaled = self.gather("scaled", self.every, (factors,), home)
-        for first in range(0, p.vocab, self.x.window):
-            last = min(first + self.x.window, p.vocab)
-            size = entries_of(p, last - first) * (3 * INDEX + p.sums)
-            if are_matrices(self.of):
-                size = p.tokens * (last - first) * p.item
-            found, columns = self.outside(f"entries of {first}", 1, size, 1), (first, last)
-            self.step(kind.LIST, (*self.chosen, factors), (found,), columns)
-            rows = [*self.rows_of_dw(first, last)]
-            if p.grad_bias:
-                rows.append(self.buffer("sums of bias", 1, p.vocab, p.sums))
-            if p.grad_hidden:
-                flags = {"adds": first > 0, "final": not rows}
-                self.step(kind.SPARSE_HIDDEN, (found,), self.hidden_sums(), columns, **flags)
-            if rows:
-                listed = ("listed",) if p.grad_weight else ()
-                reads = (found, factors, *scaled, *listed)
-                self.step(kind.SPARSE_WEIGHT, reads, rows, columns)
-        if p.grad_hidden:
-            self.finish_hidden(factors, self.hidden_sums())
-        if p.grad_bias:
-            self.finish_bias()
+    def project_again(
+        self, rows: Range, n: Window, states: Sequence[str], reference: str, *, far: bool = False
+    ) -> str:
+        exps = self.exps(n, rows)
+        self.step(
+            SampleKind.PROJECT_SAMPLES,
+            (*states, reference, "deciding", "hashes"),
+            (exps,),
+            n.columns,
+        )
+        return exps
 
 
 class _KernelLowering(_SampledLowering):
-    """Kernels: all tokens and classes at a time."""
+    """Kernels: all tokens and classes at a time, of which row sums choose entries."""
+
+    chosen: tuple[str, ...]
+    """Names of what a backward is left."""
 
     def statistics(self, rows: Range, states: Sequence[str], stored: Sequence[Window]) -> None:
         p, kind = self.p, SampleKind
         entries = self.buffer("entries", p.tokens, slots(p.samples, p.vocab) * INDEX, 1)
         self.chosen = entries, self.buffer("drawn", 3, p.tokens, WORD)
-        self.sample(rows, states)
+        self.estimate(states)
+        partial = self.sums_of(Window((0, p.vocab), False), rows)
+        reads = (*states, "logits", "estimate")
+        self.step(kind.SAMPLE, reads, (partial, *self.chosen), (0, p.vocab))
+        self.reduce(rows, [partial])
         again = self.buffer("again", p.tokens, p.hidden, p.item)
         reads = (*states, self.stats(), *self.chosen)
         self.step(kind.SAMPLE_AGAIN, reads, (again, *self.chosen))

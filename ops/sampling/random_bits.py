@@ -3,8 +3,8 @@
 With all arithmetic modulo 2^32, and a seed of two words,
 
     fmix(x)   x ^= x >> 16;  x *= 0x7FEB352D;  x ^= x >> 15;  x *= 0x846CA68B;  x ^= x >> 16
-    state     fmix(seed_0 ^ (row * 0x9E3779B1))                    once a row
-    bits      fmix(state ^ (column * 0x85EBCA77) ^ seed_1)         once a logit
+    state     fmix(seed_0 ^ (row * 0x9E3779B1)) ^ seed_1           once a row
+    bits      fmix(state ^ (column * 0x85EBCA77))                  once a logit
 
 Entry (row, column) is kept if bits < ⌊q 2^32⌋, and always if q ≥ 1.  So probabilities are multiples
 of 2^-32, and a class with q < 2^-32 is never kept: what is lost of a token's softmax is less than
@@ -25,13 +25,13 @@ from cutefce.cute_kernels.spec.sampling import (
 
 def row_states(seed: Tensor, rows: Tensor) -> Tensor:
     """Return the hash states (N,) int32 of token numbers `rows` (N,)."""
-    return _mix_((rows.to(torch.int32) * _signed(ROW_FACTOR)).bitwise_xor_(seed[0]))
+    states = _mix_((rows.to(torch.int32) * _signed(ROW_FACTOR)).bitwise_xor_(seed[0]))
+    return states.bitwise_xor_(seed[1])
 
 
-def random_bits(states: Tensor, columns: Tensor, seed: Tensor) -> Tensor:
+def random_bits(states: Tensor, columns: Tensor) -> Tensor:
     """Return the bits (R, C) int32 of rows' `states` (R,) and of global ids `columns` (C,)."""
-    keys = (columns.to(torch.int32) * _signed(COLUMN_FACTOR)).bitwise_xor_(seed[1])
-    return _mix_(states[:, None] ^ keys)
+    return _mix_(states[:, None] ^ (columns.to(torch.int32) * _signed(COLUMN_FACTOR)))
 
 
 def strata_draws(seed: Tensor, count: int, total: int) -> Tensor:
@@ -41,7 +41,7 @@ def strata_draws(seed: Tensor, count: int, total: int) -> Tensor:
     """
     numbers = torch.arange(count, device=seed.device)
     states = row_states(seed, torch.full((1,), STRATUM_ROW, device=seed.device))
-    bits = random_bits(states, numbers, seed)[0].to(torch.int64) & 0xFFFFFFFF
+    bits = random_bits(states, numbers)[0].to(torch.int64) & 0xFFFFFFFF
     places = (numbers << STRATUM_BITS) + (bits >> (32 - STRATUM_BITS))
     return places * total // (count << STRATUM_BITS)
 

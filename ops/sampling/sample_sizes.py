@@ -2,7 +2,7 @@
 
 A token that expects `expected_limit` entries has more of them than slots with a probability below
 1e-8: their number is a sum of independent ones, whose variance is at most its mean (Bernstein's
-bound).  Without kernels, a token that expects more is done exactly.
+bound).
 """
 
 from math import ceil, sqrt
@@ -16,8 +16,6 @@ COLUMNS_PER_FREQUENT = 3
 """Of these for each frequent target among them; the others are drawn."""
 SLOT_ALIGNMENT = 8
 """Slots of a token are a multiple of this."""
-GATHERED_COLUMNS = 256
-"""Columns of an operand that a CPU's sparse product converts to the dtype of sums at a time."""
 CHOSEN_LOGITS = {"cpu": 1 << 18}
 """Logits of which entries are chosen at a time, by device type; `MANY_LOGITS` of others."""
 MANY_LOGITS = 1 << 22

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from cutefce.autotune_cache import lookup, table, table_io, verdicts
-from cutefce.autotune_cache.table import DSL_PACKAGE, Rejection
+from cutefce.autotune_cache.table import DSL_PACKAGE
 from cutefce.cute_kernels.arch.sm90 import Sm90
 from cutefce.cute_kernels.config import GemmConfig
 from cutefce.cute_kernels.jit import cache as jit_cache
-from tests.support.tables import ENTRY, GPU, KEY, OTHER, REJECTED, TABLE, TUNED, VERSIONS
+from tests.support.tables import ENTRY, GPU, KEY, OTHER, REJECTED, TABLE, VERSIONS
 
 SHIPPED = sorted(lookup.SHIPPED_FOLDER.glob("*.json"))
 
@@ -73,16 +73,6 @@ def test_cublas_can_win_but_not_for_project_exp(file: Path) -> None:
         table_io.read(file)
 
 
-@pytest.mark.parametrize("columns", [0, -8448, 8448.0, "8448", True, None, {"window": 8448}])
-def test_wrong_windows_are_refused(columns: object, file: Path) -> None:
-    data = json.loads(table_io.to_json(TABLE))
-    data["entries"][0] |= {"kernel": table.WINDOW, "config": columns}
-    file.parent.mkdir(parents=True)
-    file.write_text(json.dumps(data))
-    with pytest.raises(ValueError, match="expected an integer above 0"):
-        table_io.read(file)
-
-
 def merged(*tables: table.Table) -> table.Table:
     return table.merge({str(number): each for number, each in enumerate(tables)})
 
@@ -115,11 +105,10 @@ def test_rejections_survive_every_merge() -> None:
     """Whatever the order, and although another table has the candidate as its winner."""
     wrong = dataclasses.replace(ENTRY, config=OTHER, ms=1.0)
     elsewhere = dataclasses.replace(KEY, tokens=1024)
-    small: table.Rejections = {(KEY, OTHER): Rejection("out of memory", for_all_shapes=False)}
     tables = (
         dataclasses.replace(TABLE, versions={**VERSIONS, "torch": "2.9"}),
         dataclasses.replace(TABLE, entries={KEY: wrong, elsewhere: wrong}, rejected={}),
-        dataclasses.replace(TABLE, entries={}, rejected=small),
+        dataclasses.replace(TABLE, entries={}),
     )
     texts = set()
     for order in itertools.permutations(tables):
@@ -137,12 +126,11 @@ def test_reading_leaves_out_what_the_file_itself_rejects(file: Path) -> None:
     assert table_io.read(file) == TABLE
 
 
-def test_candidates_rejected_for_all_shapes_lose_their_entries(file: Path) -> None:
+def test_rejected_candidates_lose_their_entries(file: Path) -> None:
     elsewhere = dataclasses.replace(KEY, vocab=32000)
     won = {elsewhere: dataclasses.replace(ENTRY, config=OTHER), KEY: ENTRY}
     table_io.update(file, dataclasses.replace(TABLE, entries=won, rejected={}))
-    small: table.Rejections = {(KEY, TUNED): Rejection("out of memory", for_all_shapes=False)}
-    table_io.update(file, dataclasses.replace(TABLE, entries={}, rejected={**REJECTED, **small}))
+    table_io.update(file, dataclasses.replace(TABLE, entries={}))
     assert table_io.read(file).entries == {KEY: ENTRY}
 
 

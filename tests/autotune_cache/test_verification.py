@@ -341,7 +341,7 @@ def test_a_tuned_configuration_that_fails_is_rejected_alone(
     assert known() == PASSED
     served = [entry.config for found in lookup.tables(GPU) for entry in found.entries.values()]
     assert served == [right, right], "from the user's table and the shipped one"
-    assert "sum of the other exponentials" in table_io.read(user).rejected[KEY, wrong].reason
+    assert "sum of the other exponentials" in table_io.read(user).rejected[KEY.rejects(wrong)]
 
 
 @pytest.mark.parametrize("part", [FORWARD, STEP, SAMPLES])
@@ -409,8 +409,7 @@ def test_a_process_that_waited_uses_what_the_other_found(
     table_io.write(user, tuned)
     process_cache.reset()
     assert known() is None
-    rejection = table.Rejection("wrong", for_all_shapes=True)
-    rejected = {(KEY, wrong.config): rejection}
+    rejected = {KEY.rejects(wrong.config): "wrong"}
     table_io.update(user, dataclasses.replace(tuned, entries={}, rejected=rejected))
     checks = verify.configurations(RUNNER, "bfloat16", ())
     verdicts.record(GPU, "bfloat16", PASSED, uses_of(checks))
@@ -549,7 +548,7 @@ def test_a_tuned_configuration_that_no_longer_compiles_is_rejected_alone(
     with pytest.warns(UserWarning, match="is rejected: 16 bytes spilled"):
         assert verify.verify(RUNNER, "bfloat16").passed
     assert ran == [config(Kind.SLOW)]
-    assert table_io.read(user).rejected[KEY, OTHER_CONFIG].reason == "16 bytes spilled"
+    assert table_io.read(user).rejected[KEY.rejects(OTHER_CONFIG)] == "16 bytes spilled"
     assert lookup.entry_for("project_exp", PROBLEM, GPU) is None
     assert known() == PASSED
 

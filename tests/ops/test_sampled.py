@@ -17,7 +17,7 @@ from cutefce.ops.interface import call
 from cutefce.ops.interface.options import LossOptions, Sharding, StepOptions, TensorOptions
 from cutefce.ops.operators import kept
 from cutefce.ops.rows.targets import Targets
-from cutefce.ops.sampling import portable, sample_sizes
+from cutefce.ops.sampling import sample_sizes
 from cutefce.ops.sampling.estimate_classes import estimate_classes, target_places
 from cutefce.ops.sampling.random_bits import random_bits, row_states, strata_draws
 from cutefce.ops.sampling.samples import Sampling
@@ -78,7 +78,7 @@ def test_a_graph_that_is_traced_without_gradients_draws_a_seed_when_it_is_traine
 def test_the_bits_are_those_of_their_definition() -> None:
     seed = torch.tensor([-5, 1 << 30], dtype=torch.int32)
     rows, columns = torch.tensor([0, 1, 77, 1 << 20]), torch.arange(70_000, 70_300)
-    got = random_bits(row_states(seed, rows), columns, seed)
+    got = random_bits(row_states(seed, rows), columns)
     np.testing.assert_array_equal(model.words(got), model.bits(seed, rows, columns))
 
 
@@ -88,7 +88,7 @@ def test_bits_are_uniform_and_independent(seed: tuple[int, int]) -> None:
     words = torch.tensor(seed, dtype=torch.int32)
     rows, columns = torch.arange(256), torch.arange(8192)
     x, y = (
-        random_bits(row_states(s, rows), columns, s).double() / 2**32 + 0.5
+        random_bits(row_states(s, rows), columns).double() / 2**32 + 0.5
         for s in (words, words + torch.tensor([0, 1], dtype=torch.int32))
     )
     count = x.numel()
@@ -155,9 +155,10 @@ def test_gradients_are_those_of_the_kept_entries(
     seed = model.next_seed()
     got = x.ours(**SAMPLED, reduction=reduction)
     assert_close(got, model.sampled(x, seed, 16, reduction=reduction))
-    # bits of losses depend on whether the plan leaves out ignored tokens
-    exact, other = (x.ours(reduction=reduction, workspace=size) for size in ("min", "max"))
-    assert torch.equal(got[0], exact[0]) or torch.equal(got[0], other[0])
+    # bits of losses depend on whether the plan leaves out ignored tokens, and on its chunks
+    sizes = "min", 1 << 16, "max"
+    exact, *others = (x.ours(reduction=reduction, workspace=size) for size in sizes)
+    assert any(torch.equal(got[0], each[0]) for each in (exact, *others))
     assert float((got[1] - exact[1]).norm()) > 0.01 * float(exact[1].norm())
 
 
@@ -229,20 +230,17 @@ CASES: dict[str, Callable[[], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-def test_every_token_overflows(
-    dtype: torch.dtype, small_tiles: None, monkeypatch: pytest.MonkeyPatch
+def test_lse_decides_where_estimates_are_lower(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With estimates of lse that are off by a factor of 2^20, gradients are exact."""
+    x = options_case(["linear_bias", "softcap"], *SHAPE, dtype=dtype)
+    want = drawn(x)
     model.change_estimates(lambda lse: lse - np.log(GREAT), monkeypatch)
-    x = options_case(["linear_bias"], *SHAPE, dtype=dtype)
-    got, want = drawn(x), x.ours()
+    got = drawn(x)
     assert torch.equal(got[0], want[0])
-    if dtype == torch.float64:
-        assert_close(got, want)
-    for a, b, c in zip(got[1:], want[1:], model.sampled(x, torch.zeros(2), GREAT)[1:], strict=True):
-        allowed = float((b.double() - c).norm()) * 1.5 + 1e-12 * float(c.norm())
-        assert float((a.double() - c).norm()) <= allowed
+    ulp = torch.finfo(dtype).eps
+    for a, b in zip(got[1:], want[1:], strict=True):  # estimates may be lse, or below by rounding
+        assert float((a - b).double().norm()) <= ulp * float(b.double().norm())
 
 
 @pytest.mark.parametrize("samples", [16, 4096])
@@ -253,30 +251,6 @@ def test_small_sizes(shape: tuple[int, int, int], samples: int) -> None:
     assert torch.equal(got[0], want[0])
     if samples == 4096 or shape[2] == 1:  # every entry is kept
         assert_close(got, want)
-
-
-@pytest.mark.parametrize("wrong", [False, True], ids=["sampled", "exact"])
-def test_whole_matrices_give_the_same(
-    wrong: bool, small_tiles: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What a GPU computes, which does not look at entries; of some tokens done exactly."""
-
-    def some_wrong(lse: Tensor) -> Tensor:
-        lse[::3] -= np.log(GREAT) * wrong
-        return lse
-
-    model.change_estimates(some_wrong, monkeypatch)
-    x = options_case(["linear_bias", "softcap", "z_loss"], *SHAPE, dtype=torch.float64)
-    buffer = torch.zeros_like(x.case.w)
-    want = drawn(x)
-    monkeypatch.setattr(portable, "_sparse", portable._matrix)
-    assert_close(drawn(x), want)
-    x.options["accumulate_into"] = buffer
-    torch.manual_seed(0)
-    leaves = x.leaves
-    options = x.with_leaves(leaves) | SAMPLED
-    eager(*leaves[:2], x.case.y, reduction="none", **options).backward(x.case.upstream)
-    assert_close((buffer,), want[2:3])
 
 
 @pytest.mark.parametrize("columns", [4096, 60, 20])

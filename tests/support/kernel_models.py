@@ -661,7 +661,7 @@ def serve_calls(
     monkeypatch.setattr(cute_gradients, "MAX_UNSCALED_ROWS", 0)
     monkeypatch.setattr(operators, "plan_of", plan_of)
     monkeypatch.setattr(plans, "problem_of", problem_of)
-    monkeypatch.setattr(plans, "window_configs_for", lambda *_: (tiles,))
+    monkeypatch.setattr(plans, "window_configs", lambda *_: (tiles,))
     monkeypatch.setattr(operands, "primitives_for", primitives_for)
 
 

@@ -77,7 +77,7 @@ def _prepare_first(
 ) -> None:
     threshold[:] = estimate / math.log(2) - log2_samples - 32
     tokens = order if selects else torch.arange(len(estimate))
-    row_hash[:] = row_states(seed, tokens) ^ seed[1]
+    row_hash[:] = row_states(seed, tokens)
     counts.zero_()
 
 

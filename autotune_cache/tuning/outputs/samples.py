@@ -24,9 +24,9 @@ from cutefce.ops.program.plan import Plan
 from cutefce.ops.program.run import Call
 from cutefce.ops.program.steps import Step
 from cutefce.ops.rows.targets import Targets
-from cutefce.ops.sampling import kernels as on_kernels
-from cutefce.ops.sampling import portable
 from cutefce.ops.sampling.backend import SamplingBackend
+from cutefce.ops.sampling.kernels import Entries
+from cutefce.ops.sampling.random_bits import random_bits, row_states
 from cutefce.ops.sampling.sample_sizes import slots
 from cutefce.ops.sampling.samples import Sampling
 from cutefce.ops.sampling.steps import SampleKind
@@ -64,13 +64,14 @@ def kernels(exact: KernelSet) -> list[KernelSpec]:
 def sampled_outputs(case: Case, primitives: Primitives) -> dict[str, CheckedOutput]:
     """Return gradients of all entries, what is kept of few samples, and estimates, by name."""
     inputs, plan, _ = prepared(case, primitives, Way())
-    few = _sampled(inputs, plan, FEW)
-    if isinstance(primitives.projection, CuteProjection):
+    few, on_kernels = _sampled(inputs, plan, FEW), isinstance(primitives.projection, CuteProjection)
+    entries = _entries(*few) if on_kernels else _defined_entries(case)
+    if on_kernels:
         inputs, plan = _sampled(inputs, plan, ALL)
     loss, _, dx, dw = run(inputs, plan, None, case.upstream)
     results = {"sampled loss": CheckedOutput(loss, 1)}
     results |= gradients(" of samples", dx, dw, case.h.dtype)
-    results["sampled entries"] = CheckedOutput(_entries(*few), FLIPS)
+    results["sampled entries"] = CheckedOutput(entries, FLIPS)
     for name, values in _estimates(primitives, *few).items():
         results[name] = CheckedOutput(values, 1, floor=1.0)
     return results
@@ -79,16 +80,25 @@ def sampled_outputs(case: Case, primitives: Primitives) -> dict[str, CheckedOutp
 def _entries(inputs: Inputs, plan: Plan) -> Tensor:
     """Return (2,) float64: how many entries are kept, and Σ of their columns over V."""
     _, _, left = programs.forward(inputs, plan)
-    call = Call(plan.program, inputs, left.memory)
-    if plan.backend.operands.arch is None:
-        found = portable.Entries.of(call, 0)
-        columns, counts = found.columns, found.counts
-    else:
-        own = on_kernels.Entries.of(call)
-        columns, counts = own.entries >> 32, own.counts
+    own = Entries.of(Call(plan.program, inputs, left.memory))
+    columns, counts = own.entries >> 32, own.counts
     is_entry = torch.arange(columns.shape[1], device=counts.device) < counts[:, None]
     places = torch.where(is_entry, columns, 0).sum() / len(inputs.w)
     return torch.stack([is_entry.sum().double(), places.double()])
+
+
+def _defined_entries(case: Case) -> Tensor:
+    """Return what `_entries` returns, by the definition of entries: of all probabilities."""
+    tokens, columns = torch.arange(case.problem.tokens), torch.arange(case.problem.vocab)
+    chance = (case.h @ case.w.t()).softmax(1) * FEW
+    bits = random_bits(row_states(_seed(case.y), tokens), columns).long() & 0xFFFFFFFF
+    kept = (bits < chance * 2.0**32) & (case.y >= 0)[:, None] & (columns != case.y[:, None])
+    counts = kept.sum(0).double()
+    return torch.stack([counts.sum(), counts @ columns.double() / len(columns)])
+
+
+def _seed(like: Tensor) -> Tensor:
+    return torch.tensor([1, 2], dtype=torch.int32, device=like.device)
 
 
 def _estimates(primitives: Primitives, inputs: Inputs, plan: Plan) -> dict[str, Tensor]:
@@ -122,9 +132,8 @@ def _sampled(inputs: Inputs, plan: Plan, samples: int) -> tuple[Inputs, Plan]:
     Kernels get estimates of which some are too low.
     """
     index, own, operands = inputs.targets.index, inputs.primitives, plan.backend.operands
-    seed = torch.tensor([1, 2], dtype=torch.int32, device=index.device)
     rows = torch.arange(len(index), device=index.device)
-    inputs = replace(inputs, sampling=Sampling(seed, samples, rows, len(inputs.w)))
+    inputs = replace(inputs, sampling=Sampling(_seed(index), samples, rows, len(inputs.w)))
     if isinstance(own.projection, CuteProjection):
         arch = own.projection.kernels.row_sums.arch
         given = own.projection
