@@ -37,7 +37,7 @@ test-gpu-smoke: .venv/ready
 	$(BIN)/pytest --gpu --ignore=tests/integrations
 test-gpu: .venv/ready
 	$(BIN)/pytest --gpu -m "" --ignore=tests/integrations
-	$(BIN)/pytest --gpu -m "" --without-kernels $(RESULTS)
+	$(BIN)/pytest --gpu --without-kernels $(RESULTS)
 
 # against the frameworks themselves, in the versions of the constraints: a case or two of each hook,
 # and everything
