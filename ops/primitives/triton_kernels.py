@@ -4,7 +4,6 @@ This module imports Triton, which comes with torch on Linux.  In the shapes N is
 K the columns of a window, P the blocks of columns of which each has a reference of its own.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,6 +15,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from cutefce.cute_kernels.integers import ceil_div
 from cutefce.cute_kernels.problem import SLACK
 from cutefce.cute_kernels.process_cache import process_cache
+from cutefce.ops.primitives.portable_projection import PartialSums
+
+Transform = tuple[Tensor | None, Tensor | None, float | None]
+"""What makes logits of products: see `LogitMap.columns`."""
 
 ROWS, BLOCK = 128, 256
 """Tokens and columns of a tile; a tile's columns share a reference."""
@@ -141,40 +144,32 @@ def _project(
                 tl.store(to, e.to(exps.dtype.element_ty), mask=written)
 
 
-@dataclass(frozen=True)
-class Window:
-    """What `project` computes of the columns [first, last), beside exponentials; see there."""
-
-    first: int
-    last: int
-    sums: Tensor | None = None
-    references: Tensor | None = None
-    of_all: Tensor | None = None
-    largest: Tensor | None = None
-    transform: tuple[Tensor | None, Tensor | None, float | None] = (None, None, None)
-
-
 def project(
-    h: Tensor, w: Tensor, reference: Tensor, target: Tensor, exps: Tensor | None, out: Window
+    h: Tensor,
+    w: Tensor,
+    window: tuple[int, int],
+    reference: Tensor,
+    target: Tensor,
+    exps: Tensor | None,
+    out: PartialSums | None = None,
+    transform: Transform = (None, None, None),
 ) -> None:
     """Compute e = exp(u - ρ) of the logits u of h (N, D) @ w (V, D)ᵀ, 0 at the `target` (N,).
 
-    `exps` (N, K), if given, receives e, times the softcap's derivative.  It is relative to
-    `reference` (N,); with sums, a block of `BLOCK` columns whose largest logit is more than `SLACK`
-    above it takes that logit instead, and `references` (N, P) receives the choice.  `sums` (N, P)
-    receives the row sums; `of_all` (4, N, P) and `largest` (2, N, P) the reductions of
-    `elementwise.exponentials_`.  The transform is that of `LogitMap.columns`.
+    They are those of the columns of `window`, [first, last).  `exps` (N, K), if given, receives e,
+    times the softcap's derivative.  `out`, if given, receives the row sums and what else it has.  e
+    is relative to `reference` (N,); with `out`, a block of `BLOCK` columns whose largest logit is
+    more than `SLACK` above it takes that logit instead, and tells so in `out.references`.
     """
     tokens, hidden = h.shape
     blocks, features = _device(h.device)
-    columns = out.last - out.first
+    (first, last), none = window, reference  # which stands for tensors that are not read
+    columns = last - first
     tiles = ceil_div(tokens, ROWS) * ceil_div(columns, BLOCK)
     # a tile of exponentials beside the next one's operands takes more memory than other GPUs share
     stores_tiles = exps is not None and features == HOPPER_FEATURES and _is_aligned(exps)
-    row_scale, bias, slope = out.transform
-    none = reference  # stands for tensors that are not read
-    planes = [none if x is None else x for x in (out.sums, out.references, out.of_all, out.largest)]
-    sums, references, of_all, largest = planes
+    row_scale, bias, slope = transform
+    of_all, largest = (None, None) if out is None else (out.of_all, out.largest)
     arguments: Any = (
         TensorDescriptor.from_tensor(h, [ROWS, features]),
         TensorDescriptor.from_tensor(w, [BLOCK, features]),
@@ -183,20 +178,20 @@ def project(
         0 if exps is None else exps.stride(0),
         reference,
         target,
-        sums,
-        references,
-        0 if out.sums is None else sums.stride(0),
-        of_all,
-        of_all.stride(0) if out.of_all is not None else 0,
-        largest,
-        largest.stride(0) if out.largest is not None else 0,
+        none if out is None else out.sums,
+        none if out is None else out.references,
+        0 if out is None else out.sums.stride(0),
+        none if of_all is None else of_all,
+        0 if of_all is None else of_all.stride(0),
+        none if largest is None else largest,
+        0 if largest is None else largest.stride(0),
         none if row_scale is None else row_scale,
         none if bias is None else bias,
         slope or 0.0,
         tokens,
         hidden,
-        out.first,
-        out.last,
+        first,
+        last,
     )
     _project[(min(blocks, tiles),)](
         *arguments,
@@ -207,11 +202,11 @@ def project(
         GROUP=GROUP,
         BLOCKS=blocks,
         IS_WHOLE=columns % BLOCK == 0,
-        SUMS=out.sums is not None,
+        SUMS=out is not None,
         STORES=exps is not None,
         STORES_TILES=stores_tiles,
-        OF_ALL=out.of_all is not None,
-        LARGEST=out.largest is not None,
+        OF_ALL=of_all is not None,
+        LARGEST=largest is not None,
         HAS_SCALE=row_scale is not None,
         HAS_BIAS=bias is not None,
         HAS_CAP=slope is not None,

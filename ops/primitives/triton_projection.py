@@ -1,17 +1,14 @@
 """`PortableProjection` with Triton's kernel of exponentials: no logits in memory.
 
 It serves GPUs without kernels in CuTe, and what those do not take; the other steps are those of
-plain torch, whose row-wise functions torch compiles, and cuBLAS.
+plain torch, whose row-wise functions torch compiles.
 """
 
 from typing import Any
 
 from torch import Tensor
 
-from cutefce.ops.primitives.portable_projection import (
-    PartialSums,
-    PortableProjection,
-)
+from cutefce.ops.primitives.portable_projection import PartialSums, PortableProjection
 from cutefce.ops.primitives.row_selection import with_aligned_rows
 from cutefce.ops.rows.statistics import RowStats
 from cutefce.ops.rows.targets import Targets, launch_transform
@@ -35,10 +32,8 @@ class TritonProjection(PortableProjection):
     ) -> None:
         from cutefce.ops.primitives import triton_kernels as kernels
 
-        more: dict[str, Any] = {} if out is None else vars(out)
         transform = launch_transform(targets, window) or (None, None, None)
-        own = kernels.Window(*window, **more, transform=transform)
-        kernels.project(h, w, reference, targets.index, exps, own)
+        kernels.project(h, w, window, reference, targets.index, exps, out, transform)
 
     def repair_stored_exps(
         self,

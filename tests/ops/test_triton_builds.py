@@ -16,10 +16,14 @@ SHARED_BYTES = {86: 99 << 10, 80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 120: 9
 """Shared memory of a thread block, by compute capability."""
 
 
+KERNELS = {"of rows": ["kept", "dX", "dW"], "of tiles": ["sums", "sums, stored, all options"]}
+
+
+@pytest.mark.parametrize("kind", rest_slow([*KERNELS]))
 @pytest.mark.parametrize("capability", rest_slow([*SHARED_BYTES]))
-def test_kernels_fit(capability: int, tmp_path: Path) -> None:
+def test_kernels_fit(capability: int, kind: str, tmp_path: Path) -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    given = str(capability), str(SHARED_BYTES[capability])
+    given = str(capability), str(SHARED_BYTES[capability]), *KERNELS[kind]
     command = [sys.executable, "-m", "tests.support.triton_builds", *given]
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr[-2000:]

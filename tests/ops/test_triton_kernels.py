@@ -11,6 +11,7 @@ from torch import Tensor
 
 from cutefce.cute_kernels.integers import ceil_div
 from cutefce.ops.primitives.elementwise import exponentials_
+from cutefce.ops.primitives.portable_projection import PartialSums
 from tests.support.tiers import rest_slow
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -93,9 +94,7 @@ def test_exponentials_and_sums(sizes: tuple[int, int, int], std: float, options:
     got = {name: torch.full_like(x, torch.nan) for name, x in want.items()}
     exps = torch.full((tokens, ceil_div(classes, 8) * 8), torch.nan, device=DEVICE).to(DTYPE)
     wanted = expected(u, y, reference, transform, want)
-    kernels.project(
-        h, w, reference, y, exps, kernels.Window(0, classes, **got, transform=transform)
-    )
+    kernels.project(h, w, (0, classes), reference, y, exps, PartialSums(**got), transform)
     close: dict[str, Any] = {"rtol": 2e-4 * std, "atol": 1e-5 * std, "equal_nan": True}
     for name, x in want.items():
         torch.testing.assert_close(got[name], x, **close)
@@ -112,7 +111,7 @@ def test_columns_of_a_window_without_sums() -> None:
     reference = target_logit(u, y)
     wanted = expected(u, y, reference, plain, {})[:, 256:768]
     exps = torch.empty(130, 512, device=DEVICE).to(DTYPE)
-    kernels.project(h, w, reference, y, exps, kernels.Window(256, 768))
+    kernels.project(h, w, (256, 768), reference, y, exps)
     torch.testing.assert_close(exps.float(), wanted, rtol=0.01, atol=1e-6)
 
 

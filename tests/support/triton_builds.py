@@ -1,7 +1,7 @@
-"""Compiles Triton's kernels without a GPU: `python -m tests.support.triton_builds 86 101376`.
+"""Compiles Triton's kernels without a GPU: `python -m tests.support.triton_builds 86 101376 dW`.
 
-The arguments are a compute capability and its bytes of shared memory for a thread block.  It prints
-what each kernel takes, as JSON.  Triton must not interpret (`TRITON_INTERPRET=0`).
+The arguments are a compute capability, its bytes of shared memory for a thread block, and kernels.
+It prints what each takes, as JSON.  Triton must not interpret (`TRITON_INTERPRET=0`).
 """
 
 import json
@@ -67,11 +67,11 @@ def build(capability: int, kernel: Any, types: dict[str, str], constants: dict[s
 
 
 def main() -> None:
-    """Compile all kernels."""
-    capability, shared = map(int, sys.argv[1:])
+    """Compile the kernels."""
+    capability, shared, names = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
     features = tiles.features_of(shared)
     found = {}
-    for name, flags in PROJECTIONS.items():
+    for name, flags in ((name, PROJECTIONS[name]) for name in names if name in PROJECTIONS):
         types = {
             **POINTERS,
             "h": f"tensordesc<bf16[{tiles.ROWS},{features}]>",
@@ -87,7 +87,7 @@ def main() -> None:
         found[name] = build(
             capability, tiles._project, types, {**sizes, **dict.fromkeys(flags, True)}
         )
-    for name, flags in ROWS.items():
+    for name, flags in ((name, ROWS[name]) for name in names if name in ROWS):
         sizes = {"COLUMNS": triton_rows.COLUMNS, "LOW_BITS": 8, **dict.fromkeys(flags, True)}
         types = {**POINTERS, "last": "*fp32"}
         found[name] = build(capability, triton_rows._combine, types, sizes)
