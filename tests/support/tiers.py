@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import pytest
+import torch
 
 Values = Mapping[str, Any] | Sequence[Any]
 """The values of an axis: by their names, or named by `str`."""
@@ -54,21 +55,22 @@ def covering(sizes: Sequence[int], strength: int) -> set[tuple[int, ...]]:
     Each place is the one with the most that is still missing: the greedy cover.
     """
     strength = min(strength, len(sizes))
-    bits: dict[tuple[tuple[int, int], ...], int] = {}
-    covered = {
-        places: sum(
-            1 << bits.setdefault(values, len(bits))
-            for values in itertools.combinations(enumerate(places), strength)
-        )
-        for places in itertools.product(*map(range, sizes))
-    }
-    missing, chosen = (1 << len(bits)) - 1, set()
+    grid = torch.cartesian_prod(*map(torch.arange, sizes)).view(-1, len(sizes))
+    # each choice of axes has a number for each of their values
+    met, first = [], 0
+    for axes in itertools.combinations(range(len(sizes)), strength):
+        steps = [math.prod(sizes[axis] for axis in axes[i + 1 :]) for i in range(strength)]
+        met.append(first + grid[:, list(axes)] @ torch.tensor(steps))
+        first += math.prod(sizes[axis] for axis in axes)
+    covered, missing = torch.stack(met, 1), bytearray(b"\1" * first)
+    counted, rows, chosen = torch.frombuffer(missing, dtype=torch.uint8), covered.tolist(), set()
     # what a place covers only shrinks: none has more than this after a pass
-    for most in range(math.comb(len(sizes), strength), 0, -1):
-        for places, covers in covered.items():
-            if (covers & missing).bit_count() == most:
-                chosen.add(places)
-                missing &= ~covers
+    for most in range(len(met), 0, -1):
+        for number in (counted[covered].sum(1) == most).nonzero()[:, 0].tolist():
+            if sum(map(missing.__getitem__, rows[number])) == most:
+                chosen.add((*grid[number].tolist(),))
+                for place in rows[number]:
+                    missing[place] = 0
     return chosen
 
 
