@@ -80,8 +80,9 @@ KINDS: dict[str, tuple[int | str | None, torch.dtype]] = {
 }
 
 
-@pytest.mark.parametrize("marked", rest_slow(MARKED))
-@pytest.mark.parametrize("kind", rest_slow(KINDS))
+@pytest.mark.slow
+@pytest.mark.parametrize("marked", MARKED.values(), ids=MARKED)
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_no_more_graphs_than_torch(
     kind: tuple[int | str | None, torch.dtype], marked: bool
 ) -> None:

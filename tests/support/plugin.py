@@ -22,7 +22,7 @@ from cutefce.cute_kernels.config import PortableTiles
 from cutefce.cute_kernels.jit import cache as jit_cache
 from cutefce.cute_kernels.jit.notices import LOGGER
 from cutefce.ops.primitives import dispatch, elementwise
-from tests.support import backends
+from tests.support import backends, tiers
 from tests.support.backends import Backend
 from tests.support.layouts import SMALL_TILES
 from tests.support.undefined import make_undefined
@@ -59,6 +59,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("without_kernels"):
         dispatch._device_unsupported_reason = lambda *_: "kernels are switched off"
     leaves_out = "not slow" in config.option.markexpr
+    if leaves_out:
+        tiers.leave_out_slow()
     checks = [hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.function_scoped_fixture]
     hypothesis.settings.register_profile(
         "tier",

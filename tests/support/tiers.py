@@ -12,6 +12,15 @@ Values = Mapping[str, Any] | Sequence[Any]
 """The values of an axis: by their names, or named by `str`."""
 
 
+_leaves_out_slow = False
+
+
+def leave_out_slow() -> None:
+    """Make no slow cases of grids, where none runs."""
+    global _leaves_out_slow
+    _leaves_out_slow = True
+
+
 def rest_slow(values: Values, default: int = 1) -> list[Any]:
     """Return parameters of which all but the first `default` are slow."""
     return [
@@ -31,7 +40,8 @@ def pairwise(**axes: Values) -> pytest.MarkDecorator:
 
 def pairwise_of(few: Mapping[str, Values], **axes: Values) -> pytest.MarkDecorator:
     """Do so with the pairs of a `few` values, by their names, of some axes; all others are slow."""
-    default, rest = _covering({**axes, **few}, 2), _covering(axes, 3)
+    default = _covering({**axes, **few}, 2)
+    rest = set() if _leaves_out_slow else _covering(axes, 3)
     params = []
     for case in itertools.product(*(named(values) for values in axes.values())):
         names = tuple(name for name, _ in case)
