@@ -45,9 +45,10 @@ FAULTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("reasons", "process"),
-    [(WRONG, InProcess()), pytest.param(FAULTS, SubprocessWorker(), marks=pytest.mark.slow)],
+    [(WRONG, InProcess()), (FAULTS, SubprocessWorker())],
     ids=["here", "in a subprocess"],
 )
 def test_faults_are_rejected_with_their_reason_and_tuning_goes_on(

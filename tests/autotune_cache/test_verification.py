@@ -319,6 +319,7 @@ def test_a_recorded_verdict_covers_the_configurations_that_it_checked(
     assert known() == PASSED
 
 
+@pytest.mark.slow
 @foreign_builds
 def test_a_tuned_configuration_that_fails_is_rejected_alone(
     changes: dict[str, Any], folder: Path, in_process: None, monkeypatch: pytest.MonkeyPatch
@@ -590,6 +591,7 @@ def test_a_process_killed_by_the_system_is_no_verdict(
     assert known() is None
 
 
+@pytest.mark.slow
 def test_a_verdict_that_cannot_be_recorded_holds_for_the_process(
     folder: Path, fake_gpu: FakeGpu, in_process: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -326,8 +326,9 @@ def test_hooks_unpack_what_is_saved_once(device: str) -> None:
     assert unpacked and len(set(unpacked)) == len(unpacked)
 
 
-@pytest.mark.parametrize("names", rest_slow({"factors": FACTORS, "plain": []}))
-@pytest.mark.parametrize("classes", rest_slow({"a class": None, "5 classes": 5}))
+@pytest.mark.slow
+@pytest.mark.parametrize("names", [FACTORS, []], ids=["factors", "plain"])
+@pytest.mark.parametrize("classes", [None, 5], ids=["a class", "5 classes"])
 def test_compiled_equals_eager(
     classes: int | None, names: list[str], small_tiles: PortableTiles, device: str
 ) -> None:
