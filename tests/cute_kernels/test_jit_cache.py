@@ -189,7 +189,8 @@ def damaged(content: bytes, damage: str) -> bytes:
     }[damage]
 
 
-@pytest.mark.parametrize("damage", rest_slow(DAMAGES))
+@pytest.mark.slow
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_library_is_compiled_again(damage: str, folder: Path) -> None:
     path = jit_cache.store(KERNEL, lambda: compile_kernel(KERNEL))
     content = path.read_bytes()

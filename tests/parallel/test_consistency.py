@@ -215,6 +215,7 @@ def after_one_sided_errors() -> tuple[list[str], float, str]:
     return outcomes, seconds, last
 
 
+@pytest.mark.slow
 def test_ranks_meet_again_after_an_error_and_a_timeout_of_one_of_them() -> None:
     with started(2) as two:
         (first, _, _), (second, seconds, last) = two.run(2, after_one_sided_errors)

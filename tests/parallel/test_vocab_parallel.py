@@ -262,7 +262,8 @@ COMPILED = {
 """Ranks, whether they have parts of the tokens, whether shapes are dynamic, and workspaces."""
 
 
-@pytest.mark.parametrize("given", rest_slow(COMPILED))
+@pytest.mark.slow
+@pytest.mark.parametrize("given", COMPILED.values(), ids=COMPILED)
 def test_compiled_equals_eager(given: tuple[int, bool, bool, str], ranks: Ranks) -> None:
     count, sequence_parallel, dynamic, workspace = given
     sizes = SHARDS[f"{count} ranks"]
