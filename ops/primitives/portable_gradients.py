@@ -5,7 +5,7 @@ kernels for the same functions.  These GEMMs run over all rows that they are giv
 selection.  They accumulate in the dtype of sums; the targets' part of dW is added in a fixed order.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
 import torch
@@ -213,14 +213,9 @@ class PortableGradients:
         """
         target_grad.prepare()
         factor, row = _operands(rank_one)
-        in_place = out.dtype == grad_scale.dtype
-        buffer = grad_scale.new_empty(0 if in_place else min(self.window, len(out)), out.shape[1])
-        for rows in blocks(out.shape[0], self.window):
-            to = out[rows]
-            sums = to if in_place else buffer[: len(to)]
-            matmul_into(sums, exps[:, rows].t(), scaled, accumulate=False)
+        for rows, sums in self.products(out, exps, scaled):
             totals, slot = target_grad.totals(first + rows.start, first + rows.stop)
-            operands = to, sums, slot, None if factor is None else factor[rows]
+            operands = out[rows], sums, slot, None if factor is None else factor[rows]
             apply_rowwise(finish_dw_, *operands, whole=(totals, grad_scale, row))
             del totals, slot, operands  # freed before the next product
 
@@ -251,16 +246,25 @@ class PortableGradients:
             return
         target_grad.prepare()
         (factor, row), words = _operands(rank_one), words_of(kept, low)
-        dtype, size = sum_dtype(kept.dtype), min(self.window, len(kept))
-        buffer = kept.new_empty(size, kept.shape[1], dtype=dtype)
         keep = add_to_kept_dw_ if accumulate else keep_dw_
-        for rows in blocks(len(kept), self.window):
-            sums = buffer[: rows.stop - rows.start]
-            matmul_into(sums, exps[:, rows].t(), scaled, accumulate=False)
+        for rows, sums in self.products(kept, exps, scaled):
             totals, slot = target_grad.totals(first + rows.start, first + rows.stop)
             operands = sums, slot, None if factor is None else factor[rows]
             apply_rowwise(keep, words[rows], low[rows], *operands, whole=(totals, row))
             del totals, slot, operands
+
+    def products(self, out: Tensor, exps: Tensor, scaled: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        """Yield some rows of `out` (K, D) at a time, and their product expsᵀ @ scaled.
+
+        It has the dtype of sums, and is in `out` if that has it, too.
+        """
+        dtype, size = sum_dtype(exps.dtype), min(self.window, len(out))
+        in_place = out.dtype == dtype
+        buffer = out.new_empty(0 if in_place else size, out.shape[1], dtype=dtype)
+        for rows in blocks(len(out), self.window):
+            product = out[rows] if in_place else buffer[: rows.stop - rows.start]
+            matmul_into(product, exps[:, rows].t(), scaled, accumulate=False)
+            yield rows, product
 
     def finish_kept_dw(self, kept: Tensor, low: Tensor, factor: Tensor) -> None:
         """Write `factor` () times the sums of `keep_dw` to `kept` (V, D), rounded once."""

@@ -140,7 +140,9 @@ class TritonGradients(PortableGradients):
     ) -> None:
         from cutefce.ops.primitives.triton_rows import combine
 
-        for rows, sums, terms in self._products(out, exps, scaled, target_grad, first, rank_one):
+        for rows, sums in self.products(out, exps, scaled):
+            listed = target_grad.rows(first + rows.start, first + rows.stop)
+            terms = _terms(listed, rank_one and rank_one.rows(rows))
             combine(out[rows], sums, last=grad_scale, **terms)
 
     def keep_dw(
@@ -166,9 +168,9 @@ class TritonGradients(PortableGradients):
                 combine(kept, kept, **terms)
             return
         sums = Kept(kept, low)
-        for rows, product, terms in self._products(
-            kept, exps, scaled, target_grad, first, rank_one
-        ):
+        for rows, product in self.products(kept, exps, scaled):
+            listed = target_grad.rows(first + rows.start, first + rows.stop)
+            terms = _terms(listed, rank_one and rank_one.rows(rows))
             own = sums.rows(rows)
             combine(own, product, joined=own if accumulate else None, **terms)
 
@@ -176,25 +178,6 @@ class TritonGradients(PortableGradients):
         from cutefce.ops.primitives.triton_rows import Kept, combine
 
         combine(kept, joined=Kept(kept, low), scale=factor.expand(len(kept)))
-
-    def _products(
-        self,
-        out: Tensor,
-        exps: Tensor,
-        scaled: Tensor,
-        target_grad: TargetGrad,
-        first: int,
-        rank_one: RankOne | None,
-    ) -> Any:
-        """Yield rows of `out` (K, D), their product, and what `combine` adds to it."""
-        in_place = out.dtype == torch.float32
-        size = 0 if in_place else min(self.window, len(out))
-        buffer = out.new_empty(size, out.shape[1], dtype=torch.float32)
-        for rows in blocks(len(out), self.window):
-            product = out[rows] if in_place else buffer[: rows.stop - rows.start]
-            matmul_into(product, exps[:, rows].t(), scaled, accumulate=False)
-            listed = target_grad.rows(first + rows.start, first + rows.stop)
-            yield rows, product, _terms(listed, rank_one and rank_one.rows(rows))
 
 
 def _last_step(
