@@ -213,9 +213,9 @@ class PortableGradients:
         """
         target_grad.prepare()
         factor, row = _operands(rank_one)
-        for rows, sums in self.products(out, exps, scaled):
+        for rows, to, sums in self.products(out, exps, scaled):
             totals, slot = target_grad.totals(first + rows.start, first + rows.stop)
-            operands = out[rows], sums, slot, None if factor is None else factor[rows]
+            operands = to, sums, slot, None if factor is None else factor[rows]
             apply_rowwise(finish_dw_, *operands, whole=(totals, grad_scale, row))
             del totals, slot, operands  # freed before the next product
 
@@ -247,24 +247,28 @@ class PortableGradients:
         target_grad.prepare()
         (factor, row), words = _operands(rank_one), words_of(kept, low)
         keep = add_to_kept_dw_ if accumulate else keep_dw_
-        for rows, sums in self.products(kept, exps, scaled):
+        for rows, _, sums in self.products(kept, exps, scaled):
             totals, slot = target_grad.totals(first + rows.start, first + rows.stop)
             operands = sums, slot, None if factor is None else factor[rows]
             apply_rowwise(keep, words[rows], low[rows], *operands, whole=(totals, row))
             del totals, slot, operands
 
-    def products(self, out: Tensor, exps: Tensor, scaled: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """Yield some rows of `out` (K, D) at a time, and their product expsᵀ @ scaled.
+    def products(
+        self, out: Tensor, exps: Tensor, scaled: Tensor
+    ) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """Yield some rows at a time: which, those of `out` (K, D), and of expsᵀ @ scaled.
 
-        It has the dtype of sums, and is in `out` if that has it, too.
+        A product has the dtype of sums.  If `out` has it, too, the last two are one tensor: a
+        compiled function sees that, but not that two tensors share memory.
         """
         dtype, size = sum_dtype(exps.dtype), min(self.window, len(out))
         in_place = out.dtype == dtype
         buffer = out.new_empty(0 if in_place else size, out.shape[1], dtype=dtype)
         for rows in blocks(len(out), self.window):
-            product = out[rows] if in_place else buffer[: rows.stop - rows.start]
+            to = out[rows]
+            product = to if in_place else buffer[: len(to)]
             matmul_into(product, exps[:, rows].t(), scaled, accumulate=False)
-            yield rows, product
+            yield rows, to, product
 
     def finish_kept_dw(self, kept: Tensor, low: Tensor, factor: Tensor) -> None:
         """Write `factor` () times the sums of `keep_dw` to `kept` (V, D), rounded once."""

@@ -140,10 +140,10 @@ class TritonGradients(PortableGradients):
     ) -> None:
         from cutefce.ops.primitives.triton_rows import combine
 
-        for rows, sums in self.products(out, exps, scaled):
+        for rows, to, sums in self.products(out, exps, scaled):
             listed = target_grad.rows(first + rows.start, first + rows.stop)
             terms = _terms(listed, rank_one and rank_one.rows(rows))
-            combine(out[rows], sums, last=grad_scale, **terms)
+            combine(to, sums, last=grad_scale, **terms)
 
     def keep_dw(
         self,
@@ -168,7 +168,7 @@ class TritonGradients(PortableGradients):
                 combine(kept, kept, **terms)
             return
         sums = Kept(kept, low)
-        for rows, product in self.products(kept, exps, scaled):
+        for rows, _, product in self.products(kept, exps, scaled):
             listed = target_grad.rows(first + rows.start, first + rows.stop)
             terms = _terms(listed, rank_one and rank_one.rows(rows))
             own = sums.rows(rows)
