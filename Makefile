@@ -12,13 +12,18 @@ CONSTRAINTS := --constraint constraints.txt --constraint constraints-integration
 INSTALL := $(BIN)/pip install --quiet --no-compile
 
 # torch comes first and pinned, so that no other package chooses its build
-.venv/ready: pyproject.toml constraints.txt constraints-integrations.txt
+.venv/demo: pyproject.toml constraints.txt constraints-integrations.txt
 	$(PYTHON) -m venv .venv
 	$(INSTALL) $(CONSTRAINTS) torch
+	$(INSTALL) $(CONSTRAINTS) --editable '.[demo]'
+	touch $@
+
+# what tests and linters need takes as long to install again, which the demo does not wait for
+.venv/ready: .venv/demo
 	$(INSTALL) $(CONSTRAINTS) --editable '.[demo,test,dev]'
 	touch $@
 
-demo: .venv/ready
+demo: .venv/demo
 	$(BIN)/python -m examples.demo
 
 # the default tier: minutes on two cores.  What needs a GPU is reported as skipped
