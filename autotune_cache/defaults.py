@@ -14,12 +14,12 @@ PORTABLE_TILES = {
     # both gradient GEMMs long enough to run at full rate.
     "cuda": PortableTiles(window=8192, reference_block=1024, tile_columns=4096, tile_rows=8192),
     # Triton's kernel computes a window at a time, in registers.
-    "triton": PortableTiles(window=8192, reference_block=256, tile_columns=8192, tile_rows=8192),
+    "triton": PortableTiles(window=32768, reference_block=256, tile_columns=32768, tile_rows=8192),
 }
 """Tiles of the portable path by device type, and beside Triton's kernel; other device types are
 tiled like "cuda"."""
 
-TRITON_WINDOWS = (4096, 2048)
+TRITON_WINDOWS = (8192,)
 """Narrower windows beside Triton's kernels."""
 KERNEL_WINDOWS = (67584, 33792, 16896, 8448, 4096, 2048, 1024, 512)
 """Windows that the kernels can recompute.  From 8448 = 33·256 on, the 256-row tiles of a window's

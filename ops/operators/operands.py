@@ -17,6 +17,7 @@ from cutefce.ops.primitives.row_selection import select_rows, with_aligned_rows
 from cutefce.ops.program.inputs import LossInputs
 from cutefce.ops.program.plan import Plan
 from cutefce.ops.rows.loss_parts import check_soft_values, without_weightless
+from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.targets import Targets, make_targets
 from cutefce.ops.sampling.samples import Sampling
 
@@ -38,7 +39,8 @@ def prepare(
     y, ignored = without_weightless(y.long(), options, tensors).contiguous(), options.ignore_index
     counted = shard.counted(y, ignored) if problem.selects_rows else y
     chunk = plan.layout.chunk if plan.in_forward else y.shape[0]
-    selection = select_rows(problem, y, counted, ignored, plan.tokens, chunk)
+    tokens = plan.tokens, plan.backend.sorts
+    selection = select_rows(problem, y, counted, ignored, tokens, chunk)
     if selection is not None:
         y, tensors = selection.targets, selection.take_options(tensors)
         if not selection.is_on_device:
@@ -47,7 +49,7 @@ def prepare(
     targets = make_targets(*given, problem.arch, selection, shard.classes())
     if selection is not None and selection.is_on_device:
         targets.selection = selection
-    inputs = _operands(shard, h, w, targets, tensors, plan)
+    inputs = _operands(shard, h, w, targets, tensors, plan, selection)
     if plan.problem.every_class:
         inputs.class_row = set_class_row(shard, inputs.w, targets)
     if plan.problem.samples:
@@ -55,7 +57,6 @@ def prepare(
         rows = torch.arange(y.shape[0], device=y.device) if selection is None else selection.order
         seed = shard.of_first_rank(tensors.seed)
         inputs.sampling = Sampling(seed, options.samples, rows, vocab)
-    inputs.selection = selection
     return inputs
 
 
@@ -74,25 +75,35 @@ def resume(
             h = h.index_select(0, selection.order)
     if kept.plan.backend.operands.arch is not None:
         w = with_aligned_rows(w)  # hooks of saved tensors may restore another layout
-    inputs = _operands(shard, h, w, copy(kept.targets), tensors, kept.plan)
-    inputs.class_row, inputs.selection = kept.class_row, selection
+    inputs = _operands(shard, h, w, copy(kept.targets), tensors, kept.plan, selection)
+    inputs.class_row = kept.class_row
     return inputs
 
 
 def _operands(
-    shard: VocabShard, h: Tensor, w: Tensor, targets: Targets, tensors: TensorOptions, plan: Plan
+    shard: VocabShard,
+    h: Tensor,
+    w: Tensor,
+    targets: Targets,
+    tensors: TensorOptions,
+    plan: Plan,
+    selection: RowSelection | None,
 ) -> LossInputs:
     """Return the operands of a program that forward and backward have in common."""
     problem = plan.backend.operands
     if problem.tokens != h.shape[0]:
         problem = replace(problem, tokens=h.shape[0])
-    own = primitives_for(h, w, problem, targets, plan.backend.device)
+    counted = None if selection is None else selection.counted
+    more = plan.backend.device, plan.layout.window, counted
+    own = primitives_for(h, w, problem, targets, *more)
     h, w = own.projection.prepare(h, w)
     own_sums = tensors.weight_cast is not None or tensors.accumulate_into is not None
     dw_dtype = sum_dtype(w.dtype) if own_sums else w.dtype
     buffer = tensors.accumulate_into if plan.problem.grad_weight else None
     dtypes = shard.dx_dtype(h.dtype), dw_dtype
-    return LossInputs(own, h, w, targets, *dtypes, buffer, ranks=shard.ranks())
+    inputs = LossInputs(own, h, w, targets, *dtypes, buffer, ranks=shard.ranks())
+    inputs.selection = selection
+    return inputs
 
 
 def plan_of(

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from cutefce.autotune_cache.defaults import window_configs
+from cutefce.cute_kernels.problem import MIN_SELECTED, can_keep
 from cutefce.cute_kernels.problem import Problem as Operands
-from cutefce.cute_kernels.problem import can_keep
 from cutefce.cute_kernels.process_cache import MAX_ENTRIES, on_reset, process_cache
 from cutefce.ops import torch_compat
 from cutefce.ops.dtypes import sum_dtype
@@ -43,6 +43,8 @@ class Request:
     problem: Problem
     operands: Operands
     copies: Copies
+    sorts: bool = False
+    """See `PrimitivesBackend`."""
 
     def of_ranks(self, vocab: int, knows_upstream: bool) -> "Request":
         """Return the same for the widest shard, without copies, and a buffer that GEMMs add to."""
@@ -61,6 +63,13 @@ class Request:
         operands = replace(self.operands, tokens=tokens)
         return replace(self, problem=problem, operands=operands, copies=copies)
 
+    def sorted(self) -> "Request":
+        """Return the same with the tokens that count first, copied with their dX."""
+        return replace(self.of_tokens(self.problem.tokens), sorts=True)
+
+
+SORTED = 1.05
+"""Times the time of a plan that one may take which could leave out tokens, if all count."""
 
 _plans: dict[Any, Plan] = {}
 on_reset(_plans.clear)
@@ -127,6 +136,11 @@ def _plan_like(
         limit = _plan(leading, *more).workspace_bytes
         if leaves_out or _plan(part, *more).workspace_bytes <= limit:
             leading, own = part, own.of_tokens(counted)
+    if leading.operands.triton and leading.problem.tokens >= MIN_SELECTED:
+        as_given, sorted_first = _plan(leading, *more), _plan(leading.sorted(), *more)
+        is_cheap = sorted_first.seconds <= SORTED * as_given.seconds
+        if sorted_first.workspace_bytes <= more[1] and is_cheap:
+            leading, own = leading.sorted(), own.sorted()
     made = _plan(leading, *more)
     return made if leading == own else _plan(own, *more, made.layout)
 
@@ -240,4 +254,4 @@ def backend_of(x: Request, device: torch.device) -> PrimitivesBackend:
     configs = window_configs(x.operands)
     widths = tuple(config.window for config in configs)
     backend = SamplingBackend if x.problem.samples else PrimitivesBackend
-    return backend(x.operands, configs[0], widths, x.copies, device)
+    return backend(x.operands, configs[0], widths, x.copies, device, x.sorts)

@@ -12,8 +12,8 @@ TARGET_BYTES = 17
 """Bytes of a token's target: index and safe index as int64, and whether it is active."""
 MIN_ADDED_ROWS = 1024
 """Rows of dW below which each product of them converts its operands for too little work."""
-FINISHED_ROWS = 1024
-"""Rows of dX whose sums exist at a time beside kept ones."""
+FINISHED_ROWS, FINISHED_BYTES = 1024, 16 << 20
+"""Rows of dX whose sums exist at a time beside kept ones; on a GPU, as many as take these bytes."""
 UNUSED_COLUMNS = 8
 """Exponentials of a row that a kernel of row sums stores where none are wanted: 16 bytes."""
 NARROWEST_TILE = 128
@@ -133,6 +133,22 @@ def shared_sums_bytes(p: Problem) -> tuple[int, int]:
 def few_low_bits(hidden: int) -> int:
     """Return the least low bits of kept sums: two columns share a byte."""
     return LOW_BITS[hidden % 2]
+
+
+def finished_rows(hidden: int, sum_bytes: int, device: str) -> int:
+    """Return how many rows of dX's sums exist at a time beside kept ones."""
+    if device == "cpu":
+        return FINISHED_ROWS
+    return max(FINISHED_ROWS, FINISHED_BYTES // max(hidden * sum_bytes, 1))
+
+
+def weight_rows(p: Problem, window: int) -> int:
+    """Return how many rows of dW's sums exist at a time, of a plan's windows of so many columns.
+
+    Beside Triton's kernels these are a quarter: exponentials that are computed again have half of a
+    window's columns, beside stored ones, and half of the bytes of sums.
+    """
+    return ceil_div(window, 4) if p.triton else window
 
 
 def targets_bytes(p: Problem, tokens: int) -> int:

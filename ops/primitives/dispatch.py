@@ -25,6 +25,7 @@ from cutefce.cute_kernels.sampling_set import MAX_SAMPLE_SLOTS
 from cutefce.cute_kernels.variant import PLAIN, KernelVariant
 from cutefce.ops.dtypes import dtype_name
 from cutefce.ops.interface.options import LossOptions, TensorOptions
+from cutefce.ops.planning.step_memory import weight_rows
 from cutefce.ops.primitives.cute_gradients import CublasGradients, CuteGradients
 from cutefce.ops.primitives.cute_projection import CuteProjection, Semaphores
 from cutefce.ops.primitives.portable_gradients import PortableGradients
@@ -33,6 +34,7 @@ from cutefce.ops.primitives.primitives import Primitives
 from cutefce.ops.primitives.row_selection import has_aligned_rows
 from cutefce.ops.primitives.triton_gradients import TritonGradients
 from cutefce.ops.primitives.triton_projection import TritonProjection
+from cutefce.ops.rows.selection import CountedRows
 from cutefce.ops.rows.targets import Targets, variant_of
 from cutefce.ops.sampling.sample_sizes import slots as sample_slots
 
@@ -124,10 +126,13 @@ def primitives_for(
     problem: Problem,
     targets: Targets | None = None,
     device: torch.device | None = None,
+    window: int | None = None,
+    counted: CountedRows | None = None,
 ) -> Primitives:
     """Return the primitives for one call with h (N, D) and w (V, D), and what `targets` ask for.
 
-    Its kernels are those of `device`, if that is not the one of h.
+    Its kernels are those of `device`, if that is not the one of h.  Without kernels of ours the
+    plan has a `window` of columns, if that is narrower than the widest, and `counted` rows count.
 
     Raises:
         RuntimeError: in strict mode, if the kernels cannot serve the call.
@@ -142,8 +147,12 @@ def primitives_for(
         reason = options_unsupported_reason(problem, h.device, options, tensors, is_sampled)
     if problem.tokens and reason is not None:
         report(reason, h.is_cuda)
-    made = triton_primitives if problem.triton else portable_primitives
-    return made(defaults.widest_window(problem))
+    tiles = defaults.widest_window(problem)
+    if not problem.triton:
+        return portable_primitives(tiles)
+    widest = tiles.window if window is None else min(window, tiles.window)
+    own = counted, weight_rows(problem, widest)
+    return Primitives(tiles, TritonProjection(tiles, counted), TritonGradients(*own), counted)
 
 
 def options_unsupported_reason(
@@ -222,12 +231,6 @@ def kernel_primitives(
 def portable_primitives(tiles: PortableTiles) -> Primitives:
     """Return primitives in plain torch."""
     return Primitives(tiles, PortableProjection(tiles), PortableGradients(tiles.window))
-
-
-@process_cache
-def triton_primitives(tiles: PortableTiles) -> Primitives:
-    """Return primitives on Triton's kernels and cuBLAS."""
-    return Primitives(tiles, TritonProjection(tiles), TritonGradients(tiles.window))
 
 
 def report(reason: str, on_gpu: bool) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from cutefce.ops.dtypes import sum_dtype
-from cutefce.ops.planning.step_memory import FINISHED_ROWS, UPCAST_BLOCK
+from cutefce.ops.planning.step_memory import UPCAST_BLOCK, finished_rows
 from cutefce.ops.primitives.elementwise import (
     can_fuse,
     finish_dw_,
@@ -21,6 +21,7 @@ from cutefce.ops.primitives.elementwise import (
     scale_by_log_,
     scale_rows_to_,
 )
+from cutefce.ops.primitives.row_selection import row_range
 from cutefce.ops.rows.blocks import blocks, row_blocks
 from cutefce.ops.rows.coefficients import RankOne, RowCoefficients
 from cutefce.ops.rows.kept_sums import (
@@ -34,7 +35,7 @@ from cutefce.ops.rows.kept_sums import (
     words_of,
 )
 from cutefce.ops.rows.scaling import Scaling, scaling_of
-from cutefce.ops.rows.selection import RowSelection
+from cutefce.ops.rows.selection import CountedRows, RowSelection
 from cutefce.ops.rows.statistics import RowStats
 from cutefce.ops.rows.target_rows import TargetRows
 from cutefce.ops.rows.targets import Targets
@@ -48,6 +49,9 @@ class PortableGradients:
     lists_targets = False
     """Whether a `target_grad` of all tokens takes little memory: lists of the tokens of each class,
     not sums of their terms.  The last chunk then adds those of all chunks."""
+
+    counted: CountedRows | None = None
+    """How many rows count, where products are of these alone."""
 
     def __init__(self, window: int) -> None:
         self.window = window
@@ -84,7 +88,8 @@ class PortableGradients:
         Return whether `exps` are multiplied by `factor` (N,) afterwards, as they are where the
         kernel of the product can do so.
         """
-        matmul_into(sums, exps, w, accumulate=accumulate)
+        rows = self.rows_of_products(exps)
+        matmul_into(row_range(sums, 0, rows), row_range(exps, 0, rows), w, accumulate=accumulate)
         return False
 
     def keep_dx(
@@ -103,13 +108,28 @@ class PortableGradients:
         undefined.
         """
         words, keep = words_of(kept, low), add_to_kept_ if accumulate else split_
-        buffer = kept.new_empty(
-            min(FINISHED_ROWS, len(kept)), kept.shape[1], dtype=sum_dtype(kept.dtype)
-        )
-        for rows in blocks(len(kept), FINISHED_ROWS):
-            sums = buffer[: rows.stop - rows.start]
-            matmul_into(sums, exps[rows], w, accumulate=False)
+        for rows, sums in self.hidden_products(kept, exps, w):
             apply_rowwise(keep, words[rows], low[rows], sums)
+
+    def rows_of_products(self, exps: Tensor) -> int:
+        """Return how many of the first rows of `exps` (N, K) are operands of products."""
+        return len(exps) if self.counted is None else self.counted.of_products(len(exps))
+
+    def hidden_products(
+        self, kept: Tensor, exps: Tensor, w: Tensor
+    ) -> Iterator[tuple[slice, Tensor]]:
+        """Yield some rows of `kept` (N, D) at a time: which, and those of exps @ w as sums."""
+        size, dtype = self.finished_rows(kept), sum_dtype(kept.dtype)
+        buffer = kept.new_empty(min(size, len(kept)), kept.shape[1], dtype=dtype)
+        for rows in blocks(self.rows_of_products(exps), size):
+            product = buffer[: rows.stop - rows.start]
+            matmul_into(product, exps[rows], w, accumulate=False)
+            yield rows, product
+
+    def finished_rows(self, kept: Tensor) -> int:
+        """Return how many rows of sums exist at a time beside `kept` (N, D)."""
+        sum_bytes = sum_dtype(kept.dtype).itemsize
+        return finished_rows(kept.shape[1], sum_bytes, kept.device.type)
 
     def scale_kept_rows(self, kept: Tensor, low: Tensor, scale: Tensor) -> None:
         """Multiply the sums of `keep_dx` by `scale` (N,)."""
@@ -176,7 +196,7 @@ class PortableGradients:
         `out` (N, D) may be `kept`: then the sums, too, are in the places that `order` says.
         """
         assert order is None, "these steps run over all rows that they are given"
-        for rows in blocks(len(kept), FINISHED_ROWS):
+        for rows in blocks(len(kept), self.finished_rows(kept)):
             sums, term = joined_sums(kept[rows], low[rows]), rank_one and rank_one.rows(rows)
             own = targets.per_token(rows), coefficients.rows(rows)
             self.finish_dx(out[rows], sums, w, *own, term)
@@ -239,7 +259,7 @@ class PortableGradients:
         More than eight parameters: operands, and what the last step adds.
         """
         if low is None:
-            matmul_into(kept, exps.t(), scaled, accumulate=accumulate)
+            self.add_product(kept, exps, scaled, accumulate=accumulate)
             target_grad.add_to(kept, first)
             if rank_one is not None:
                 kept.addr_(rank_one.factor, rank_one.row)
@@ -253,6 +273,12 @@ class PortableGradients:
             apply_rowwise(keep, words[rows], low[rows], *operands, whole=(totals, row))
             del totals, slot, operands
 
+    def add_product(self, out: Tensor, exps: Tensor, scaled: Tensor, *, accumulate: bool) -> None:
+        """Write expsᵀ @ scaled to `out` (K, D), of the dtype of sums, or add it."""
+        rows = self.rows_of_products(exps)
+        operands = row_range(exps, 0, rows).t(), row_range(scaled, 0, rows)
+        matmul_into(out, *operands, accumulate=accumulate)
+
     def products(
         self, out: Tensor, exps: Tensor, scaled: Tensor
     ) -> Iterator[tuple[slice, Tensor, Tensor]]:
@@ -262,12 +288,13 @@ class PortableGradients:
         compiled function sees that, but not that two tensors share memory.
         """
         dtype, size = sum_dtype(exps.dtype), min(self.window, len(out))
-        in_place = out.dtype == dtype
+        in_place, counted = out.dtype == dtype, self.rows_of_products(exps)
+        columns, scaled = row_range(exps, 0, counted).t(), row_range(scaled, 0, counted)
         buffer = out.new_empty(0 if in_place else size, out.shape[1], dtype=dtype)
         for rows in blocks(len(out), self.window):
             to = out[rows]
             product = to if in_place else buffer[: len(to)]
-            matmul_into(product, exps[:, rows].t(), scaled, accumulate=False)
+            matmul_into(product, columns[rows], scaled, accumulate=False)
             yield rows, to, product
 
     def finish_kept_dw(self, kept: Tensor, low: Tensor, factor: Tensor) -> None:

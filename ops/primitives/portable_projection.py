@@ -45,7 +45,7 @@ from cutefce.ops.primitives.portable_gradients import (
 from cutefce.ops.primitives.weighted_sum import SoftTargetSteps, weighted_sum
 from cutefce.ops.rows.blocks import blocks
 from cutefce.ops.rows.outputs import PartialOutputs
-from cutefce.ops.rows.selection import RowSelection
+from cutefce.ops.rows.selection import CountedRows, RowSelection
 from cutefce.ops.rows.statistics import RowStats, reduce_losses
 from cutefce.ops.rows.targets import Targets
 
@@ -92,6 +92,8 @@ class PortableProjection(SoftTargetSteps):
 
     is_portable = True
     """Whether the steps run in plain torch."""
+    counted: CountedRows | None = None
+    """How many rows count, where others' exponentials and row sums may be undefined."""
 
     def __init__(self, tiles: PortableTiles) -> None:
         self.tiles = tiles

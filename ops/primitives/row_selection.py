@@ -1,4 +1,4 @@
-"""Which tokens a call computes: kernels select on the device, a CPU where the plan says so."""
+"""Which tokens a call computes: kernels select on the device, others where the plan says so."""
 
 from dataclasses import replace
 
@@ -12,7 +12,7 @@ from cutefce.cute_kernels.kernel_set import KernelSet
 from cutefce.cute_kernels.problem import Problem
 from cutefce.cute_kernels.spec import MoveRowsSpec, SelectRowsSpec
 from cutefce.cute_kernels.workspace import Move, Semaphore
-from cutefce.ops.rows.selection import RowSelection
+from cutefce.ops.rows.selection import CountedRows, RowSelection
 
 
 def select_on_device(arch: str, y: Tensor, ignored: int, chunk: int) -> RowSelection:
@@ -88,7 +88,12 @@ def clear_rows(kernels: KernelSet, x: Tensor, selection: RowSelection) -> None:
 
 
 def select_rows(
-    problem: Problem, y: Tensor, counted: Tensor, ignored: int, rows: int, chunk: int
+    problem: Problem,
+    y: Tensor,
+    counted: Tensor,
+    ignored: int,
+    planned: tuple[int, bool],
+    chunk: int,
 ) -> RowSelection | None:
     """Return the selection of the tokens that count, None if all are computed.
 
@@ -97,7 +102,8 @@ def select_rows(
         y: (N,) int64 targets.
         counted: (N,) int64, `ignored` where a token does not count.
         ignored: the index of targets that are ignored.
-        rows: tokens of the plan: N, or on a CPU those that count.
+        planned: tokens of the plan, N or on a CPU those that count, and whether these are to come
+            first where the host does not know their number yet.
         chunk: tokens of a chunk; those of the plan if it has no chunks.
     """
     tokens = len(y)
@@ -105,10 +111,13 @@ def select_rows(
         assert problem.arch is not None
         selection = select_on_device(problem.arch, counted, ignored, chunk)
         return selection if counted is y else replace(selection, targets=selection.take(y))
-    if rows == tokens or y.is_cuda:
+    (rows, sorts), found = planned, None
+    if sorts and not (y.is_cuda and torch.cuda.is_current_stream_capturing()):
+        found = CountedRows.of(counted != ignored)
+    elif rows == tokens:
         return None
-    order = (counted != ignored).nonzero()[:, 0]
-    return RowSelection(order, y.index_select(0, order), None, chunk, tokens)
+    order = (counted == ignored).to(torch.uint8).argsort(stable=True)[:rows]
+    return RowSelection(order, y.index_select(0, order), None, chunk, tokens, counted=found)
 
 
 def with_aligned_rows(x: Tensor) -> Tensor:

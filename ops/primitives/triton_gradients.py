@@ -6,11 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cutefce.ops.planning.step_memory import FINISHED_ROWS
-from cutefce.ops.primitives.portable_gradients import PortableGradients, TargetGrad, matmul_into
-from cutefce.ops.rows.blocks import blocks
+from cutefce.ops.primitives.portable_gradients import PortableGradients, TargetGrad
 from cutefce.ops.rows.coefficients import RankOne, RowCoefficients
-from cutefce.ops.rows.selection import RowSelection
+from cutefce.ops.rows.selection import CountedRows, RowSelection
 from cutefce.ops.rows.statistics import RowStats
 from cutefce.ops.rows.targets import Targets
 
@@ -43,6 +41,10 @@ class ListedTargets:
 class TritonGradients(PortableGradients):
     """The same steps, with what is done to rows in one launch each."""
 
+    def __init__(self, counted: CountedRows | None, window: int) -> None:
+        super().__init__(window)
+        self.counted = counted
+
     def keep_dx(
         self,
         kept: Tensor,
@@ -56,11 +58,8 @@ class TritonGradients(PortableGradients):
         from cutefce.ops.primitives.triton_rows import Kept, combine
 
         sums = Kept(kept, low)
-        size = min(FINISHED_ROWS, len(kept))
-        buffer = kept.new_empty(size, kept.shape[1], dtype=torch.float32)
-        for rows in blocks(len(kept), FINISHED_ROWS):
-            product, own = buffer[: rows.stop - rows.start], sums.rows(rows)
-            matmul_into(product, exps[rows], w, accumulate=False)
+        for rows, product in self.hidden_products(kept, exps, w):
+            own = sums.rows(rows)
             combine(own, product, joined=own if accumulate else None)
 
     def scale_kept_rows(self, kept: Tensor, low: Tensor, scale: Tensor) -> None:
@@ -162,7 +161,7 @@ class TritonGradients(PortableGradients):
         from cutefce.ops.primitives.triton_rows import Kept, combine
 
         if low is None:
-            matmul_into(kept, exps.t(), scaled, accumulate=accumulate)
+            self.add_product(kept, exps, scaled, accumulate=accumulate)
             terms = _terms(target_grad.rows(first, first + len(kept)), rank_one)
             if terms:
                 combine(kept, kept, **terms)

@@ -16,11 +16,12 @@ from cutefce.cute_kernels.integers import ceil_div
 from cutefce.cute_kernels.problem import SLACK
 from cutefce.cute_kernels.process_cache import process_cache
 from cutefce.ops.primitives.portable_projection import PartialSums
+from cutefce.ops.rows.selection import ROW_BLOCK, CountedRows
 
 Transform = tuple[Tensor | None, Tensor | None, float | None]
 """What makes logits of products: see `LogitMap.columns`."""
 
-ROWS, BLOCK = 128, 256
+ROWS, BLOCK = ROW_BLOCK, 256
 """Tokens and columns of a tile; a tile's columns share a reference."""
 GROUP = 8
 """Row blocks that are computed together, so that their hidden states stay in the L2 cache."""
@@ -50,6 +51,8 @@ def _project(
     row_scale,
     bias,
     slope,
+    count,
+    skipped,
     tokens,
     hidden,
     first,
@@ -69,6 +72,7 @@ def _project(
     HAS_SCALE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_CAP: tl.constexpr,
+    HAS_COUNT: tl.constexpr,
 ):
     """Compute tiles (ROWS, BLOCK) of exponentials of the columns [first, last), one after another.
 
@@ -78,6 +82,8 @@ def _project(
     kernel.
     """
     row_tiles, column_tiles = tl.cdiv(tokens, ROWS), tl.cdiv(last - first, BLOCK)
+    if HAS_COUNT:
+        row_tiles = tl.minimum(row_tiles, tl.cdiv(tl.maximum(tl.load(count) - skipped, 1), ROWS))
     steps = tl.cdiv(hidden, FEATURES)
     for tile in tl.range(tl.program_id(0), row_tiles * column_tiles, BLOCKS, flatten=True):
         group = tile // (GROUP * column_tiles)
@@ -153,13 +159,16 @@ def project(
     exps: Tensor | None,
     out: PartialSums | None = None,
     transform: Transform = (None, None, None),
+    counted: CountedRows | None = None,
 ) -> None:
     """Compute e = exp(u - ρ) of the logits u of h (N, D) @ w (V, D)ᵀ, 0 at the `target` (N,).
 
     They are those of the columns of `window`, [first, last).  `exps` (N, K), if given, receives e,
     times the softcap's derivative.  `out`, if given, receives the row sums and what else it has.  e
     is relative to `reference` (N,); with `out`, a block of `BLOCK` columns whose largest logit is
-    more than `SLACK` above it takes that logit instead, and tells so in `out.references`.
+    more than `SLACK` above it takes that logit instead, and tells so in `out.references`.  Results
+    of row blocks that have no `counted` row are not written, but for those of the first block.
+    More than eight parameters: operands, results and what makes logits of products.
     """
     tokens, hidden = h.shape
     blocks, features = _device(h.device)
@@ -188,6 +197,8 @@ def project(
         none if row_scale is None else row_scale,
         none if bias is None else bias,
         slope or 0.0,
+        none if counted is None else counted.count,
+        0 if counted is None else counted.first,
         tokens,
         hidden,
         first,
@@ -210,6 +221,7 @@ def project(
         HAS_SCALE=row_scale is not None,
         HAS_BIAS=bias is not None,
         HAS_CAP=slope is not None,
+        HAS_COUNT=counted is not None,
         num_stages=STAGES,
         num_warps=WARPS,
         enable_fp_fusion=True,
@@ -223,16 +235,21 @@ def _rescale(
     references,
     references_pitch,
     reference,
+    count,
+    skipped,
     tokens,
     columns,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    HAS_COUNT: tl.constexpr,
 ):
     """Make a block (ROWS, BLOCK) of `exps` relative to `reference` (N,), if it is not yet.
 
     More than eight parameters: operands, sizes and constants of a kernel.
     """
     rows, block = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1)
+    if HAS_COUNT:
+        tokens = tl.minimum(tokens, tl.load(count) - skipped)
     exists = rows < tokens
     old = tl.load(references + rows.to(tl.int64) * references_pitch + block, mask=exists, other=0.0)
     new = tl.load(reference + rows, mask=exists, other=0.0)
@@ -245,13 +262,28 @@ def _rescale(
         tl.store(places, e.to(exps.dtype.element_ty), mask=exist)
 
 
-def rescale(exps: Tensor, references: Tensor, reference: Tensor) -> None:
-    """Make `exps` (N, K), relative to `references` (N, P) in blocks, so to `reference` (N,)."""
+def rescale(
+    exps: Tensor, references: Tensor, reference: Tensor, counted: CountedRows | None = None
+) -> None:
+    """Make `exps` (N, K), relative to `references` (N, P) in blocks, so to `reference` (N,).
+
+    Those of rows that are not `counted` may stay as they are.
+    """
     tokens, columns = exps.shape
     grid = ceil_div(tokens, RESCALED_ROWS), ceil_div(columns, BLOCK)
     pitches = exps.stride(0), references.stride(0)
-    given: Any = exps, pitches[0], references, pitches[1], reference, tokens, columns
-    _rescale[grid](*given, ROWS=RESCALED_ROWS, BLOCK=BLOCK, enable_fp_fusion=True)
+    count = reference if counted is None else counted.count
+    given: Any = exps, pitches[0], references, pitches[1], reference, count
+    _rescale[grid](
+        *given,
+        0 if counted is None else counted.first,
+        tokens,
+        columns,
+        ROWS=RESCALED_ROWS,
+        BLOCK=BLOCK,
+        HAS_COUNT=counted is not None,
+        enable_fp_fusion=True,
+    )
 
 
 def _is_aligned(x: Tensor) -> bool:

@@ -8,14 +8,20 @@ from typing import Any
 
 from torch import Tensor
 
+from cutefce.cute_kernels.config import PortableTiles
 from cutefce.ops.primitives.portable_projection import PartialSums, PortableProjection
 from cutefce.ops.primitives.row_selection import with_aligned_rows
+from cutefce.ops.rows.selection import CountedRows
 from cutefce.ops.rows.statistics import RowStats
 from cutefce.ops.rows.targets import Targets, launch_transform
 
 
 class TritonProjection(PortableProjection):
     """The same steps, with a window of exponentials in one launch."""
+
+    def __init__(self, tiles: PortableTiles, counted: CountedRows | None) -> None:
+        super().__init__(tiles)
+        self.counted = counted
 
     def prepare(self, h: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
         return with_aligned_rows(h), w
@@ -33,7 +39,8 @@ class TritonProjection(PortableProjection):
         from cutefce.ops.primitives import triton_kernels as kernels
 
         transform = launch_transform(targets, window) or (None, None, None)
-        kernels.project(h, w, window, reference, targets.index, exps, out, transform)
+        own = targets.index, exps, out, transform, self.counted
+        kernels.project(h, w, window, reference, *own)
 
     def repair_stored_exps(
         self,
@@ -48,4 +55,5 @@ class TritonProjection(PortableProjection):
         from cutefce.ops.primitives import triton_kernels as kernels
 
         start = first // kernels.BLOCK
-        kernels.rescale(exps, partial.references[:, start:], stats.reference)
+        references = partial.references[:, start:]
+        kernels.rescale(exps, references, stats.reference, self.counted)

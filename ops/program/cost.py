@@ -10,10 +10,26 @@ from cutefce.ops.program.problem import Problem
 from cutefce.ops.program.steps import Kind, Program, Step
 
 
-def seconds(program: Program, device: Device) -> float:
-    """Return the predicted time of forward and backward."""
-    steps, p = program.steps(), program.problem
-    return sum(step.times * _seconds(p, step, device, program) for step in steps)
+def seconds(program: Program, device: Device, *, is_fused: bool = True) -> float:
+    """Return the predicted time of forward and backward.
+
+    Unless they are fused, products that are rounded or kept are written as sums before.
+    """
+    steps, p, sums = program.steps(), program.problem, 0.0
+    if not is_fused:
+        sums = sum(step.times * _product_bytes(p, step) for step in program.steps()) / device.bytes
+    return sums + sum(step.times * _seconds(p, step, device, program) for step in steps)
+
+
+def _product_bytes(p: Problem, step: Step) -> int:
+    """Return the bytes of a product's sums that are written, and read again to be rounded."""
+    if p.item == p.sums or step.far or step.kind not in (Kind.GEMM_HIDDEN, Kind.GEMM_WEIGHT):
+        return 0
+    is_hidden = step.kind is Kind.GEMM_HIDDEN
+    if is_hidden and len(step.writes) == 1:
+        return 0
+    first, last = step.rows if is_hidden else step.columns
+    return 2 * (last - first) * p.hidden * p.sums
 
 
 def _seconds(p: Problem, step: Step, device: Device, program: Program) -> float:

@@ -14,12 +14,12 @@ from cutefce.cute_kernels.problem import Problem as Operands
 from cutefce.ops.planning.device import Device
 from cutefce.ops.planning.step_memory import (
     CONVERTED,
-    FINISHED_ROWS,
     GATHERED,
     PLAIN,
     accumulates_wider,
     added_bytes,
     few_low_bits,
+    finished_rows,
     has_weight_kernels,
     kept_bytes,
     partial_sums,
@@ -32,6 +32,7 @@ from cutefce.ops.planning.step_memory import (
     targets_bytes,
     tile_bytes,
     upcast_bytes,
+    weight_rows,
 )
 from cutefce.ops.program.cost import seconds
 from cutefce.ops.program.layout import Layout
@@ -69,6 +70,9 @@ class PrimitivesBackend:
     copies: Copies = Copies()
     device: torch.device | None = field(default=None, compare=False)
     """The GPU whose kernels serve it, if some do."""
+    sorts: bool = False
+    """Whether tokens that count come first, in copies of hidden states and dX, as kernels of ours
+    need no copies for: products of Triton and cuBLAS leave out the others then."""
 
     places_values = False
 
@@ -93,7 +97,7 @@ class PrimitivesBackend:
 
     def seconds(self, program: Program, device: Device) -> float:
         """Return the time of a program."""
-        return seconds(program, device)
+        return seconds(program, device, is_fused=self.is_fused)
 
     def workspace(self, p: Problem, peak: int, kept: int) -> int:
         """Return the workspace of a call whose program takes `peak` bytes, and holds `kept`.
@@ -174,7 +178,7 @@ class PrimitivesBackend:
             case Kind.GEMM_HIDDEN:
                 return upcast_bytes(of, rows, columns, p.hidden)
             case Kind.GEMM_WEIGHT:
-                return self._weight(p, step, rows, columns, x.low_bits)
+                return self._weight(p, step, rows, columns, x)
             case Kind.KEEP_HIDDEN:
                 kept = kept_bytes(of, rows, few_low_bits(p.hidden)) if len(step.writes) > 1 else 0
                 return max(kept, rows_bytes(of, rows, GATHERED))
@@ -183,13 +187,13 @@ class PrimitivesBackend:
             case Kind.FINISH_HIDDEN:
                 pieces = any(name.startswith("low") for name in step.reads)
                 joins = pieces and not (self.is_fused or of.triton)
-                sums = self._sums(p, FINISHED_ROWS, rows) if joins else 0
+                sums = self._sums(p, self._finished_rows(p), rows) if joins else 0
                 return sums + max(sums, rows_bytes(of, rows, GATHERED))
             case Kind.FINISH_WEIGHT if len(step.reads) > 1:
                 return kept_bytes(of, p.vocab, x.low_bits)
         return 0
 
-    def _weight(self, p: Problem, step: Step, rows: int, columns: int, low_bits: int) -> int:
+    def _weight(self, p: Problem, step: Step, rows: int, columns: int, x: Layout) -> int:
         """Bytes of a product that adds to dW, or writes rows of it."""
         of = self.operands
         is_beside = step.writes == ("into",) and not p.adds_in_place
@@ -197,24 +201,28 @@ class PrimitivesBackend:
         if self.is_fused:
             return beside
         wide = accumulates_wider(of) and (len(step.writes) > 1 or p.dw_item < p.sums)
-        window = min(self.tiles.window, columns)
+        window = min(weight_rows(of, min(self.tiles.window, x.window)), columns)
         sums = beside or self._sums(p, window, columns) * (wide and step.writes != ("into",))
         block = window if sums else columns
         steps = [upcast_bytes(of, block, rows, p.hidden), rows_bytes(of, block, PLAIN)]
         steps += [target_rows_bytes(of, rows), rows_bytes(of, rows, CONVERTED)]
         if len(step.writes) > 1:  # of a chunk, whose targets are summed for it
             sums += targets_bytes(of, rows)
-            steps.append(kept_bytes(of, block, low_bits))
+            steps.append(kept_bytes(of, block, x.low_bits))
         return sums + max(steps)
 
     def _kept_hidden(self, p: Problem, columns: int, low_bits: int) -> int:
         """Bytes of adding a product over some columns to kept sums of dX."""
         if self.is_fused:
             return 0
-        rows = min(FINISHED_ROWS, p.tokens)
+        rows = min(self._finished_rows(p), p.tokens)
         product = upcast_bytes(self.operands, rows, columns, p.hidden)
         added = kept_bytes(self.operands, rows, low_bits)
         return self._sums(p, rows, p.tokens) + max(product, added)
+
+    def _finished_rows(self, p: Problem) -> int:
+        """Rows of dX's sums that exist at a time beside kept ones."""
+        return finished_rows(p.hidden, p.sums, self.operands.device)
 
     def _sums(self, p: Problem, rows: int, most: int) -> int:
         """Bytes of rows of sums, of at most so many."""

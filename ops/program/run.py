@@ -96,7 +96,8 @@ class Call(Interpreter[LossInputs]):
         if found is None:
             x, tokens = self.inputs, slice(*rows)
             own = x.h if x.targets.selection is not None else x.h[tokens]
-            found = replace(x, h=own, targets=x.targets.per_token(tokens))
+            primitives, targets = x.primitives.behind(rows[0]), x.targets.per_token(tokens)
+            found = replace(x, primitives=primitives, h=own, targets=targets)
             found.targets.class_row = x.targets.class_row
             if found.targets.selection is not None:
                 found.targets.selection = found.targets.selection.skipping()

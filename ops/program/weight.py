@@ -130,15 +130,21 @@ def bias(call: Call, s: Step) -> None:
     x, scaling = call.part(s.rows), call.values["scaling"]
     out = call.view(s.writes[0]).view(-1)[s.columns[0] : s.columns[1]]
     exps = exps_of(call, s)
+    # others hold no numbers
+    rows = x.primitives.gradients.rows_of_products(exps)
+    exps = row_range(exps, 0, rows)
     if call.program.in_forward:
-        sums = weighted_sum(exps, scaling.dx.scale)
+        sums = weighted_sum(exps, row_range(scaling.dx.scale, 0, rows))
         out.copy_(out + sums if s.adds else sums)
         if s.final:
             every = call.values.get("every")
             finish_dbias(out, call.inputs.targets, call.values["target"], every)
         return
     scale = scale_of(call) if "factors" in s.reads else None
-    factors = RowFactors.ones(x.h) if scale is None else RowFactors.of(scale, x.h.dtype)
+    if scale is None:
+        factors = RowFactors.ones(exps)
+    else:
+        factors = RowFactors.of(row_range(scale, 0, rows), x.h.dtype)
     out.copy_(factors.sum(exps))
 
 

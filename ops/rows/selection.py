@@ -1,15 +1,60 @@
 """The tokens that count: those that are not ignored.
 
 All steps between `RowSelection.take` and `RowSelection.restore` see these tokens first, in their
-order, and on a CPU no others.
+order; on a CPU no others.  A GPU without kernels of ours computes products of them and few others.
 """
 
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
-from cutefce.cute_kernels.integers import ceil_div
+from cutefce.cute_kernels.integers import ceil_div, round_up
 from cutefce.ops.interface.options import TensorOptions
+
+ROW_BLOCK = 128
+"""Rows of which those of products are a multiple."""
+
+
+@dataclass(frozen=True)
+class CountedRows:
+    """How many tokens count, of an order in which they come first.
+
+    A GPU knows it first.  The host waits for it as late as it can.
+    """
+
+    count: Tensor
+    """(1,) int32 on the device of the tokens."""
+    copied: Tensor
+    """(1,) int32 that the host can read, after `event`."""
+    event: "torch.cuda.Event | None"
+    first: int = 0
+    """The first token of a chunk, from which on rows are numbered."""
+
+    @staticmethod
+    def of(counts: Tensor) -> "CountedRows":
+        """Return the number of tokens that count, of counts (N,) bool."""
+        count = counts.sum(0, keepdim=True, dtype=torch.int32)
+        if not count.is_cuda:
+            return CountedRows(count, count, None)
+        copied, event = torch.empty(1, dtype=torch.int32, pin_memory=True), torch.cuda.Event()
+        copied.copy_(count, non_blocking=True)
+        event.record()
+        return CountedRows(count, copied, event)
+
+    def behind(self, first: int) -> "CountedRows":
+        """Return the same of the tokens from `first` on."""
+        return replace(self, first=self.first + first)
+
+    def of_products(self, rows: int) -> int:
+        """Return how many of so many rows products need: a multiple of `ROW_BLOCK`, or all.
+
+        It waits until the GPU has counted, but in the capture of a graph, before which it has.
+        """
+        if self.event is not None and not torch.cuda.is_current_stream_capturing():
+            self.event.synchronize()
+        needed = round_up(max(int(self.copied) - self.first, 1), ROW_BLOCK)
+        return min(needed, rows)
 
 
 @dataclass(frozen=True)
@@ -21,7 +66,7 @@ class RowSelection:
     targets: Tensor
     """(M,) int64: their targets."""
     counts: Tensor | None
-    """(C,) int32: how many tokens of each chunk of that order count; None where M tells.
+    """(C,) int32: how many tokens of each chunk of that order count, if kernels select.
 
     It is on the GPU, which is not synchronized."""
     chunk: int
@@ -34,6 +79,8 @@ class RowSelection:
     """Whether launches write nothing where no token counts, instead of a row block of zeros."""
     must_skip: bool = False
     """Whether, for this reason, products must be kernels' and not cuBLAS's."""
+    counted: CountedRows | None = None
+    """How many count, where M does not tell and no kernels leave out the others."""
 
     @property
     def is_on_device(self) -> bool:

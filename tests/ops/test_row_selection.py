@@ -9,12 +9,14 @@ from torch import Tensor
 
 import cutefce
 from cutefce.cute_kernels.config import PortableTiles
+from cutefce.cute_kernels.integers import ceil_div
 from cutefce.cute_kernels.spec import GradGemmSpec, ProjectExpSpec
 from cutefce.ops.operators import operands
-from cutefce.ops.primitives import dispatch
+from cutefce.ops.primitives import dispatch, portable_gradients
 from tests.support.backends import KERNELS, Backend
 from tests.support.kernel_models import model_of
 from tests.support.layouts import LAYOUTS, Layout, pinned
+from tests.support.options import LOSSES, assert_results_as_accurate
 from tests.support.reference import Case, random_case
 from tests.support.tiers import pairwise
 
@@ -56,6 +58,28 @@ def test_a_cpu_multiplies_only_rows_that_count(monkeypatch: pytest.MonkeyPatch) 
         cutefce.linear_cross_entropy(case.h, case.w, case.y)
     assert len(sizes) >= 2
     assert set(sizes) == {int(counts.sum())}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("loss", [name for name in LOSSES if "probabilities" not in name])
+@pytest.mark.parametrize("workspace", ["min", None])
+def test_products_without_kernels_leave_out_rows(
+    loss: str, workspace: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where memory for copies is; the host learns how many count while the GPU multiplies."""
+    monkeypatch.setattr(dispatch, "_device_unsupported_reason", lambda *_: "switched off")
+    more: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cuda", "ignored": 0.8}
+    x, rows = LOSSES[loss](1000, 64, 333, **more), []
+    multiply = portable_gradients.matmul_into
+
+    def record(out: Tensor, a: Tensor, b: Tensor, **how: Any) -> None:
+        rows.append(len(a) if len(b) == 333 else len(b))
+        multiply(out, a, b, **how)
+
+    monkeypatch.setattr(portable_gradients, "matmul_into", record)
+    assert_results_as_accurate(x.ours(workspace=workspace), x)
+    counted = int((~x.ignored).sum())
+    assert set(rows) == {1000 if workspace == "min" else ceil_div(counted, 128) * 128}
 
 
 @pairwise(

@@ -12,6 +12,7 @@ from torch import Tensor
 from cutefce.cute_kernels.integers import ceil_div
 from cutefce.ops.primitives.elementwise import exponentials_
 from cutefce.ops.primitives.portable_projection import PartialSums
+from cutefce.ops.rows.selection import CountedRows
 from tests.support.tiers import rest_slow
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -102,6 +103,29 @@ def test_exponentials_and_sums(sizes: tuple[int, int, int], std: float, options:
     assert not exps[~active, :classes].any()
     wanted = wanted[active].to(DTYPE).float()
     torch.testing.assert_close(exps[active, :classes].float(), wanted, rtol=0.01 * std, atol=1e-6)
+
+
+@pytest.mark.parametrize("first", [0, 128, 300])
+def test_row_blocks_without_rows_that_count_are_left_out(first: int) -> None:
+    torch.manual_seed(0)
+    h, w, y = operands((300, 64, 300))
+    y[150:] = -100
+    reference, plain = target_logit(logits(h, w, (None, None, None)), y), (None, None, None)
+    counted = CountedRows.of(y >= 0)
+    left = counted.of_products(300)
+    assert left == 128 * ceil_div(int((y >= 0).sum()), 128) < 300
+    chunk = counted.behind(first)
+    rows = chunk.of_products(300 - first % 300)
+    assert rows == max(128, left - first)
+    results = []
+    for only in (None, chunk):
+        exps = torch.full((300, 304), 7.0, device=DEVICE).to(DTYPE)
+        sums = PartialSums(*torch.full((2, 300, 2), 7.0, device=DEVICE))
+        kernels.project(h, w, (0, 300), reference, y, exps, sums, plain, only)
+        results.append((exps[:, :300], sums.sums, sums.references))
+    for whole, part in zip(*results, strict=True):
+        assert torch.equal(part[:rows], whole[:rows])
+        assert bool((part[rows:] == 7).all())
 
 
 def test_columns_of_a_window_without_sums() -> None:

@@ -91,7 +91,9 @@ def chunk_of(layout: Layout, tokens: int) -> int:
 
 
 def plan_of(layout: Layout, request: Request, device: torch.device) -> Plan:
-    """Return the plan of a request in a layout."""
+    """Return the plan of a request in a layout; beside Triton, tokens that count come first."""
+    if request.operands.triton:
+        request = request.sorted()
     p, backend = request.problem, backend_of(request, device)
     every = round_up(p.vocab, backend.block)
     in_chunks, chunk = layout.in_chunks and p.needs_gradients, chunk_of(layout, p.tokens)
