@@ -21,7 +21,6 @@ from cutefce.commands.common import (
     make_console,
     parse_shapes,
     printable,
-    read_table,
     require_passed,
     this_gpu,
 )
@@ -65,7 +64,6 @@ def _check_minutes(context: click.Context, option: click.Parameter, given: float
 )
 @click.option("--resume", is_flag=True, help="Skip problems that the table has for these kernels.")
 @click.option("--dry-run", is_flag=True, help="Show the candidates and exit; needs no GPU.")
-@click.option("--exhaustive", is_flag=True, help="Try every legal configuration, not a few.")
 @click.option(
     "--output-dir",
     type=click.Path(file_okay=False, path_type=Path),
@@ -78,7 +76,6 @@ def tune(
     budget_minutes: float,
     resume: bool,
     dry_run: bool,
-    exhaustive: bool,
     output_dir: Path,
 ) -> None:
     """Find the fastest configurations on this GPU and write them to a table.
@@ -91,10 +88,11 @@ def tune(
     every = targets.all_targets(gpu, device)
     header, path = tuner.header_for(gpu), output_dir / table_io.file_name(gpu)
     jobs = [
-        tuner.make_job(target, target.runner.problem(sizes, dtype), exhaustive)
+        tuner.make_job(target, target.runner.problem(sizes, dtype))
         for sizes, target in itertools.product(shapes, every)
     ]
-    todo = [job for job in jobs if not (resume and tuner.is_done(job, path, header))]
+    done = tuner.read_done(path, header).entries if resume else {}
+    todo = [job for job in jobs if job.key not in done]
     console = make_console()
     trials = sum(len(job.candidates) for job in todo)
     console.print(f"{gpu.name}: {len(todo)} of {len(jobs)} problems to tune, in {trials} trials")
@@ -109,7 +107,7 @@ def tune(
         outcomes = _run(console, todo, path, header, end)
     except (OSError, RuntimeError) as error:  # no subprocess, or the file cannot be written
         raise click.ClickException(str(error)) from error
-    _report(console, jobs, tuner.read_matching(path, header).entries, outcomes)
+    _report(console, jobs, tuner.read_done(path, header).entries, outcomes)
     console.print(f"written: {path}")
     if len(outcomes) < len(todo):
         left = len(todo) - len(outcomes)
@@ -118,8 +116,7 @@ def tune(
 
 def _shipped_gpu() -> tuple[Gpu, str]:
     """Return the first GPU model that has a shipped table, and a device that is not used."""
-    path, *_ = sorted(lookup.SHIPPED_FOLDER.glob("*.json"))
-    return read_table(path).gpu, "cuda"
+    return lookup.shipped_tables()[0].gpu, "cuda"
 
 
 def _run(
@@ -146,7 +143,7 @@ def _run(
 def _report(
     console: Console, jobs: list[Job], entries: table.Entries, outcomes: list[Outcome]
 ) -> None:
-    """Show the winners, old and new, and the rejections."""
+    """Show the winners, old and new, and which candidates failed."""
     winners = Table(
         *("NxDxV", "kernel", "default ms", "winner ms", "gain", "vs. cuBLAS", "winner"),
     )
@@ -166,7 +163,7 @@ def _report(
     for outcome in outcomes:
         for candidate, reason in outcome.failures.items():
             console.print(
-                f"rejected: {_sizes(outcome.job)} {describe(candidate)}: {printable(reason)}"
+                f"left out: {_sizes(outcome.job)} {describe(candidate)}: {printable(reason)}"
             )
 
 
