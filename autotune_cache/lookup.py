@@ -7,7 +7,6 @@ ignored with one warning.
 """
 
 import dataclasses
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -82,40 +81,35 @@ def current_build() -> dict[str, str]:
 
 def tables(gpu: Gpu) -> tuple[Table, ...]:
     """Return the tables for this kind of GPU, the user's first."""
-    own = _user_table(gpu), _table(SHIPPED_FOLDER, gpu)
-    return tuple(table for table in own if table is not None)
+    return *_user_tables(gpu), *(table for table in shipped_tables() if table.gpu == gpu)
 
 
 @process_cache
 def shipped_tables() -> tuple[Table, ...]:
     """Return every table that comes with the package."""
-    found = (_read(path) for path in sorted(SHIPPED_FOLDER.glob("*.json")))
-    return tuple(table for table in found if table is not None)
-
-
-def _user_table(gpu: Gpu) -> Table | None:
-    try:
-        return _table(user_folder(), gpu)
-    except CacheError as error:
-        warn_once(str(error))
-        return None
+    return tuple(table for path in sorted(SHIPPED_FOLDER.glob("*.json")) for table in _read(path))
 
 
 @process_cache
-def _table(folder: Path, gpu: Gpu) -> Table | None:
-    return _read(folder / file_name(gpu), lambda table: table.check_matches(gpu))
+def _user_tables(gpu: Gpu) -> tuple[Table, ...]:
+    try:
+        return _read(user_folder() / file_name(gpu), gpu)
+    except CacheError as error:
+        warn_once(str(error))
+        return ()
 
 
-def _read(path: Path, check: Callable[[Table], object] = lambda table: None) -> Table | None:
-    """Return the table of a file that passes a check, else None, with a warning if it is bad."""
+def _read(path: Path, gpu: Gpu | None = None) -> tuple[Table, ...]:
+    """Return the table of a file, which must be of `gpu`; nothing, with a warning, if it is bad."""
     try:
         table = read(path)
-        check(table)
-        return table
+        if gpu is not None:
+            table.check_matches(gpu)
+        return (table,)
     except FileNotFoundError:
         pass
     except CacheError as error:
         warn_once(str(error))
     except (OSError, ValueError) as error:
         warn_once(f"ignored the tuned table {path}: {error}")
-    return None
+    return ()

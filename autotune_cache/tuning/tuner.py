@@ -3,8 +3,8 @@
 Each candidate goes through one trial, under a time limit: it is compared with the portable path on
 small problems, then timed against the architecture's default.  The fastest one is timed again, with
 the default and cuBLAS, since the fastest of several timings is lucky.  Candidates that hang, crash,
-give wrong results or do not compile are left out of the run, and those that run out of memory of
-the problem.  Every winner is written immediately.
+or give wrong results are left out of the run, and those that run out of memory of the problem.
+Every winner is written immediately.
 """
 
 import dataclasses
@@ -45,14 +45,11 @@ class Job:
         """The key of the problem in a table."""
         return key_of(self.target.name, self.problem)
 
-    def kernels(self, candidate: Candidate) -> list[KernelSpec]:
-        """Return the kernels that a trial of a candidate launches."""
-        configs = self.target.configs(candidate)
-        return self.target.runner.kernels(self.problem.dtype, configs, PARTS)
-
-    def all_kernels(self) -> list[KernelSpec]:
-        """Return the kernels to compile."""
-        return [kernel for candidate in self.candidates for kernel in self.kernels(candidate)]
+    def kernels(self) -> list[KernelSpec]:
+        """Return the kernels that trials launch."""
+        every = map(self.target.configs, self.candidates)
+        own, dtype = self.target.runner, self.problem.dtype
+        return [kernel for configs in every for kernel in own.kernels(dtype, configs, PARTS)]
 
 
 def make_job(target: TuningTarget, problem: Problem) -> Job:
@@ -74,15 +71,9 @@ class Outcome:
 class Tuner:
     """Tunes problems one after another and adds the results to a file."""
 
-    def __init__(
-        self,
-        path: Path,
-        header: Table,
-        process: SubprocessWorker,
-        unusable: dict[KernelSpec, str],
-    ) -> None:
-        """Write to `path`; `header` names the GPU, `unusable` the kernels that did not compile."""
-        self.path, self.header, self.process, self.unusable = path, header, process, unusable
+    def __init__(self, path: Path, header: Table, process: SubprocessWorker) -> None:
+        """Write to `path`; `header` names the GPU and the kernels."""
+        self.path, self.header, self.process = path, header, process
         self.left_out: dict[tuple[str, Candidate], str] = {}
         self.failures: dict[Candidate, str] = {}
 
@@ -116,10 +107,8 @@ class Tuner:
     ) -> dict[Entrant, Timing] | None:
         """Return the times of entrants; None if `candidate` fails, and is left out."""
         name = job.target.name, candidate
-        broken = (self.unusable[each] for each in job.kernels(candidate) if each in self.unusable)
-        reason = self.left_out.get(name) or next(broken, None)
-        if reason is not None:
-            self.failures[candidate] = reason
+        if name in self.left_out:
+            self.failures[candidate] = self.left_out[name]
             return None
         prepare = functools.partial(worker.prepare_problem, job.target, job.problem)
         trial = functools.partial(worker.trial, job.target, job.problem, entrants)

@@ -9,7 +9,7 @@ are recorded for the architecture, kernels, compiler and dtype.
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from cutefce.autotune_cache import verdicts
@@ -135,7 +135,7 @@ def _verdict(checks: Sequence[Check], advance: Callable[[str], None] = _ignore) 
     """
     gpu, dtype = checks[0].runner.gpu, checks[0].dtype
     try:
-        _compile(checks, advance)
+        compile_all((kernel for check in checks for kernel in check.kernels()), advance)
         fault = first_fault(checks, advance)
     except (OSError, RuntimeError) as error:
         return Verdict(False, f"not checked: {error}")
@@ -144,17 +144,16 @@ def _verdict(checks: Sequence[Check], advance: Callable[[str], None] = _ignore) 
     return verdict
 
 
-def _compile(checks: Sequence[Check], advance: Callable[[str], None]) -> None:
-    """Compile the kernels of checks.
+def compile_all(kernels: Iterable[KernelSpec], advance: Callable[[str], None]) -> None:
+    """Compile the kernels that are not compiled yet.
 
     Raises:
-        RuntimeError: if one cannot be compiled.
+        RuntimeError: if one cannot be compiled, or spills registers.
     """
-    kernels = build.missing([kernel for check in checks for kernel in check.kernels()])
-    done = itertools.count(1)
+    missing, done = build.missing(kernels), itertools.count(1)
     unusable = build.build(
-        kernels,
-        lambda: advance(f"compiled {next(done)} of {len(kernels)} kernels"),
+        missing,
+        lambda: advance(f"compiled {next(done)} of {len(missing)} kernels"),
         build.compile_clean,
     )
     for reason in unusable.values():

@@ -26,7 +26,6 @@ from cutefce.commands.common import (
 )
 from cutefce.cute_kernels.arch import ARCHS
 from cutefce.cute_kernels.gpu import Gpu
-from cutefce.cute_kernels.jit import build
 from cutefce.cute_kernels.jit.subprocess_worker import SubprocessWorker
 
 
@@ -125,13 +124,14 @@ def _run(
     """Compile, then tune one problem after another until the time is over."""
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
-        kernels = build.missing(kernel for job in jobs for kernel in job.all_kernels())
-        compiling = progress.add_task("compiling", total=len(kernels))
-        unusable = build.build(kernels, lambda: progress.advance(compiling), build.compile_clean)
-        tuning = progress.add_task("tuning", total=sum(len(job.candidates) for job in jobs))
+        tuning = progress.add_task("", total=sum(len(job.candidates) for job in jobs))
+        verification.compile_all(
+            (kernel for job in jobs for kernel in job.kernels()),
+            lambda step: progress.update(tuning, description=step),
+        )
         outcomes = []
         with SubprocessWorker() as process:
-            work = tuner.Tuner(path, header, process, unusable)
+            work = tuner.Tuner(path, header, process)
             for job in jobs:
                 if time.monotonic() > end:
                     break

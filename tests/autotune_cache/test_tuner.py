@@ -15,12 +15,10 @@ import pytest
 import torch
 
 from cutefce.autotune_cache import table_io
-from cutefce.autotune_cache.tuning import shapes, targets, tuner, worker
+from cutefce.autotune_cache.tuning import shapes, targets, tuner, verify, worker
 from cutefce.autotune_cache.tuning.tuner import Job, Tuner
 from cutefce.commands.common import this_gpu
-from cutefce.cute_kernels import spec
 from cutefce.cute_kernels.arch import arch_for
-from cutefce.cute_kernels.jit import build
 from cutefce.cute_kernels.jit.subprocess_worker import SubprocessWorker, WorkerError
 from tests.support.fake_tuner import (
     HEADER,
@@ -31,7 +29,7 @@ from tests.support.fake_tuner import (
     nothing,
     tune_inline,
 )
-from tests.support.faulty_candidates import FaultyRunner, FaultyTarget, Kind, config
+from tests.support.faulty_candidates import Kind, config
 from tests.support.tables import GPU, OLD, write
 from tests.support.tiers import rest_slow
 
@@ -55,7 +53,7 @@ def test_faults_are_left_out_with_their_reason_and_tuning_goes_on(
 ) -> None:
     path, kinds = folder / "table.json", (Kind.SLOW, Kind.FAST, *reasons)
     with process:
-        outcome = Tuner(path, HEADER, process, {}).tune(job(kinds), nothing)
+        outcome = Tuner(path, HEADER, process).tune(job(kinds), nothing)
     assert outcome.failures.keys() == {config(kind) for kind in reasons}
     for kind, reason in reasons.items():
         assert reason in outcome.failures[config(kind)]
@@ -126,13 +124,13 @@ def test_a_candidate_that_hung_is_not_tried_again_in_the_run(folder: Path) -> No
         return sum(config(kind) in entrants for entrants in trials)
 
     path, kinds = folder / "table.json", (Kind.SLOW, Kind.HANGS, Kind.LEAKS)
-    work = Tuner(path, HEADER, Counting(), {})
+    work = Tuner(path, HEADER, Counting())
     for sizes in (SIZES, (24, 16, 700)):
         outcome = work.tune(job(kinds, sizes), nothing)
         assert outcome.failures.keys() == {config(Kind.HANGS), config(Kind.LEAKS)}
     assert tried(Kind.HANGS) == 1, "for any problem"
     assert tried(Kind.LEAKS) == 2, "another problem may need less memory"
-    Tuner(path, HEADER, Counting(), {}).tune(job(kinds), nothing)
+    Tuner(path, HEADER, Counting()).tune(job(kinds), nothing)
     assert tried(Kind.HANGS) == 2, "nothing is recorded"
 
 
@@ -146,7 +144,7 @@ def test_a_winner_that_fails_its_last_trial_does_not_win(folder: Path) -> None:
             return super().ask(call, seconds)
 
     path, kinds = folder / "table.json", (Kind.SLOW, Kind.FAST)
-    outcome = Tuner(path, HEADER, Brittle(), {}).tune(job(kinds), nothing)
+    outcome = Tuner(path, HEADER, Brittle()).tune(job(kinds), nothing)
     assert outcome.failures == {config(Kind.FAST): "it hung"}
     assert outcome.entry is not None
     assert outcome.entry.config == config(Kind.SLOW)
@@ -160,28 +158,11 @@ def test_without_inputs_nothing_wins_and_no_candidate_is_left_out(folder: Path) 
             return super().ask(call, seconds)
 
     path, kinds = folder / "table.json", (Kind.SLOW, Kind.FAST)
-    work = Tuner(path, HEADER, Small(), {})
+    work = Tuner(path, HEADER, Small())
     large = work.tune(job(kinds, (24, 16, 3000)), nothing)
     assert large.entry is None
     assert "no inputs or expected outputs" in large.failures[config(Kind.SLOW)]
     assert work.tune(job(kinds), nothing).entry is not None
-
-
-def test_a_kernel_that_does_not_compile_is_left_out(folder: Path) -> None:
-    broken = spec.ProjectExpSpec("sm_90a", "bfloat16", config(Kind.FAST), sums=True, store=True)
-
-    class CompiledRunner(FaultyRunner):
-        def kernels(self, dtype: str, configs: Any, parts: Any) -> list[spec.KernelSpec]:
-            return [dataclasses.replace(broken, config=configs.project_exp)]
-
-    target = FaultyTarget(CompiledRunner(GPU, "cpu"))
-    found = config(Kind.SLOW), config(Kind.FAST)
-    todo = Job(target, target.runner.problem(SIZES, "bfloat16"), found)
-    work = Tuner(folder / "table.json", HEADER, InlineWorker(), {broken: "16 bytes spilled"})
-    outcome = work.tune(todo, nothing)
-    assert outcome.failures == {config(Kind.FAST): "16 bytes spilled"}
-    assert outcome.entry is not None
-    assert outcome.entry.config == config(Kind.SLOW)
 
 
 def test_entries_that_prove_other_kernels_are_moved_aside(folder: Path) -> None:
@@ -207,9 +188,9 @@ def test_on_a_gpu(tmp_path: Path) -> None:
     for target in targets.all_targets(gpu, device):
         todo = tuner.make_job(target, target.runner.problem((1000, 512, 8000), "bfloat16"))
         todo = dataclasses.replace(todo, candidates=todo.candidates[:2])
-        assert not build.build(build.missing(todo.all_kernels()), nothing)
+        verify.compile_all(todo.kernels(), lambda _: None)
         with SubprocessWorker() as process:
-            outcome = Tuner(path, tuner.header_for(gpu), process, {}).tune(todo, nothing)
+            outcome = Tuner(path, tuner.header_for(gpu), process).tune(todo, nothing)
         assert not outcome.failures
         assert outcome.entry is not None
         assert outcome.entry.config in todo.candidates

@@ -55,7 +55,7 @@ class InlineWorker(SubprocessWorker):
 
 
 def tune_inline(path: Path, vocabularies: range, note: Callable[[Job], object]) -> None:
-    work = Tuner(path, HEADER, InlineWorker(), {})
+    work = Tuner(path, HEADER, InlineWorker())
     for vocab in vocabularies:
         todo = job(tuple(Kind), (24, 16, vocab))
         assert work.tune(todo, nothing).entry is not None
