@@ -14,6 +14,7 @@ from cutefce.cute_kernels import cache_files
 from cutefce.cute_kernels.arch import arch_named
 from cutefce.cute_kernels.arch.base import Arch
 from cutefce.cute_kernels.gpu import Gpu
+from cutefce.cute_kernels.process_cache import warn_once
 
 SCHEMA = 4
 MIN_MS, MAX_MS = 1e-6, 1e9
@@ -111,7 +112,8 @@ def _config_item(candidate: Candidate) -> dict[str, Any] | None:
 def update(path: Path, found: Table) -> None:
     """Add `found` to a file that other processes may update too.
 
-    A file to which it cannot be added is renamed to `.old`, with a number if there is one already.
+    A file to which it cannot be added is renamed to `.old`, with a number if there is one already,
+    and with a warning.
     """
 
     def updated() -> Table:
@@ -119,8 +121,8 @@ def update(path: Path, found: Table) -> None:
             held = read_like(path, found)
         except FileNotFoundError:
             return found
-        except ValueError:
-            _set_aside(path)
+        except ValueError as error:
+            _set_aside(path, error)
             return found
         return dataclasses.replace(found, entries={**held.entries, **found.entries})
 
@@ -133,9 +135,11 @@ def rewrite(path: Path, make: Callable[[], Table]) -> None:
         cache_files.write(path, to_json(make()).encode())
 
 
-def _set_aside(path: Path) -> None:
+def _set_aside(path: Path, reason: ValueError) -> None:
     names = (path.with_suffix(f".old{number or ''}") for number in itertools.count())
-    os.replace(path, next(name for name in names if not name.exists()))
+    free = next(name for name in names if not name.exists())
+    os.replace(path, free)
+    warn_once(f"moved the tuned table {path} aside, to {free.name}: {reason}")
 
 
 def to_json(table: Table) -> str:

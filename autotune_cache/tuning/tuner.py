@@ -58,34 +58,27 @@ def make_job(target: TuningTarget, problem: Problem) -> Job:
     return Job(target, problem, tuple(dict.fromkeys(every)))
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """The result of tuning one problem."""
-
-    job: Job
-    entry: Entry | None
-    failures: dict[Candidate, str]
-    """Candidates that were left out, with the reasons."""
-
-
 class Tuner:
     """Tunes problems one after another and adds the results to a file."""
 
     def __init__(self, path: Path, header: Table, process: SubprocessWorker) -> None:
         """Write to `path`; `header` names the GPU and the kernels."""
         self.path, self.header, self.process = path, header, process
-        self.left_out: dict[tuple[str, Candidate], str] = {}
-        self.failures: dict[Candidate, str] = {}
+        self.failures: dict[tuple[Job, Candidate], str] = {}
+        """Problems and candidates that failed, with the reasons."""
+        self._left_out: set[tuple[str, Candidate]] = set()
 
-    def tune(self, job: Job, advance: Callable[[], None]) -> Outcome:
-        """Tune one problem; call `advance` after each candidate."""
-        self.failures = {}
-        entry = self._tune(job, advance)
+    def tune(self, job: Job, advance: Callable[[], None]) -> Entry | None:
+        """Return the winner of one problem, None if the default fails.
+
+        Calls `advance` after each candidate.
+        """
+        entry = self._winner(job, advance)
         if entry is not None:
             table_io.update(self.path, dataclasses.replace(self.header, entries={job.key: entry}))
-        return Outcome(job, entry, self.failures)
+        return entry
 
-    def _tune(self, job: Job, advance: Callable[[], None]) -> Entry | None:
+    def _winner(self, job: Job, advance: Callable[[], None]) -> Entry | None:
         default, ratios = job.candidates[0], dict[Candidate, float]()
         for candidate in job.candidates:
             timings = self._trial(job, candidate, tuple(dict.fromkeys((candidate, default))))
@@ -107,22 +100,21 @@ class Tuner:
     ) -> dict[Entrant, Timing] | None:
         """Return the times of entrants; None if `candidate` fails, and is left out."""
         name = job.target.name, candidate
-        if name in self.left_out:
-            self.failures[candidate] = self.left_out[name]
+        if name in self._left_out:
             return None
         prepare = functools.partial(worker.prepare_problem, job.target, job.problem)
         trial = functools.partial(worker.trial, job.target, job.problem, entrants)
         try:
             self.process.ask(prepare, PREPARE_SECONDS)
         except WorkerError as error:  # which is no fault of the candidate
-            self.failures[candidate] = f"no inputs or expected outputs: {error}"
+            self.failures[job, candidate] = f"no inputs or expected outputs: {error}"
             return None
         try:
             return self.process.ask(trial, TRIAL_SECONDS)
         except WorkerError as error:
-            self.failures[candidate] = str(error)
+            self.failures[job, candidate] = str(error)
             if not error.is_out_of_memory:  # another problem may need less
-                self.left_out[name] = str(error)
+                self._left_out.add(name)
             return None
 
 

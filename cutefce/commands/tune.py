@@ -14,7 +14,7 @@ from cutefce.autotune_cache import lookup, table, table_io
 from cutefce.autotune_cache.tuning import runner, targets, tuner
 from cutefce.autotune_cache.tuning import verify as verification
 from cutefce.autotune_cache.tuning.shapes import NAMED, Sizes
-from cutefce.autotune_cache.tuning.tuner import Job, Outcome
+from cutefce.autotune_cache.tuning.tuner import Job
 from cutefce.commands.common import (
     describe,
     has_gpu,
@@ -103,13 +103,15 @@ def tune(
     try:
         with console.status("verifying the kernels"):
             require_passed(verification.verify_once(runner.Runner(gpu, device), dtype), gpu, dtype)
-        outcomes = _run(console, todo, path, header, end)
+        left, failures = _run(console, todo, path, header, end)
     except (OSError, RuntimeError) as error:  # no subprocess, or the file cannot be written
         raise click.ClickException(str(error)) from error
-    _report(console, jobs, tuner.read_done(path, header).entries, outcomes)
+    _show_winners(console, jobs, tuner.read_done(path, header).entries)
+    for (job, candidate), reason in failures.items():
+        failed = f"{_sizes(job)} {job.target.name}: {describe(candidate)}"
+        console.print(f"left out: {failed}: {printable(reason)}")
     console.print(f"written: {path}")
-    if len(outcomes) < len(todo):
-        left = len(todo) - len(outcomes)
+    if left:
         console.print(f"{left} problems are left; to continue, run the same command with --resume")
 
 
@@ -120,8 +122,11 @@ def _shipped_gpu() -> tuple[Gpu, str]:
 
 def _run(
     console: Console, jobs: list[Job], path: Path, header: table.Table, end: float
-) -> list[Outcome]:
-    """Compile, then tune one problem after another until the time is over."""
+) -> tuple[int, dict[tuple[Job, table.Candidate], str]]:
+    """Compile, then tune one problem after another until the time is over.
+
+    Return how many are left, and which candidates failed.
+    """
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
         tuning = progress.add_task("", total=sum(len(job.candidates) for job in jobs))
@@ -129,21 +134,18 @@ def _run(
             (kernel for job in jobs for kernel in job.kernels()),
             lambda step: progress.update(tuning, description=step),
         )
-        outcomes = []
         with SubprocessWorker() as process:
             work = tuner.Tuner(path, header, process)
-            for job in jobs:
+            for done, job in enumerate(jobs):
                 if time.monotonic() > end:
-                    break
+                    return len(jobs) - done, work.failures
                 progress.update(tuning, description=f"{job.target.name} {_sizes(job)}")
-                outcomes.append(work.tune(job, lambda: progress.advance(tuning)))
-    return outcomes
+                work.tune(job, lambda: progress.advance(tuning))
+    return 0, work.failures
 
 
-def _report(
-    console: Console, jobs: list[Job], entries: table.Entries, outcomes: list[Outcome]
-) -> None:
-    """Show the winners, old and new, and which candidates failed."""
+def _show_winners(console: Console, jobs: list[Job], entries: table.Entries) -> None:
+    """Show the winners, old and new."""
     winners = Table(
         *("NxDxV", "kernel", "default ms", "winner ms", "gain", "vs. cuBLAS", "winner"),
     )
@@ -160,11 +162,6 @@ def _report(
                 describe(entry.config),
             )
     console.print(winners)
-    for outcome in outcomes:
-        for candidate, reason in outcome.failures.items():
-            console.print(
-                f"left out: {_sizes(outcome.job)} {describe(candidate)}: {printable(reason)}"
-            )
 
 
 def _sizes(job: Job) -> str:

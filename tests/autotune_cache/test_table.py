@@ -119,13 +119,12 @@ def test_merge_refuses_other_gpus() -> None:
 
 def test_an_unusable_file_is_renamed(file: Path) -> None:
     file.parent.mkdir(parents=True)
-    file.write_text("precious, but no table")
-    table_io.update(file, TABLE)
-    assert table_io.read(file) == TABLE
-    assert file.with_suffix(".old").read_text() == "precious, but no table"
-    file.write_text("precious too")
-    table_io.update(file, TABLE)
-    assert file.with_suffix(".old1").read_text() == "precious too"
+    for text, suffix in (("precious, but no table", ".old"), ("precious too", ".old1")):
+        file.write_text(text)
+        with pytest.warns(UserWarning, match=f"aside, to .*{suffix}: not JSON"):
+            table_io.update(file, TABLE)
+        assert table_io.read(file) == TABLE
+        assert file.with_suffix(suffix).read_text() == text
     assert file.with_suffix(".old").read_text() == "precious, but no table"
 
 
