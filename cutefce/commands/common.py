@@ -80,7 +80,7 @@ def require_passed(verdict: verdicts.Verdict, gpu: Gpu, dtype: str) -> None:
 
 def describe(candidate: Candidate) -> str:
     """Return a short description of a candidate for the columns of a table."""
-    return "cuBLAS" if candidate is None else f"{candidate}, raster group {candidate.raster_group}"
+    return str(candidate or "cuBLAS")
 
 
 def whose_kernels(table: Table) -> str:
