@@ -97,8 +97,8 @@ wheel-check: .venv/ready
 	$(BIN)/pip wheel --quiet --no-deps --wheel-dir build .
 	$(call check-wheel,build)
 
-# the tests against the wheel in a folder, where the checkout is not importable; then, which entries
-# of its tuned tables no longer prove its kernels: renew them before a release
+# the tests against the wheel in a folder, where the checkout is not importable; then,
+# whether its tuned tables prove its kernels: renew them before a release
 define check-wheel
 	$(INSTALL) --no-deps --target build/site $(1)/cutefce-*.whl
 	ln -s $(CURDIR)/tests $(CURDIR)/bench build/site/

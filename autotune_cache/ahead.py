@@ -1,14 +1,10 @@
-"""The kernels that are built ahead and verified, and those of shipped tables.
+"""The kernels that are built ahead and verified.
 
 This module does not import the DSL.
 """
 
-import dataclasses
 from itertools import cycle, product
-from typing import Any
 
-from cutefce.autotune_cache import lookup
-from cutefce.autotune_cache.table_io import read
 from cutefce.cute_kernels.arch.base import Arch
 from cutefce.cute_kernels.config import GemmConfig, KernelConfigs
 from cutefce.cute_kernels.kernel_set import kernel_set
@@ -22,9 +18,9 @@ MANY_TOKENS = 8192
 
 
 def all_kernels(arch: Arch) -> list[KernelSpec]:
-    """Return the kernels of every prebuilt and verified configuration on `arch`, each once.
+    """Return the kernels of every configuration that `arch` lists, each once.
 
-    These configurations are the defaults and common winners; those of variants are fewer.
+    Lookups choose among these; variants have fewer.
     """
     sets = [
         kernel_set(arch, dtype, configs)
@@ -56,19 +52,3 @@ def with_gradients(arch: Arch, project_exp: GemmConfig) -> list[KernelConfigs]:
         for config, weight, kept, exps in every
     ]
     return found or [KernelConfigs(project_exp, None, None)]
-
-
-def shipped_kernels(arch: Arch) -> list[KernelSpec]:
-    """Return every kernel that lookups choose on `arch` without a user's table, each once."""
-    kernels, default = all_kernels(arch), with_gradients(arch, arch.prebuilt_configs()[0])[0]
-    for path in sorted(lookup.SHIPPED_FOLDER.glob("*.json")):
-        table = read(path)
-        if table.gpu.arch.name != arch.name:
-            continue
-        for key, entry in table.entries.items():
-            if not entry.verified:
-                continue
-            winner: dict[str, Any] = {key.kernel: entry.config}
-            tuned = kernel_set(arch, key.dtype, dataclasses.replace(default, **winner))
-            kernels += [*tuned.all(), *tuned.of_soft_targets]
-    return list(dict.fromkeys(kernels))

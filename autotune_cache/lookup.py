@@ -1,16 +1,14 @@
 """Looks up the configurations that serve a problem on a GPU.
 
 The user's table is searched first, then the one shipped for the GPU model; in each the exact key,
-else the nearest one; otherwise the architecture's default serves.  Entries of other kernel
-sources serve too: `verdicts` has their configurations verified first.  A table that cannot be used,
-or that others may write to, is ignored with one warning.
+else the nearest one; otherwise the architecture's default serves.  A table of other kernel sources
+serves too, as it proves nothing then.  A table that cannot be used, or that others may write to, is
+ignored with one warning.
 """
 
 import dataclasses
-import os
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from cutefce.autotune_cache.table import DSL_PACKAGE, TUNED, Entry, Key, Table, key_of
 from cutefce.autotune_cache.table_io import file_name, read
@@ -21,10 +19,8 @@ from cutefce.cute_kernels.gpu import Gpu
 from cutefce.cute_kernels.integers import round_up
 from cutefce.cute_kernels.jit import cache as jit_cache
 from cutefce.cute_kernels.problem import Problem
-from cutefce.cute_kernels.process_cache import process_cache, reset, warn_once
+from cutefce.cute_kernels.process_cache import process_cache, warn_once
 
-AUTOTUNE_VARIABLE = "CUTEFCE_AUTOTUNE"
-"""Environment variable that, set to 1, tunes each new problem at its first call."""
 SHIPPED_FOLDER = Path(__file__).parent
 """Folder of the tables that come with the package."""
 MAX_WASTED_ROWS = 1 / 16
@@ -84,69 +80,36 @@ def current_build() -> dict[str, str]:
 
 
 def tables(gpu: Gpu) -> tuple[Table, ...]:
-    """Return the tables for this kind of GPU, the user's first.
-
-    What the user's table rejects for all shapes, with these kernels, serves from neither.
-    """
-    user, shipped = _user_table(gpu), shipped_table(gpu)
-    build = current_build().items()
-    if user is not None and shipped is not None and build <= user.versions.items():
-        shipped = shipped.without_rejected(user.rejected)
-    return tuple(table for table in (user, shipped) if table is not None)
+    """Return the tables for this kind of GPU, the user's first."""
+    return *_user_tables(gpu), *(table for table in shipped_tables() if table.gpu == gpu)
 
 
-def reload(gpu: Gpu) -> None:
-    """Read the tables again, which another process may have changed."""
-    before = tables(gpu)
-    cast(Any, _table).cache_clear()
-    if tables(gpu) != before:
-        reset()
-
-
-def shipped_table(gpu: Gpu) -> Table | None:
-    """Return the table shipped for this kind of GPU, None if there is none."""
-    return _table(SHIPPED_FOLDER, gpu)
-
-
+@process_cache
 def shipped_tables() -> tuple[Table, ...]:
     """Return every table that comes with the package."""
-    return _tables_in(SHIPPED_FOLDER)
+    return tuple(table for path in sorted(SHIPPED_FOLDER.glob("*.json")) for table in _read(path))
 
 
-def tunes_on_first_use() -> bool:
-    """Whether the user asked for new problems to be tuned at their first call."""
-    return os.environ.get(AUTOTUNE_VARIABLE) == "1"
-
-
-def _user_table(gpu: Gpu) -> Table | None:
+@process_cache
+def _user_tables(gpu: Gpu) -> tuple[Table, ...]:
     try:
-        return _table(user_folder(), gpu)
+        return _read(user_folder() / file_name(gpu), gpu)
     except CacheError as error:
         warn_once(str(error))
-        return None
+        return ()
 
 
-@process_cache
-def _table(folder: Path, gpu: Gpu) -> Table | None:
-    return _read(folder / file_name(gpu), lambda table: table.check_matches(gpu))
-
-
-@process_cache
-def _tables_in(folder: Path) -> tuple[Table, ...]:
-    found = (_read(path) for path in sorted(folder.glob("*.json")))
-    return tuple(table for table in found if table is not None)
-
-
-def _read(path: Path, check: Callable[[Table], object] = lambda table: None) -> Table | None:
-    """Return the table of a file that passes a check, else None, with a warning if it is bad."""
+def _read(path: Path, gpu: Gpu | None = None) -> tuple[Table, ...]:
+    """Return the table of a file, which must be of `gpu`; nothing, with a warning, if it is bad."""
     try:
         table = read(path)
-        check(table)
-        return table
+        if gpu is not None:
+            table.check_matches(gpu)
+        return (table,)
     except FileNotFoundError:
         pass
     except CacheError as error:
         warn_once(str(error))
     except (OSError, ValueError) as error:
         warn_once(f"ignored the tuned table {path}: {error}")
-    return None
+    return ()

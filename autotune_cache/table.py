@@ -2,29 +2,26 @@
 
 A table is a JSON file with one entry a line (spread over several here):
 
-    {"schema": 3, "device": "NVIDIA H200", "num_sms": 132, "arch": "sm_90a",
-     "versions": {"kernels": "0123456789abcdef", ...},
+    {"schema": 4, "device": "NVIDIA H200", "num_sms": 132, "arch": "sm_90a",
+     "versions": {"kernels": "0123456789abcdef", "nvidia-cutlass-dsl": "4.8.1", ...},
      "entries": [
       {"kernel": "project_exp", "dtype": "bfloat16", "hidden": 4096, "vocab": 131072,
        "tokens": 8192, "config": {"tile_m": 128, ...}, "ms": 12.5, "default_ms": 13.0,
-       "cublas_ms": 12.9, "verified": true, "kernels": "0123456789abcdef", "dsl": "4.8.1"}],
-     "rejected": [
-      {"kernel": ..., "dtype": ..., "config": {...}, "reason": "no answer within 30 s"}]}
+       "cublas_ms": 12.9}]}
 
 `tokens` is a bucket: a power of 2 or three quarters of one, which covers all token counts above the
-next smaller bucket.  A `config` of null selects the cuBLAS GEMM, for kernels that it can replace.
-`kernels` is the fingerprint of the kernel sources and `dsl` the version of the compiler with which
-an entry was last verified.
-With others, the entry is still the best guess of what is fast, but no proof that it is right.
-`cutefce tune` measures the times; `cutefce verify --table` renews `kernels` and `dsl` and keeps the
-times of the tuning run.
+next smaller bucket.  A `config` is one of `candidates`; null selects the cuBLAS GEMM.
+All kernels for the dtypes of the entries passed verification with the kernel sources and the
+compiler of `versions`.  With others, an entry is still the best guess of what is fast, but no proof
+that the kernels are right.  `cutefce tune` measures the times; `cutefce verify --table` renews the
+versions.
 """
 
-import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from cutefce.cute_kernels.arch.base import Arch
 from cutefce.cute_kernels.config import GemmConfig
 from cutefce.cute_kernels.gpu import Gpu
 from cutefce.cute_kernels.problem import Problem
@@ -39,10 +36,23 @@ TUNED = "project_exp", "grad_hidden", "grad_weight"
 DSL_PACKAGE = "nvidia-cutlass-dsl"
 """Package of the kernels' compiler."""
 BUILD = "kernels", DSL_PACKAGE
-"""Versions that every table has: those that its rejections depend on."""
+"""Versions that the proof of a table depends on."""
 
 Candidate = GemmConfig | None
 """A configuration, or None for the cuBLAS GEMM."""
+
+
+def candidates(arch: Arch, kernel: str) -> tuple[Candidate, ...]:
+    """Return what may win for a tuned kernel: what the architecture lists, and verification covers.
+
+    There are none for a kernel that the architecture does not have.
+    """
+    if kernel == "project_exp":
+        return arch.prebuilt_configs()
+    if kernel == "grad_weight":
+        return arch.grad_weight_configs()
+    configs = arch.grad_hidden_configs()
+    return (None, *configs) if configs else ()
 
 
 @dataclass(frozen=True, order=True)
@@ -67,10 +77,6 @@ class Key:
         pairs = zip(self.sizes, other.sizes, strict=True)
         return sum(abs(math.log2(a / b)) for a, b in pairs)
 
-    def rejects(self, config: "Candidate") -> "Rejected":
-        """Return what a rejection of `config` is found by."""
-        return self.kernel, self.dtype, config
-
 
 def key_of(kernel: str, problem: Problem) -> Key:
     """Return the key of `problem` in a table."""
@@ -87,12 +93,6 @@ class Entry:
     """Time of the architecture's default, in the same run."""
     cublas_ms: float
     """Time of the same GEMMs by cuBLAS, in the same run."""
-    verified: bool
-    """Whether the results were compared with those of the portable path."""
-    kernels: str
-    """Fingerprint of the kernel sources that were verified."""
-    dsl: str
-    """Version of the compiler that compiled them."""
 
     @property
     def beats_default(self) -> bool:
@@ -101,10 +101,6 @@ class Entry:
 
 
 Entries = Mapping[Key, Entry]
-Rejected = tuple[str, str, Candidate]
-"""Kernel, dtype and a candidate that cannot win."""
-Rejections = Mapping[Rejected, str]
-"""With the reasons."""
 
 
 @dataclass(frozen=True)
@@ -113,13 +109,22 @@ class Table:
 
     gpu: Gpu
     versions: Mapping[str, str]
-    """Versions at the last change, among them those of `BUILD`, which rejections depend on."""
+    """Versions with which the kernels were verified, those of `BUILD` among them."""
     entries: Entries = field(default_factory=dict)
-    rejected: Rejections = field(default_factory=dict)
+
+    @property
+    def build(self) -> dict[str, str | None]:
+        """The kernel sources and the compiler that it proves; None where merged tables differ."""
+        return {name: self.versions.get(name) for name in BUILD}
+
+    @property
+    def dtypes(self) -> list[str]:
+        """Dtypes of the entries."""
+        return sorted({key.dtype for key in self.entries})
 
     def nearest(self, key: Key) -> tuple[float, Entry | None]:
-        """Return distance and entry of the nearest verified key; (inf, None) if none is near."""
-        found = [(key.distance(k), e) for k, e in self.entries.items() if e.verified]
+        """Return distance and entry of the nearest key; (inf, None) if none is near."""
+        found = [(key.distance(k), entry) for k, entry in self.entries.items()]
         near = [pair for pair in found if pair[0] <= MAX_DISTANCE]
         return min(near, key=lambda pair: pair[0], default=(math.inf, None))
 
@@ -139,44 +144,6 @@ class Table:
         if got != expected:
             raise ValueError(f"arch: got {got!r}, expected {expected!r}")
 
-    def of_kernels(self, kernels: str) -> "Table":
-        """Return the table without the entries of other kernel sources."""
-        entries = {key: entry for key, entry in self.entries.items() if entry.kernels == kernels}
-        return dataclasses.replace(self, entries=entries)
-
-    def has_build_of(self, other: "Table") -> bool:
-        """Whether both tables were last changed with the same kernel sources and compiler."""
-        return all(self.versions[name] == other.versions[name] for name in BUILD)
-
-    def check_build(self, other: "Table") -> None:
-        """Raise ValueError unless both tables have the same kernel sources and compiler."""
-        for name in BUILD:
-            got, expected = self.versions[name], other.versions[name]
-            if got != expected:
-                raise ValueError(
-                    f"{name}: got {got!r}, expected {expected!r}; first renew the table, "
-                    "with: cutefce verify --table"
-                )
-
-    def updated_with(self, other: "Table") -> "Table":
-        """Return a table with the contents of both; `other` replaces entries and versions.
-
-        Rejected candidates lose their entries.  Rejections of other kernels or compilers than those
-        of `other` are dropped.
-        """
-        rejected = {**(self.rejected if self.has_build_of(other) else {}), **other.rejected}
-        both = dataclasses.replace(other, entries={**self.entries, **other.entries})
-        return dataclasses.replace(both.without_rejected(rejected), rejected=rejected)
-
-    def without_rejected(self, rejected: Rejections) -> "Table":
-        """Return the table without the entries of rejected candidates."""
-        entries = {
-            key: entry
-            for key, entry in self.entries.items()
-            if key.rejects(entry.config) not in rejected
-        }
-        return dataclasses.replace(self, entries=entries)
-
 
 def bucket(tokens: int) -> int:
     """Return the smallest power of 2, or three quarters of one, that is at least `tokens`."""
@@ -185,32 +152,23 @@ def bucket(tokens: int) -> int:
 
 
 def merge(tables: Mapping[str, Table]) -> Table:
-    """Merge tables, by name, of one kind of GPU, kernel sources and compiler, in any order.
+    """Merge tables, by name, of one kind of GPU, in any order.
 
-    All rejections are kept, and no entry of a candidate that one of them rejects.
-    Of two entries for a key the one of these kernel sources wins, then the verified one, then the
-    faster one.
+    Of two entries for a key the faster one wins.  Versions that differ are left out, and with them
+    the proof of the kernels.
 
     Raises:
-        ValueError: if a table is of another kind of GPU, or was last changed with other kernel
-            sources or another compiler; names the table.
+        ValueError: if a table is of another kind of GPU; names the table.
     """
     first = next(iter(tables.values()))
     for name, table in tables.items():
         try:
             table.check_matches(first.gpu)
-            table.check_build(first)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
-
-    def rank(entry: Entry) -> tuple[bool, bool, float, str]:
-        return entry.kernels != first.versions["kernels"], not entry.verified, entry.ms, repr(entry)
-
-    every = (pair for table in tables.values() for pair in table.rejected.items())
-    rejected = dict(sorted(every, key=repr))
     entries: dict[Key, Entry] = {}
     for table in tables.values():
-        for key, entry in table.without_rejected(rejected).entries.items():
-            entries[key] = min(entry, entries.get(key, entry), key=rank)
+        for key, entry in table.entries.items():
+            entries[key] = min(entry, entries.get(key, entry), key=lambda e: (e.ms, repr(e)))
     common = set.intersection(*(set(table.versions.items()) for table in tables.values()))
-    return Table(first.gpu, dict(sorted(common)), entries, rejected)
+    return Table(first.gpu, dict(sorted(common)), entries)

@@ -5,26 +5,18 @@ import itertools
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from cutefce.autotune_cache.table import (
-    BUILD,
-    TUNED,
-    Candidate,
-    Entry,
-    Key,
-    Rejected,
-    Table,
-)
+from cutefce.autotune_cache.table import TUNED, Candidate, Entry, Key, Table, candidates
 from cutefce.cute_kernels import cache_files
 from cutefce.cute_kernels.arch import arch_named
 from cutefce.cute_kernels.arch.base import Arch
-from cutefce.cute_kernels.config import GemmConfig
 from cutefce.cute_kernels.gpu import Gpu
+from cutefce.cute_kernels.process_cache import warn_once
 
-SCHEMA = 3
+SCHEMA = 4
 MIN_MS, MAX_MS = 1e-6, 1e9
 """Times that an entry may have."""
 LOCK_SECONDS = 60
@@ -38,7 +30,10 @@ def file_name(gpu: Gpu) -> str:
 
 
 def read(path: Path) -> Table:
-    """Read and check a file; entries that its own rejections exclude are left out.
+    """Read and check a file.
+
+    Entries with a configuration that the architecture does not list are left out, as tables of
+    other versions may have some: the defaults serve there.
 
     Raises:
         CacheError: if it is in the cache folder and not trusted.
@@ -55,12 +50,29 @@ def read(path: Path) -> Table:
     try:
         arch = arch_named(_text(data, "arch"))
         gpu = Gpu(arch, _text(data, "device"), _integer(data, "num_sms"))
-        versions = {name: _text(data["versions"], name) for name in (*data["versions"], *BUILD)}
-        entries = dict(_entry(arch, item) for item in data["entries"])
-        rejected = dict(_rejection(arch, item) for item in data["rejected"])
+        versions = {name: _text(data["versions"], name) for name in data["versions"]}
+        entries = {
+            _key(arch, item): _entry(candidate, item)
+            for item in data["entries"]
+            for candidate in candidates(arch, _text(item, "kernel", TUNED))
+            if _config_item(candidate) == item["config"]
+        }
     except (LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"a field is missing or has the wrong type: {error}") from error
-    return Table(gpu, versions, entries, rejected).without_rejected(rejected)
+    return Table(gpu, versions, entries)
+
+
+def read_like(path: Path, like: Table) -> Table:
+    """Do what `read` does of a file to which `like` can be added.
+
+    Raises:
+        ValueError: also if it is of another kind of GPU, or proves other kernels.
+    """
+    table = read(path)
+    table.check_matches(like.gpu)
+    if table.build != like.build:
+        raise ValueError(f"versions: got {table.build}, expected {like.build}")
+    return table
 
 
 def _text(item: dict[str, Any], name: str, choices: Sequence[str] = ()) -> str:
@@ -86,61 +98,33 @@ def _ms(item: dict[str, Any], name: str) -> float:
 
 def _key(arch: Arch, item: dict[str, Any]) -> Key:
     sizes = (_integer(item, name) for name in ("hidden", "vocab", "tokens"))
-    return Key(*_kernel(arch, item), *sizes)
+    return Key(item["kernel"], _text(item, "dtype", arch.dtypes), *sizes)
 
 
-def _kernel(arch: Arch, item: dict[str, Any]) -> tuple[str, str]:
-    return _text(item, "kernel", TUNED), _text(item, "dtype", arch.dtypes)
+def _entry(candidate: Candidate, item: dict[str, Any]) -> Entry:
+    return Entry(candidate, _ms(item, "ms"), _ms(item, "default_ms"), _ms(item, "cublas_ms"))
 
 
-def _candidate(arch: Arch, item: dict[str, Any]) -> Candidate:
-    if item["config"] is None and item["kernel"] == "grad_hidden":
-        return None
-    config = GemmConfig(**item["config"])
-    arch.check(config)
-    if config.swaps and item["kernel"] != "project_exp":
-        raise ValueError("swaps: got True, expected False of gradients")
-    return config
-
-
-def _entry(arch: Arch, item: dict[str, Any]) -> tuple[Key, Entry]:
-    entry = Entry(
-        _candidate(arch, item),
-        _ms(item, "ms"),
-        _ms(item, "default_ms"),
-        _ms(item, "cublas_ms"),
-        verified=item["verified"] is True,
-        kernels=_text(item, "kernels"),
-        dsl=_text(item, "dsl"),
-    )
-    return _key(arch, item), entry
-
-
-def _rejection(arch: Arch, item: dict[str, Any]) -> tuple[Rejected, str]:
-    return (*_kernel(arch, item), _candidate(arch, item)), _text(item, "reason")
-
-
-def write(path: Path, table: Table) -> None:
-    """Write a file; readers see either the old or the new contents."""
-    rewrite(path, lambda: table)
+def _config_item(candidate: Candidate) -> dict[str, Any] | None:
+    return None if candidate is None else dataclasses.asdict(candidate)
 
 
 def update(path: Path, found: Table) -> None:
     """Add `found` to a file that other processes may update too.
 
-    An unusable file is renamed to `.unusable`, with a number if there is one already.
+    A file to which it cannot be added is renamed to `.old`, with a number if there is one already,
+    and with a warning.
     """
 
     def updated() -> Table:
         try:
-            held = read(path)
-            held.check_matches(found.gpu)
+            held = read_like(path, found)
         except FileNotFoundError:
             return found
-        except ValueError:
-            _set_aside(path)
+        except ValueError as error:
+            _set_aside(path, error)
             return found
-        return held.updated_with(found)
+        return dataclasses.replace(found, entries={**held.entries, **found.entries})
 
     rewrite(path, updated)
 
@@ -151,26 +135,15 @@ def rewrite(path: Path, make: Callable[[], Table]) -> None:
         cache_files.write(path, to_json(make()).encode())
 
 
-def _set_aside(path: Path) -> None:
-    names = (path.with_suffix(f".unusable{number or ''}") for number in itertools.count())
-    os.replace(path, next(name for name in names if not name.exists()))
+def _set_aside(path: Path, reason: ValueError) -> None:
+    names = (path.with_suffix(f".old{number or ''}") for number in itertools.count())
+    free = next(name for name in names if not name.exists())
+    os.replace(path, free)
+    warn_once(f"moved the tuned table {path} aside, to {free.name}: {reason}")
 
 
 def to_json(table: Table) -> str:
-    """Return the text of a file: each entry and each rejection on one line, sorted by key."""
-    entries = (
-        dataclasses.asdict(key) | dataclasses.asdict(entry)
-        for key, entry in sorted(table.entries.items(), key=lambda pair: pair[0])
-    )
-    rejected = (
-        {
-            "kernel": kernel,
-            "dtype": dtype,
-            "config": None if config is None else dataclasses.asdict(config),
-            "reason": reason,
-        }
-        for (kernel, dtype, config), reason in sorted(table.rejected.items(), key=repr)
-    )
+    """Return the text of a file: each entry on one line, sorted by key."""
     header = {
         "schema": SCHEMA,
         "device": table.gpu.name,
@@ -179,10 +152,10 @@ def to_json(table: Table) -> str:
         "versions": dict(table.versions),
     }
     fields = [f" {json.dumps(name)}: {json.dumps(value)}" for name, value in header.items()]
-    fields += [f' "entries": {_lines(entries)}', f' "rejected": {_lines(rejected)}']
+    entries = (
+        dataclasses.asdict(key) | dataclasses.asdict(table.entries[key])
+        for key in sorted(table.entries)
+    )
+    lines = ",\n".join(f"  {json.dumps(item)}" for item in entries)
+    fields.append(f' "entries": [\n{lines}\n ]' if lines else ' "entries": []')
     return "{\n" + ",\n".join(fields) + "\n}\n"
-
-
-def _lines(items: Iterable[dict[str, Any]]) -> str:
-    lines = ",\n".join(f"  {json.dumps(item)}" for item in items)
-    return f"[\n{lines}\n ]" if lines else "[]"

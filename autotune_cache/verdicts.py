@@ -1,12 +1,12 @@
-"""Verdicts: whether configurations gave right results on an architecture.
+"""Verdicts: whether the kernels gave right results on an architecture.
 
-GPU models of an architecture execute the same code.  So what proves a configuration, of the kernel
-sources and the compiler as they are, is a check on any of them: that of an entry of a tuned table,
-or one that is recorded in a file of the user's folder.  Tuning verifies all defaults before it
-writes a table that is shipped, so that one entry proves those of its dtype too.  An entry of other
-sources or of another compiler is a choice without proof.
+GPU models of an architecture execute the same code.  So what proves kernels, of the sources and the
+compiler as they are, is a check on any of them: one that a file of the user's folder records, or a
+shipped table.  Before a table is written, all configurations that the architecture lists have
+passed for its dtypes, and lookups choose no others.
 
-What is proven is a configuration of a kernel in a part of what calls launch (`cute_kernels.parts`).
+What is recorded is a configuration of a kernel in a part of what calls launch
+(`cute_kernels.parts`).
 """
 
 import contextlib
@@ -16,12 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from cutefce.autotune_cache import lookup
-from cutefce.autotune_cache.ahead import with_gradients
-from cutefce.autotune_cache.table import DSL_PACKAGE, Entry, Table
 from cutefce.cute_kernels import cache_files
 from cutefce.cute_kernels.arch.base import Arch
 from cutefce.cute_kernels.cache_files import CacheError
-from cutefce.cute_kernels.config import GemmConfig, KernelConfigs
+from cutefce.cute_kernels.config import KernelConfigs
 from cutefce.cute_kernels.gpu import Gpu
 from cutefce.cute_kernels.jit import cache as jit_cache
 from cutefce.cute_kernels.parts import PARTS, part_configs
@@ -43,12 +41,9 @@ def uses(configs: KernelConfigs, parts: Iterable[str] = PARTS) -> set[str]:
     """Return the names of what checks of `parts` with `configs` prove, and calls with both need."""
     found = set()
     for part in parts:
-        found |= {_name(part, *each) for each in part_configs(part, configs)} or {part}
+        pairs = part_configs(part, configs)
+        found |= {f"{part}: {kernel}: {config!r}" for kernel, config in pairs} or {part}
     return found
-
-
-def _name(part: str, kernel: str, config: GemmConfig) -> str:
-    return f"{part}: {kernel}: {config!r}"
 
 
 def known(gpu: Gpu, dtype: str, needed: Set[str]) -> Verdict | None:
@@ -59,7 +54,7 @@ def known(gpu: Gpu, dtype: str, needed: Set[str]) -> Verdict | None:
     recorded = _recorded(gpu.arch, dtype)
     if not recorded.passed:
         return recorded
-    return Verdict(True) if needed <= recorded.uses | _of_tables(gpu, dtype) else None
+    return Verdict(True) if needed <= recorded.uses or _has_table(gpu.arch, dtype) else None
 
 
 def failure(gpu: Gpu, dtype: str) -> Verdict | None:
@@ -106,27 +101,9 @@ def _recorded(arch: Arch, dtype: str) -> Verdict:
     return Verdict(True)
 
 
-def _of_tables(gpu: Gpu, dtype: str) -> set[str]:
-    """Return the uses that tables prove: shipped ones of the architecture, and those of the GPU."""
-    shipped = [table for table in lookup.shipped_tables() if table.gpu.arch == gpu.arch]
-    own = {each for table in (*shipped, *lookup.tables(gpu)) for each in _current(table, dtype)}
-    found = {_name(part, *each) for part in PARTS for each in own}
-    if any(_current(table, dtype) for table in shipped):
-        for project_exp in gpu.arch.prebuilt_configs():
-            for configs in with_gradients(gpu.arch, project_exp):
-                found |= uses(configs)
-    return found
-
-
-def _current(table: Table, dtype: str) -> set[tuple[str, GemmConfig]]:
-    """Return kernels and configurations that entries for `dtype` prove."""
-    return {
-        (key.kernel, entry.config)
-        for key, entry in table.entries.items()
-        if key.dtype == dtype and entry.verified and _is_current(entry) and entry.config is not None
-    }
-
-
-def _is_current(entry: Entry) -> bool:
-    """Whether an entry is of the installed kernel sources and compiler."""
-    return {"kernels": entry.kernels, DSL_PACKAGE: entry.dsl} == lookup.current_build()
+def _has_table(arch: Arch, dtype: str) -> bool:
+    """Whether a shipped table proves the kernels of `dtype` as they are."""
+    return any(
+        table.gpu.arch == arch and dtype in table.dtypes and table.build == lookup.current_build()
+        for table in lookup.shipped_tables()
+    )

@@ -5,7 +5,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,8 @@ from click.testing import CliRunner
 
 from cutefce.__main__ import main
 from cutefce.autotune_cache import lookup, table_io, verdicts
-from cutefce.autotune_cache.table import DSL_PACKAGE, Key, Table
 from cutefce.autotune_cache.table_io import file_name
 from cutefce.autotune_cache.tuning import runner, targets, verify
-from cutefce.autotune_cache.tuning.verify import Check
 from cutefce.commands import compile as compile_command
 from cutefce.commands import info, tune, warmup
 from cutefce.commands import verify as verify_command
@@ -26,14 +24,14 @@ from cutefce.cute_kernels import cache_files
 from cutefce.cute_kernels.arch import arch_named
 from cutefce.cute_kernels.arch.sm90 import LOW
 from cutefce.cute_kernels.jit.compiler import Report
+from cutefce.cute_kernels.jit.subprocess_worker import WorkerError
 from cutefce.cute_kernels.spec import ProjectExpSpec
 from cutefce.cute_kernels.variant import LogitTransform
 from cutefce.version import __version__
-from tests.support.fake_tuner import RUNNER, TARGET, InlineWorker, InProcess
-from tests.support.faulty_candidates import Kind, config
+from tests.support.fake_tuner import RUNNER, TARGET, InlineWorker
+from tests.support.faulty_candidates import FaultyTarget, Kind, config
 from tests.support.stand_in_gpu import served_by_kernels
-from tests.support.tables import ENTRY, GPU, TABLE
-from tests.support.tiers import rest_slow
+from tests.support.tables import GPU, OLD, TABLE, write
 
 
 @pytest.fixture
@@ -44,7 +42,6 @@ def command(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]
     monkeypatch.setattr(targets, "all_targets", lambda *_: (TARGET,))
     monkeypatch.setattr(runner, "Runner", lambda *_: RUNNER)
     monkeypatch.setattr(tune, "SubprocessWorker", InlineWorker)
-    monkeypatch.setattr(verify, "SubprocessWorker", InProcess)
     monkeypatch.setattr(verify, "verify_once", lambda *_: verdicts.Verdict(True))
     return lambda *arguments: CliRunner().invoke(main, arguments)
 
@@ -73,20 +70,24 @@ def test_tune(command: Any, folder: Path) -> None:
     assert "got nan, expected a number of minutes" in refused.output
 
 
-@pytest.mark.parametrize("field", rest_slow(["kernels", "dsl"]))
-def test_tune_resumes_with_entries_of_other_kernels_or_compilers(
-    field: str, command: Any, folder: Path
-) -> None:
+def test_tune_does_not_resume_with_a_table_of_other_kernels(command: Any, folder: Path) -> None:
     path = folder / "tuned" / file_name(GPU)
     arguments = "tune", "--shapes", "24x16x300", "--resume", "--output-dir", str(path.parent)
     assert "1 of 1 problems" in command(*arguments).output
     assert "0 of 1 problems" in command(*arguments).output
     tuned = table_io.read(path)
-    changes: Any = {field: "0"}
-    entries = {key: dataclasses.replace(e, **changes) for key, e in tuned.entries.items()}
-    table_io.write(path, dataclasses.replace(tuned, entries=entries))
-    assert "1 of 1 problems" in command(*arguments).output
+    write(path, dataclasses.replace(tuned, versions=OLD))
+    with pytest.warns(UserWarning, match="moved the tuned table"):
+        assert "1 of 1 problems" in command(*arguments).output
     assert table_io.read(path) == tuned
+
+
+def test_tune_tells_which_candidates_failed(command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds = config(Kind.SLOW), config(Kind.HANGS)
+    monkeypatch.setattr(FaultyTarget, "candidates", lambda _: kinds)
+    result = command("tune", "--shapes", "24x16x300")
+    assert result.exit_code == 0, result.output
+    assert f"left out: 24x16x300 project_exp: {kinds[1]}" in result.output
 
 
 def test_no_gpu_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,14 +100,15 @@ def test_no_gpu_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_cache_commands(folder: Path, tmp_path: Path) -> None:
     file = lookup.user_folder() / file_name(GPU)
-    table_io.write(file, TABLE)
+    write(file, TABLE)
     run = CliRunner().invoke
     shown = run(main, ["cache", "show"]).output
     assert "8192x4096x131072" in shown
-    assert "no answer within 30 s" in shown
-    assert "yes" in shown
     validated = run(main, ["cache", "validate", str(file)]).output
-    assert "1 entries, 1 of these kernel sources" in validated
+    assert "1 entries, of these kernels" in validated
+    write(file, dataclasses.replace(TABLE, versions=OLD))
+    assert "1 entries, of other kernels" in run(main, ["cache", "validate", str(file)]).output
+    write(file, TABLE)
     into = tmp_path / "joined.json"
     assert run(main, ["cache", "merge", str(file), str(file), "--into", str(into)]).exit_code == 0
     assert table_io.read(into) == TABLE
@@ -116,42 +118,43 @@ def test_cache_commands(folder: Path, tmp_path: Path) -> None:
     into.write_text("{}")
     result = run(main, ["cache", "validate", str(into)])
     assert result.exit_code == 1
-    assert "schema: got None, expected 3" in result.output
+    assert "schema: got None, expected 4" in result.output
 
 
 BRACKETS = "out of range [cuda:0] in [rank0], no [/usr/lib/libcuda.so]"
 
 
-def test_show_prints_reasons_and_names_as_they_are(folder: Path) -> None:
+def test_reasons_and_names_are_printed_as_they_are(
+    command: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Brackets are no markup, and control characters do not reach the terminal."""
-    (pair,) = TABLE.rejected
-    rejection = f"{BRACKETS}\x1b[31m"
     gpu = dataclasses.replace(GPU, name="GPU [/x] \x1b]0;title\x07")
-    table_io.write(
-        lookup.user_folder() / "odd.json",
-        dataclasses.replace(TABLE, gpu=gpu, rejected={pair: rejection}),
-    )
-    result = CliRunner().invoke(main, ["cache", "show"], env={"COLUMNS": "400"})
-    assert result.exit_code == 0, result.output
-    shown = "".join(c for c in result.output if c not in "│\n")
-    assert "[/x] \\x1b]0;title\\x07" in " ".join(shown.split())
-    assert "\x1b" not in result.output
-    for word in BRACKETS.split():
-        assert word in shown
+    write(lookup.user_folder() / "odd.json", dataclasses.replace(TABLE, gpu=gpu))
+    shown = CliRunner().invoke(main, ["cache", "show"], env={"COLUMNS": "400"})
+    assert shown.exit_code == 0, shown.output
+    assert "[/x] \\x1b]0;title\\x07" in shown.output
+
+    class Failing(InlineWorker):
+        def ask(self, call: Any, seconds: float) -> Any:
+            raise WorkerError(f"{BRACKETS}\x1b[31m")
+
+    monkeypatch.setattr(tune, "SubprocessWorker", Failing)
+    tuned = command("tune", "--shapes", "24x16x300")
+    assert BRACKETS in " ".join(tuned.output.split())
+    assert "\x1b" not in shown.output + tuned.output
 
 
 def test_show_goes_on_after_files_that_it_cannot_read(folder: Path) -> None:
-    table_io.write(lookup.user_folder() / file_name(GPU), TABLE)
+    write(lookup.user_folder() / file_name(GPU), TABLE)
     (lookup.user_folder() / "a.json").write_text("{}")
     (lookup.user_folder() / "b.json").mkdir()
     os.mkfifo(lookup.user_folder() / "c.json")
     others = lookup.user_folder() / "d.json"
-    table_io.write(others, TABLE)
+    write(others, TABLE)
     others.chmod(0o666)
     result = CliRunner().invoke(main, ["cache", "show"])
     assert result.exit_code == 1
     assert result.output.count("8192x4096x131072") == 1, "one winner"
-    assert result.output.count("no answer within 30 s") == 1, "one rejection"
     for said in ("a.json: schema", "b.json", "c.json", "chmod go-w"):
         assert said in result.output
     assert "Traceback" not in result.output
@@ -159,32 +162,15 @@ def test_show_goes_on_after_files_that_it_cannot_read(folder: Path) -> None:
 
 def test_clear_leaves_what_is_not_a_trusted_file(folder: Path) -> None:
     file, strange = lookup.user_folder() / file_name(GPU), lookup.user_folder() / "a.json"
-    table_io.write(file, TABLE)
+    write(file, TABLE)
     strange.mkdir()
     others = lookup.user_folder() / "b.json"
-    table_io.write(others, TABLE)
+    write(others, TABLE)
     others.chmod(0o666)
     result = CliRunner().invoke(main, ["cache", "clear"])
     assert result.exit_code == 1
     assert "a.json" in result.output and "chmod go-w" in result.output
     assert not file.exists() and others.exists() and strange.is_dir()
-
-
-def test_verify_leaves_a_table_that_changed_meanwhile(
-    command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "table.json"
-    table_io.write(path, stale_table(bfloat16=[FAST]))
-
-    def meanwhile(*_: Any) -> Iterator[tuple[Check, str | None]]:
-        table_io.write(path, TABLE)
-        return iter(())
-
-    monkeypatch.setattr(verify, "run_checks", meanwhile)
-    result = command("verify", "--table", str(path))
-    assert result.exit_code == 1
-    assert "another process rewrote it meanwhile" in result.output
-    assert table_io.read(path) == TABLE
 
 
 def run_in_shell(
@@ -202,10 +188,8 @@ def run_in_shell(
 
 
 def test_output_that_is_ascii(folder: Path) -> None:
-    (rejected,) = TABLE.rejected
-    strange = {rejected: "§ 1 × 2 …"}
-    path = lookup.user_folder() / file_name(GPU)
-    table_io.write(path, dataclasses.replace(TABLE, rejected=strange))
+    gpu = dataclasses.replace(GPU, name="§ 1 × 2 …")
+    write(lookup.user_folder() / file_name(GPU), dataclasses.replace(TABLE, gpu=gpu))
     shown = CliRunner(charset="ascii").invoke(main, ["cache", "show"])
     assert shown.exit_code == 0, shown.output
     assert "8192x4096x131072" in shown.output
@@ -291,34 +275,17 @@ def test_dry_run_without_a_gpu_lists_candidates_of_a_shipped_table(
     assert not list(folder.iterdir())
 
 
-def test_entries_of_other_kernels_are_marked(folder: Path) -> None:
-    file = lookup.user_folder() / file_name(GPU)
-    (key,) = TABLE.entries
-    stale = dataclasses.replace(ENTRY, kernels="0123")
-    unverified = dataclasses.replace(stale, verified=False)
-    by_vocab = {131072: ENTRY, 32000: stale, 16384: unverified}
-    entries = {dataclasses.replace(key, vocab=vocab): by_vocab[vocab] for vocab in by_vocab}
-    table_io.write(file, dataclasses.replace(TABLE, entries=entries, rejected={}))
-    run = CliRunner().invoke
-    shown = run(main, ["cache", "show"]).output
-    for vocab, said in {131072: "yes", 32000: "other kernels", 16384: "no"}.items():
-        (row,) = (line for line in shown.splitlines() if f"8192x4096x{vocab} " in line)
-        assert row.strip("│ ").endswith(f" {said}")
-    validated = run(main, ["cache", "validate", str(file)]).output
-    assert "3 entries, 1 of these kernel sources" in validated
-
-
-def test_info_tells_current_entries_from_stale_ones(
+def test_info_tells_a_current_table_from_a_stale_one(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lookup, "SHIPPED_FOLDER", folder)
-    (key,) = TABLE.entries
-    stale = dataclasses.replace(ENTRY, kernels="0123")
-    entries = {key: ENTRY, dataclasses.replace(key, vocab=32000): stale}
-    table_io.write(folder / file_name(GPU), dataclasses.replace(TABLE, entries=entries))
-    renewal = f"to renew them: cutefce verify --table {folder / file_name(GPU)}"
+    path = folder / file_name(GPU)
+    write(path, TABLE)
+    renewal = f"to renew it: cutefce verify --table {path}"
+    assert f"{path.name}: 1 entries for bfloat16, of these kernels" in _shown_info()
+    write(path, dataclasses.replace(TABLE, versions=OLD))
     shown = _shown_info()
-    assert "bfloat16: 1 of 2 entries are of these kernel sources; the others are veri" in shown
+    assert "1 entries for bfloat16, of other kernels: calls verify what they launch" in shown
     assert renewal not in shown, "that is done on a GPU of the table's model"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: GPU.name)
@@ -335,77 +302,28 @@ def _shown_info() -> str:
     return " ".join(result.output.split())
 
 
-STALE = {"kernels": "0123", DSL_PACKAGE: "0.1"}
-FAST, WRONG = config(Kind.FAST), config(Kind.WRONG_SUMS)
-
-
-def stale_table(**winners: Any) -> Table:
-    """Return a table of other kernels with the winners of problems by dtype."""
-    entries = {
-        Key("project_exp", dtype, 16, 300 + i, 24): dataclasses.replace(
-            ENTRY, config=winner, kernels="0123", dsl="0.1", verified=False
-        )
-        for dtype, some in winners.items()
-        for i, winner in enumerate(some)
-    }
-    old = {next(iter(entries)).rejects(config(Kind.HANGS)): "it hung"}
-    return Table(GPU, {"torch": "2.0", **STALE}, entries, old)
-
-
-@pytest.mark.slow
-def test_verify_renews_a_table(command: Any, tmp_path: Path) -> None:
-    """Right configurations are stamped, wrong ones are rejected."""
-    path = tmp_path / "table.json"
-    stale = stale_table(bfloat16=[FAST, WRONG, FAST], float16=[FAST])
-    table_io.write(path, stale)
-    result = command("verify", "--table", str(path))
-    assert result.exit_code == 0, result.output
-    assert "3 entries passed, 1 were rejected" in result.output
-    renewed = table_io.read(path)
-    assert renewed.versions == {"torch": "2.0", **lookup.current_build()}
-    assert renewed.entries == {
-        key: dataclasses.replace(entry, verified=True, kernels=ENTRY.kernels, dsl=ENTRY.dsl)
-        for key, entry in stale.entries.items()
-        if entry.config == FAST
-    }, "times are kept"
-    (((_, *rejected), reason),) = renewed.rejected.items()
-    assert rejected == ["bfloat16", WRONG], "what other kernels did is dropped"
-    assert "is off by" in reason
-
-
-class Faults:
-    """Outcomes of checks by candidate; no check runs."""
-
-    def __init__(self, **reasons: str) -> None:
-        self.reasons = {config(Kind[name]): reason for name, reason in reasons.items()}
-        self.checked: list[Check] = []
-
-    def __call__(
-        self, checks: list[Check], advance: Callable[[str], None]
-    ) -> Iterator[tuple[Check, str | None]]:
-        for check in checks:
-            self.checked.append(check)
-            yield check, self.reasons.get(check.candidate)  # type: ignore[arg-type]
-
-
-def test_verify_leaves_the_table_if_a_default_fails(
+def test_verify_renews_a_table_whose_kernels_pass(
     command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = tmp_path / "table.json"
-    table_io.write(path, stale_table(bfloat16=[FAST]))
-    before = path.read_text()
-    monkeypatch.setattr(verify, "run_checks", Faults(SLOW="it hung"))
-    result = command("verify", "--table", str(path))
-    assert result.exit_code == 1
-    assert "was not changed: defaults with project_exp, bfloat16" in result.output
-    assert path.read_text() == before
-    blackwell = dataclasses.replace(GPU, arch=arch_named("sm_100a"))
-    other = dataclasses.replace(TABLE, gpu=blackwell, entries={}, rejected={})
-    table_io.write(path, other)
-    assert (
-        "arch: got 'sm_100a', expected 'sm_90a'" in command("verify", "--table", str(path)).output
+    path, stale = (
+        tmp_path / "table.json",
+        dataclasses.replace(TABLE, versions={"torch": "2", **OLD}),
     )
-    assert table_io.read(path) == other
+    write(path, stale)
+    faults = iter(["", "it hung", "", ""])
+    monkeypatch.setattr(verify, "first_fault", lambda *_: next(faults))
+    failed = command("verify", "--table", str(path))
+    assert failed.exit_code == 1
+    assert "the float16 kernels failed" in failed.output and "it hung" in failed.output
+    assert table_io.read(path) == stale
+    renewed = command("verify", "--table", str(path))
+    assert renewed.exit_code == 0, renewed.output
+    versions = {"torch": "2", **lookup.current_build()}
+    assert table_io.read(path) == dataclasses.replace(stale, versions=versions)
+    blackwell = dataclasses.replace(GPU, arch=arch_named("sm_100a"))
+    write(path, dataclasses.replace(TABLE, gpu=blackwell, entries={}))
+    refused = command("verify", "--table", str(path))
+    assert "arch: got 'sm_100a', expected 'sm_90a'" in refused.output
 
 
 @pytest.mark.parametrize(
@@ -436,15 +354,15 @@ def test_compile_fails_for_kernels_that_spill(
 
 
 def test_verify_records_a_verdict_for_each_dtype(
-    command: Any, monkeypatch: pytest.MonkeyPatch
+    command: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(verify, "run_checks", Faults())
+    monkeypatch.setattr(lookup, "SHIPPED_FOLDER", folder / "shipped")
+    monkeypatch.setattr(verify, "first_fault", lambda *_: "")
     result = command("verify")
     assert result.exit_code == 0, result.output
     for dtype in GPU.arch.dtypes:
         assert f"the {dtype} kernels passed on {GPU.name}" in result.output
-        checks = verify.configurations(RUNNER, dtype, ())
-        needed = {use for check in checks for use in check.uses()}
+        needed = {use for check in verify.listed(RUNNER, dtype) for use in check.uses()}
         assert verdicts.known(GPU, dtype, needed) == verdicts.Verdict(True)
 
 

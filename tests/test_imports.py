@@ -42,8 +42,8 @@ OPS_LAYERS = (
     "cutefce.ops.divergence",
 )
 
-HOOK = ("cutefce.ops.primitives.dispatch", "cutefce.autotune_cache.tuning.first_use")
-"""The one import upwards: verification and tuning on first use."""
+HOOK = ("cutefce.ops.primitives.dispatch", "cutefce.autotune_cache.tuning.verify")
+"""The one import upwards: verification before the first launch."""
 
 
 def modules() -> Iterator[tuple[str, Path]]:

@@ -9,5 +9,6 @@ targets.py    what is tuned, and the calls that are timed
 timing.py     interleaved timing
 tuner.py      one tuning run
 worker.py     what runs in the subprocess of both
-first_use.py  the only functions that `cutefce.ops` calls
+
+`cutefce.ops` calls `verify.verify_call` alone.
 """

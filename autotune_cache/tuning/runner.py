@@ -55,8 +55,8 @@ class Runner:
         """
         return self.gpu.default_configs(MANY_TOKENS, MANY_HIDDEN)
 
-    def default_configs(self) -> list[KernelConfigs]:
-        """Return configurations with every prebuilt one of each kernel at least once."""
+    def listed_configs(self) -> list[KernelConfigs]:
+        """Return configurations with every listed one of each kernel at least once."""
         first, *others = self.arch.prebuilt_configs()
         found = with_gradients(self.arch, first)
         found += [with_gradients(self.arch, each)[0] for each in others]

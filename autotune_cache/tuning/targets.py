@@ -8,13 +8,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from cutefce.autotune_cache.table import Candidate
+from cutefce.autotune_cache.table import Candidate, candidates
 from cutefce.autotune_cache.tuning.cases import Case
-from cutefce.autotune_cache.tuning.outputs.steps import (
-    Way,
-    make_targets,
-    prepared,
-)
+from cutefce.autotune_cache.tuning.outputs.steps import Way, make_targets, prepared
 from cutefce.autotune_cache.tuning.runner import Runner, with_tuned
 from cutefce.cute_kernels.config import KernelConfigs
 from cutefce.cute_kernels.gpu import Gpu
@@ -48,13 +44,9 @@ class TuningTarget(abc.ABC):
         """Return the configurations of all kernels with `candidate` for this one."""
         return with_tuned(self.runner.base(), self.name, candidate)
 
-    @abc.abstractmethod
-    def prebuilt(self) -> Sequence[Candidate]:
-        """Return the architecture's configurations: its defaults and common winners."""
-
-    def legal(self) -> Sequence[Candidate]:
-        """Return every configuration that the architecture can run."""
-        return self.runner.arch.search_space()
+    def candidates(self) -> Sequence[Candidate]:
+        """Return what may win; nothing if the architecture does not have the kernel."""
+        return candidates(self.runner.arch, self.name)
 
     @abc.abstractmethod
     def call(self, case: Case, primitives: Primitives) -> Callable[[], object]:
@@ -69,12 +61,6 @@ class ProjectExpTarget(TuningTarget):
     """The forward's GEMM, with as many stored exponentials as the default workspace holds."""
 
     name = "project_exp"
-
-    def prebuilt(self) -> Sequence[Candidate]:
-        return self.runner.arch.prebuilt_configs()
-
-    def legal(self) -> Sequence[Candidate]:
-        return *super().legal(), *self.runner.arch.swapped_search_space()
 
     def call(self, case: Case, primitives: Primitives) -> Callable[[], object]:
         inputs, plan, _ = prepared(case, primitives, Way(stored=1))
@@ -114,9 +100,6 @@ class GradHiddenTarget(GradientTarget):
 
     name = "grad_hidden"
 
-    def prebuilt(self) -> Sequence[Candidate]:
-        return (None, *self.runner.arch.grad_hidden_configs())
-
     def operands(self, case: Case) -> tuple[Tensor, Tensor]:
         p = case.problem
         return case.random(_affordable_rows(p.tokens, p.vocab, p.item_bytes), p.vocab), case.w
@@ -132,9 +115,6 @@ class GradWeightTarget(GradientTarget):
     """The final dW, in the dtype of the weight."""
 
     name = "grad_weight"
-
-    def prebuilt(self) -> Sequence[Candidate]:
-        return self.runner.arch.grad_weight_configs()
 
     def operands(self, case: Case) -> tuple[Tensor, Tensor]:
         p = case.problem
@@ -155,7 +135,6 @@ def _affordable_rows(rows: int, inner: int, item_bytes: int) -> int:
 
 def all_targets(gpu: Gpu, device: str) -> tuple[TuningTarget, ...]:
     """Return everything that can be tuned on `gpu`, which torch addresses as `device`."""
-    runner = Runner(gpu, device)
-    if not gpu.arch.forms_weight_gradient:
-        return (ProjectExpTarget(runner),)
-    return ProjectExpTarget(runner), GradHiddenTarget(runner), GradWeightTarget(runner)
+    kinds = ProjectExpTarget, GradHiddenTarget, GradWeightTarget
+    every = [kind(Runner(gpu, device)) for kind in kinds]
+    return tuple(target for target in every if target.candidates())

@@ -6,9 +6,15 @@ import click
 from rich.table import Table
 
 from cutefce.autotune_cache import lookup, table, table_io
-from cutefce.commands.common import TABLE_FILE, describe, make_console, printable, read_table
+from cutefce.commands.common import (
+    TABLE_FILE,
+    describe,
+    make_console,
+    printable,
+    read_table,
+    whose_kernels,
+)
 from cutefce.cute_kernels import cache_files
-from cutefce.cute_kernels.jit import cache as jit_cache
 
 
 @click.group()
@@ -16,22 +22,15 @@ def cache() -> None:
     """Manage tuned tables."""
 
 
-@cache.command(short_help="Show winners and rejections.")
+@cache.command(short_help="Show winners.")
 @click.argument("files", nargs=-1, type=TABLE_FILE)
 def show(files: tuple[Path, ...]) -> None:
-    """Show winners and rejections of FILES, by default of the user's tables.
-
-    Entries of other kernel sources are verified again before their first use; the column "verified"
-    marks them.
-    """
+    """Show the winners of FILES, by default of the user's tables."""
     paths = files or _user_files()
     if not paths:
         click.echo(f"no tables in {lookup.user_folder()}")
         return
-    columns = "device", "kernel", "dtype"
-    timed = "NxDxV", "config", "ms", "default ms", "verified"
-    winners = Table(*columns, *timed, title="winners")
-    rejected = Table(*columns, "config", "reason", title="rejected")
+    winners = Table("device", "kernel", "dtype", "NxDxV", "config", "ms", "default ms")
     unusable = []
     for path in paths:
         try:
@@ -48,15 +47,8 @@ def show(files: tuple[Path, ...]) -> None:
                 describe(entry.config),
                 f"{entry.ms:.3f}",
                 f"{entry.default_ms:.3f}",
-                _verified(entry),
             )
-        for (kernel, dtype, config), reason in tuned.rejected.items():
-            name = printable(tuned.gpu.name)
-            rejected.add_row(name, kernel, dtype, describe(config), printable(reason))
-    console = make_console()
-    console.print(winners)
-    if rejected.rows:
-        console.print(rejected)
+    make_console().print(winners)
     if unusable:
         raise click.ClickException("\n".join(unusable))
 
@@ -66,33 +58,23 @@ def _user_files() -> list[Path]:
     return sorted(lookup.user_folder().glob("*.json"))
 
 
-def _verified(entry: table.Entry) -> str:
-    """Return whether an entry was verified, and if with other kernels than the installed ones."""
-    if not entry.verified:
-        return "no"
-    return "yes" if entry.kernels == jit_cache.source_fingerprint() else "other kernels"
-
-
 @cache.command()
 @click.argument("files", nargs=-1, type=TABLE_FILE, required=True)
 def validate(files: tuple[Path, ...]) -> None:
     """Check FILES; fail at the first unusable one."""
     for path in files:
         tuned = read_table(path)
-        current = tuned.of_kernels(jit_cache.source_fingerprint())
-        counts = f"{len(tuned.entries)} entries, {len(current.entries)} of these kernel sources"
-        click.echo(f"{path}: {counts}")
+        click.echo(f"{path}: {len(tuned.entries)} entries, {whose_kernels(tuned)}")
 
 
-@cache.command(short_help="Merge FILES of one kind of GPU.")
+@cache.command(short_help="Merge FILES of one GPU model.")
 @click.argument("files", nargs=-1, type=TABLE_FILE, required=True)
 @click.option("--into", type=click.Path(path_type=Path), required=True, help="File to write.")
 def merge(files: tuple[Path, ...], into: Path) -> None:
-    """Merge FILES of one kind of GPU, kernel sources and compiler, in any order.
+    """Merge FILES of one GPU model, in any order.
 
-    All rejections are kept, and no entry of a configuration that one of FILES rejects. Of two
-    entries for a problem, the one of the current kernel sources wins, then the verified one, then
-    the faster one. What FILE of --into holds is replaced, unless it is one of FILES too.
+    Of two entries for a problem the faster one wins. What FILE of --into holds is replaced, unless
+    it is one of FILES too.
     """
 
     def merged() -> table.Table:
@@ -102,7 +84,8 @@ def merge(files: tuple[Path, ...], into: Path) -> None:
         table_io.rewrite(into, merged)
     except ValueError as error:
         raise click.ClickException(printable(str(error))) from error
-    click.echo(f"{into}: {len(table_io.read(into).entries)} entries")
+    tuned = table_io.read(into)
+    click.echo(f"{into}: {len(tuned.entries)} entries, {whose_kernels(tuned)}")
 
 
 @cache.command()

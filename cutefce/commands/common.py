@@ -7,7 +7,7 @@ import click
 import torch
 from rich.console import Console
 
-from cutefce.autotune_cache import table_io, verdicts
+from cutefce.autotune_cache import lookup, table_io, verdicts
 from cutefce.autotune_cache.table import Candidate, Table
 from cutefce.autotune_cache.tuning.shapes import Sizes, parse
 from cutefce.cute_kernels.arch import ARCHS, arch_for
@@ -80,4 +80,9 @@ def require_passed(verdict: verdicts.Verdict, gpu: Gpu, dtype: str) -> None:
 
 def describe(candidate: Candidate) -> str:
     """Return a short description of a candidate for the columns of a table."""
-    return "cuBLAS" if candidate is None else f"{candidate}, raster group {candidate.raster_group}"
+    return str(candidate or "cuBLAS")
+
+
+def whose_kernels(table: Table) -> str:
+    """Return whether a table is proof of the installed kernels."""
+    return f"of {'these' if table.build == lookup.current_build() else 'other'} kernels"

@@ -42,7 +42,7 @@ def compile_kernels(names: str) -> None:
         archs = [arch_named(name) for name in names.split(",")]
     except ValueError as error:
         raise click.BadParameter(str(error), param_hint="--arch") from error
-    kernels = [kernel for arch in archs for kernel in ahead.shipped_kernels(arch)]
+    kernels = [kernel for arch in archs for kernel in ahead.all_kernels(arch)]
     table = Table("arch", "kernel", "", "registers", "spilled B", "shared B", "seconds", "warnings")
     clean, folder = True, jit_cache.cache_folder()
     cache_files.make_folder(folder)

@@ -1,6 +1,7 @@
 """`cutefce info`: shows versions, the GPU, what serves each dtype, tables and compiled kernels."""
 
 import os
+from collections import Counter
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
@@ -9,7 +10,7 @@ import click
 import torch
 
 from cutefce.autotune_cache import lookup
-from cutefce.commands.common import printable, read_table
+from cutefce.commands.common import printable, read_table, whose_kernels
 from cutefce.cute_kernels import cache_files
 from cutefce.cute_kernels.jit import cache as jit_cache
 from cutefce.cute_kernels.problem import ITEM_BYTES
@@ -38,8 +39,7 @@ def _lines() -> Iterator[tuple[str, str]]:
         reason = device_unsupported_reason(device, getattr(torch, name))
         yield name, "kernels" if reason is None else f"portable path: {reason}"
     for path in sorted(lookup.SHIPPED_FOLDER.glob("*.json")):
-        for dtype, text in _shipped_entries(path).items():
-            yield "tuned table", f"{path.name}, {dtype}: {text}"
+        yield "tuned table", f"{path.name}: {_shipped_entries(path)}"
     try:
         folder = jit_cache.cache_folder()
         yield "cache", f"{_libraries(folder)}{_obstacle(folder)}"
@@ -51,20 +51,17 @@ def _lines() -> Iterator[tuple[str, str]]:
             yield "", f"{_libraries(folder)}: built for other versions, not used"
 
 
-def _shipped_entries(path: Path) -> dict[str, str]:
-    """Return by dtype how many entries of a table are of the kernel sources as they are."""
+def _shipped_entries(path: Path) -> str:
+    """Return how many entries a table has of each dtype, and whether it proves the kernels."""
     table = read_table(path)
-    current = table.of_kernels(jit_cache.source_fingerprint()).entries
-    texts = {}
-    for dtype in sorted({key.dtype for key in table.entries}):
-        entries = [key for key in table.entries if key.dtype == dtype]
-        count = sum(key in current for key in entries)
-        texts[dtype] = f"{count} of {len(entries)} entries are of these kernel sources"
-        if count < len(entries):
-            texts[dtype] += "; the others are verified before their first use"
-            if torch.cuda.is_available() and torch.cuda.get_device_name() == table.gpu.name:
-                texts[dtype] += f"; to renew them: cutefce verify --table {path}"
-    return texts
+    counts = Counter(key.dtype for key in table.entries)
+    text = ", ".join(f"{counts[dtype]} entries for {dtype}" for dtype in table.dtypes)
+    if table.build == lookup.current_build():
+        return f"{text}, {whose_kernels(table)}"
+    text += f", {whose_kernels(table)}: calls verify what they launch"
+    if torch.cuda.is_available() and torch.cuda.get_device_name() == table.gpu.name:
+        text += f"; to renew it: cutefce verify --table {path}"
+    return text
 
 
 def _libraries(folder: Path) -> str:

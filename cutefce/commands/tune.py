@@ -14,20 +14,18 @@ from cutefce.autotune_cache import lookup, table, table_io
 from cutefce.autotune_cache.tuning import runner, targets, tuner
 from cutefce.autotune_cache.tuning import verify as verification
 from cutefce.autotune_cache.tuning.shapes import NAMED, Sizes
-from cutefce.autotune_cache.tuning.tuner import Job, Outcome
+from cutefce.autotune_cache.tuning.tuner import Job
 from cutefce.commands.common import (
     describe,
     has_gpu,
     make_console,
     parse_shapes,
     printable,
-    read_table,
     require_passed,
     this_gpu,
 )
 from cutefce.cute_kernels.arch import ARCHS
 from cutefce.cute_kernels.gpu import Gpu
-from cutefce.cute_kernels.jit import build
 from cutefce.cute_kernels.jit.subprocess_worker import SubprocessWorker
 
 
@@ -65,7 +63,6 @@ def _check_minutes(context: click.Context, option: click.Parameter, given: float
 )
 @click.option("--resume", is_flag=True, help="Skip problems that the table has for these kernels.")
 @click.option("--dry-run", is_flag=True, help="Show the candidates and exit; needs no GPU.")
-@click.option("--exhaustive", is_flag=True, help="Try every legal configuration, not a few.")
 @click.option(
     "--output-dir",
     type=click.Path(file_okay=False, path_type=Path),
@@ -78,7 +75,6 @@ def tune(
     budget_minutes: float,
     resume: bool,
     dry_run: bool,
-    exhaustive: bool,
     output_dir: Path,
 ) -> None:
     """Find the fastest configurations on this GPU and write them to a table.
@@ -91,10 +87,11 @@ def tune(
     every = targets.all_targets(gpu, device)
     header, path = tuner.header_for(gpu), output_dir / table_io.file_name(gpu)
     jobs = [
-        tuner.make_job(target, target.runner.problem(sizes, dtype), exhaustive)
+        tuner.make_job(target, target.runner.problem(sizes, dtype))
         for sizes, target in itertools.product(shapes, every)
     ]
-    todo = [job for job in jobs if not (resume and tuner.is_done(job, path, header))]
+    done = tuner.read_done(path, header).entries if resume else {}
+    todo = [job for job in jobs if job.key not in done]
     console = make_console()
     trials = sum(len(job.candidates) for job in todo)
     console.print(f"{gpu.name}: {len(todo)} of {len(jobs)} problems to tune, in {trials} trials")
@@ -106,47 +103,49 @@ def tune(
     try:
         with console.status("verifying the kernels"):
             require_passed(verification.verify_once(runner.Runner(gpu, device), dtype), gpu, dtype)
-        outcomes = _run(console, todo, path, header, end)
+        left, failures = _run(console, todo, path, header, end)
     except (OSError, RuntimeError) as error:  # no subprocess, or the file cannot be written
         raise click.ClickException(str(error)) from error
-    _report(console, jobs, tuner.read_matching(path, header).entries, outcomes)
+    _show_winners(console, jobs, tuner.read_done(path, header).entries)
+    for (job, candidate), reason in failures.items():
+        failed = f"{_sizes(job)} {job.target.name}: {describe(candidate)}"
+        console.print(f"left out: {failed}: {printable(reason)}")
     console.print(f"written: {path}")
-    if len(outcomes) < len(todo):
-        left = len(todo) - len(outcomes)
+    if left:
         console.print(f"{left} problems are left; to continue, run the same command with --resume")
 
 
 def _shipped_gpu() -> tuple[Gpu, str]:
     """Return the first GPU model that has a shipped table, and a device that is not used."""
-    path, *_ = sorted(lookup.SHIPPED_FOLDER.glob("*.json"))
-    return read_table(path).gpu, "cuda"
+    return lookup.shipped_tables()[0].gpu, "cuda"
 
 
 def _run(
     console: Console, jobs: list[Job], path: Path, header: table.Table, end: float
-) -> list[Outcome]:
-    """Compile, then tune one problem after another until the time is over."""
+) -> tuple[int, dict[tuple[Job, table.Candidate], str]]:
+    """Compile, then tune one problem after another until the time is over.
+
+    Return how many are left, and which candidates failed.
+    """
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
-        kernels = build.missing(kernel for job in jobs for kernel in job.all_kernels())
-        compiling = progress.add_task("compiling", total=len(kernels))
-        unusable = build.build(kernels, lambda: progress.advance(compiling), build.compile_clean)
-        tuning = progress.add_task("tuning", total=sum(len(job.candidates) for job in jobs))
-        outcomes = []
+        tuning = progress.add_task("", total=sum(len(job.candidates) for job in jobs))
+        verification.compile_all(
+            (kernel for job in jobs for kernel in job.kernels()),
+            lambda step: progress.update(tuning, description=step),
+        )
         with SubprocessWorker() as process:
-            work = tuner.Tuner(path, header, process, unusable)
-            for job in jobs:
+            work = tuner.Tuner(path, header, process)
+            for done, job in enumerate(jobs):
                 if time.monotonic() > end:
-                    break
+                    return len(jobs) - done, work.failures
                 progress.update(tuning, description=f"{job.target.name} {_sizes(job)}")
-                outcomes.append(work.tune(job, lambda: progress.advance(tuning)))
-    return outcomes
+                work.tune(job, lambda: progress.advance(tuning))
+    return 0, work.failures
 
 
-def _report(
-    console: Console, jobs: list[Job], entries: table.Entries, outcomes: list[Outcome]
-) -> None:
-    """Show the winners, old and new, and the rejections."""
+def _show_winners(console: Console, jobs: list[Job], entries: table.Entries) -> None:
+    """Show the winners, old and new."""
     winners = Table(
         *("NxDxV", "kernel", "default ms", "winner ms", "gain", "vs. cuBLAS", "winner"),
     )
@@ -163,11 +162,6 @@ def _report(
                 describe(entry.config),
             )
     console.print(winners)
-    for outcome in outcomes:
-        for candidate, reason in outcome.failures.items():
-            console.print(
-                f"rejected: {_sizes(outcome.job)} {describe(candidate)}: {printable(reason)}"
-            )
 
 
 def _sizes(job: Job) -> str:

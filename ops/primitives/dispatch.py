@@ -337,17 +337,12 @@ def _unproven_reason(
     part: str,
     has_options: bool,
 ) -> str | None:
-    gpu, verdict = gpu_of(device), None
+    gpu = gpu_of(device)
     problem = Problem(*sizes, dtype, device.type, arch=gpu.arch.name)
-    while verdict is None:
-        configs = lookup.kernel_configs(problem, gpu)
-        default = gpu.default_configs(*sizes[:2])
-        if has_options:
-            configs, default = (
-                _with_options(each, gpu.arch, sizes[0]) for each in (configs, default)
-            )
-        verdict = _verdict(device, dtype, configs, default, part)
-    return _failed_reason(gpu, verdict)
+    configs = lookup.kernel_configs(problem, gpu)
+    if has_options:
+        configs = _with_options(configs, gpu.arch, problem.tokens)
+    return _failed_reason(gpu, _verdict(device, dtype, configs, part))
 
 
 def _with_options(configs: KernelConfigs, arch: Arch, tokens: int) -> KernelConfigs:
@@ -358,17 +353,17 @@ def _with_options(configs: KernelConfigs, arch: Arch, tokens: int) -> KernelConf
 
 @process_cache
 def _verdict(
-    device: torch.device, dtype: str, configs: KernelConfigs, default: KernelConfigs, part: str
-) -> verdicts.Verdict | None:
-    """Return the verdict on a part of calls; None once tuned configurations were rejected."""
+    device: torch.device, dtype: str, configs: KernelConfigs, part: str
+) -> verdicts.Verdict:
+    """Return the verdict on a part of calls, which is verified without one."""
     gpu = gpu_of(device)
     verdict = verdicts.known(gpu, dtype, verdicts.uses(configs, (part,)))
     if verdict is not None:
         return verdict
     if torch.cuda.is_current_stream_capturing():
         raise _RetryLaterError(f"the kernels never ran on {gpu.name}; first run: {VERIFY}")
-    given = gpu, str(device), dtype, configs, default, part
-    found: verdicts.Verdict | None = _first_use().verify_on_first_use(*given)
+    tuning = import_module("cutefce.autotune_cache.tuning.verify")  # which imports this package
+    found: verdicts.Verdict = tuning.verify_call(gpu, str(device), dtype, configs, part)
     return found
 
 
@@ -436,29 +431,10 @@ def gpu_of(device: torch.device) -> Gpu:
 def kernels_for(
     device: torch.device, problem: Problem, variant: KernelVariant
 ) -> tuple[WindowConfig, KernelSet, int]:
-    """Return the arguments of `kernel_primitives` for a problem, tuned first if the user asks."""
+    """Return the arguments of `kernel_primitives` for a problem."""
     gpu = gpu_of(device)
-    if lookup.tunes_on_first_use() and not _must_not_block():
-        torch.cuda.synchronize(device)
-        _first_use().tune_on_first_use(gpu, str(device), problem)
-        # what was found, or what other processes wrote meanwhile, replaces what was verified
-        sizes = problem.tokens, problem.hidden, problem.vocab
-        unproven_reason(device, problem.dtype, sizes, _part_of(problem))
     configs = lookup.kernel_configs(problem, gpu)
     if variant != PLAIN:
         configs = _with_options(configs, gpu.arch, problem.tokens)
     kernels = kernel_set.kernel_set(gpu.arch, problem.dtype, configs, variant)
     return defaults.widest_window(problem), kernels, gpu.num_sms
-
-
-def _must_not_block() -> bool:
-    """Whether long work is out of place: in a graph capture, or while other ranks would wait."""
-    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return torch.cuda.is_current_stream_capturing() or (
-        distributed and torch.distributed.get_world_size() > 1
-    )
-
-
-def _first_use() -> Any:
-    """Import `first_use` late: it imports this package."""
-    return import_module("cutefce.autotune_cache.tuning.first_use")

@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -23,7 +22,7 @@ from cutefce.cute_kernels.variant import PLAIN, PREBUILT
 from cutefce.ops.interface.options import LossOptions
 from cutefce.ops.primitives import cute_projection, dispatch
 from cutefce.ops.rows.targets import Targets
-from tests.support.tables import DSL, ENTRY, GPU, KEY, OTHER, PROBLEM, TABLE, TUNED
+from tests.support.tables import ENTRY, GPU, KEY, OLD, OTHER, PROBLEM, TABLE, TUNED, write
 
 
 @pytest.fixture
@@ -68,7 +67,7 @@ def test_few_tokens_have_narrow_tiles() -> None:
 def test_few_tokens_of_a_bucket_have_smaller_tiles(file: Path) -> None:
     problem = dataclasses.replace(PROBLEM, tokens=192)
     key = dataclasses.replace(KEY, tokens=192)
-    table_io.write(file, dataclasses.replace(TABLE, entries={key: ENTRY}, rejected={}))
+    write(file, dataclasses.replace(TABLE, entries={key: ENTRY}))
     assert look(problem) == TUNED and TUNED.rows == 192
     few = dataclasses.replace(problem, tokens=130)
     assert look(few) == Sm90().default(130) and Sm90().default(130).swaps
@@ -77,7 +76,7 @@ def test_few_tokens_of_a_bucket_have_smaller_tiles(file: Path) -> None:
 def test_exact_then_nearest_then_default(file: Path) -> None:
     far = dataclasses.replace(KEY, tokens=512)
     entries = {KEY: ENTRY, far: dataclasses.replace(ENTRY, config=OTHER)}
-    table_io.write(file, dataclasses.replace(TABLE, entries=entries, rejected={}))
+    write(file, dataclasses.replace(TABLE, entries=entries))
     assert look() == TUNED
     assert look(dataclasses.replace(PROBLEM, tokens=7000)) == TUNED, "the same bucket"
     assert look(dataclasses.replace(PROBLEM, tokens=500, vocab=128256)) == OTHER
@@ -88,7 +87,7 @@ def test_exact_then_nearest_then_default(file: Path) -> None:
 
 def test_where_the_default_won_other_problems_get_their_default(file: Path) -> None:
     same = dataclasses.replace(ENTRY, config=OTHER, ms=13.0)
-    table_io.write(file, dataclasses.replace(TABLE, entries={KEY: same}, rejected={}))
+    write(file, dataclasses.replace(TABLE, entries={KEY: same}))
     assert look() == OTHER
     assert look(dataclasses.replace(PROBLEM, tokens=16384)) == Sm90().default(16384)
 
@@ -96,17 +95,11 @@ def test_where_the_default_won_other_problems_get_their_default(file: Path) -> N
 def test_a_winner_for_more_tokens_must_not_waste_rows(file: Path) -> None:
     tall = dataclasses.replace(ENTRY, config=OTHER)
     entries = {dataclasses.replace(KEY, tokens=256): tall}
-    table_io.write(file, dataclasses.replace(TABLE, entries=entries, rejected={}))
+    write(file, dataclasses.replace(TABLE, entries=entries))
     for tokens in (256, 500):
         assert look(dataclasses.replace(PROBLEM, tokens=tokens)) == OTHER
     for tokens in (128, 192, 300):
         assert look(dataclasses.replace(PROBLEM, tokens=tokens)) == Sm90().default(tokens)
-
-
-def test_unverified_entries_are_not_used(file: Path) -> None:
-    unverified = dataclasses.replace(ENTRY, verified=False)
-    table_io.write(file, dataclasses.replace(TABLE, entries={KEY: unverified}))
-    assert look() == Sm90().default(8192)
 
 
 def test_everything_that_lookups_choose_as_shipped_is_compiled_ahead(file: Path) -> None:
@@ -115,7 +108,7 @@ def test_everything_that_lookups_choose_as_shipped_is_compiled_ahead(file: Path)
     gpus |= {dataclasses.replace(GPU, arch=arch) for arch in ARCHS}
     for gpu in gpus:
         arch = gpu.arch
-        built = set(ahead.shipped_kernels(arch))
+        built = set(ahead.all_kernels(arch))
         sizes = [1, 100, 1024, 8192, 32768], [1024, 2304, 4096, 7168], [32768, 131072, 256000]
         for tokens, hidden, vocab, dtype in itertools.product(*sizes, arch.dtypes):
             problem = Problem(tokens, hidden, vocab, dtype, "cuda", arch=arch.name)
@@ -136,10 +129,10 @@ def test_an_edited_configuration_is_launched(file: Path, monkeypatch: pytest.Mon
         return lambda *arguments: launched.append(kernel)
 
     monkeypatch.setattr(cute_projection, "compiled", note)
-    table_io.write(file, TABLE)
-    for change in ({}, {"raster_group": 3}, {"tile_n": 96}):
+    write(file, TABLE)
+    for config in Sm90().prebuilt_configs():
         data = json.loads(file.read_text())
-        data["entries"][0]["config"].update(change)
+        data["entries"][0]["config"] = dataclasses.asdict(config)
         file.write_text(json.dumps(data))
         process_cache.reset()
         kernels = dispatch.kernels_for(torch.device("cuda", 7), PROBLEM, PLAIN)
@@ -148,7 +141,7 @@ def test_an_edited_configuration_is_launched(file: Path, monkeypatch: pytest.Mon
         steps.project_exp(h, w, (0, 32), h[:, 0], Targets(y, 32, LossOptions()))
         (kernel,) = launched
         assert isinstance(kernel, spec.ProjectExpSpec)
-        assert dataclasses.asdict(kernel.config) == data["entries"][0]["config"]
+        assert kernel.config == config
         launched.clear()
     process_cache.reset()
 
@@ -184,27 +177,21 @@ BAD = {
     "empty": ("", "not JSON"),
     "cut off": (table_io.to_json(TABLE)[:200], "not JSON"),
     "nested without end": ("[" * 100_000, "not JSON"),
-    "an older schema": (edited(schema=2), "schema: got 2, expected 3"),
+    "an older schema": (edited(schema=3), "schema: got 3, expected 4"),
     "another GPU": (edited(device="NVIDIA Other"), "device: got 'NVIDIA Other'"),
     "an unknown architecture": (edited(arch="sm_80"), "arch: got 'sm_80'"),
     "no entries": (edited(entries=None), "a field is missing"),
-    "an illegal configuration": (
-        broken_entry(config=dataclasses.asdict(dataclasses.replace(TUNED, stages=60))),
-        "stages: got 60",
-    ),
     "a size of 0": (broken_entry(tokens=0), "tokens: got 0, expected an integer above 0"),
     "a size that is true": (broken_entry(vocab=True), "vocab: got True, expected an integer"),
     "an infinite time": (broken_entry(default_ms=float("inf")), "default_ms: got inf, expected"),
     "a time beyond floats": (broken_entry(ms=10**400), "ms: got 1000.*expected"),
-    "a huge raster group": (
-        broken_entry(config=dataclasses.asdict(dataclasses.replace(TUNED, raster_group=10**9))),
-        "raster_group: got 1000000000, expected 1 to 1024",
-    ),
     "an unknown kernel": (broken_entry(kernel="[/x]"), r"kernel: got '\[/x\]', expected"),
     "versions that are a list": (edited(versions=[1]), "a field is missing or has the wrong type"),
-    "no version of the kernels": (edited(versions={}), "a field is missing .*'kernels'"),
     "more digits than Python reads": ('{"schema": ' + "9" * 5000 + "}", "ignored the tuned table"),
-    "no reason to reject": (edited(rejected=[{}]), "a field is missing"),
+    "an entry without a configuration": (
+        edited(entries=[{"kernel": "project_exp"}]),
+        "a field is missing or has the wrong type: 'config'",
+    ),
 }
 
 
@@ -224,24 +211,21 @@ def test_without_a_cache_folder_the_defaults_serve(monkeypatch: pytest.MonkeyPat
     with pytest.warns(UserWarning, match="no cache folder: got 'relative'") as warned:
         assert look() == Sm90().default(8192)
         assert look(dataclasses.replace(PROBLEM, tokens=100)) == Sm90().default(100)
-        assert verdicts.known(GPU, "bfloat16", {"a use"}) is None
+        assert verdicts.failure(GPU, "bfloat16") is None
         verdicts.record(GPU, "bfloat16", verdicts.Verdict(True), {"a use"})
     assert len(warned) == 1
     process_cache.reset()
 
 
-@pytest.mark.parametrize("changes", [{"kernels": "0123"}, {"dsl": f"{DSL}.post1"}])
-def test_entries_of_other_kernel_sources_or_compilers_are_used(
-    changes: dict[str, Any], file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_tables_of_other_kernel_sources_or_compilers_are_used(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a warning; the user's come before the shipped ones, which are compiled ahead."""
+    """Without a warning; the user's come before the shipped ones."""
     monkeypatch.setattr(lookup, "SHIPPED_FOLDER", tmp_path)
-    odd = dataclasses.replace(TUNED, raster_group=3)
-    own = dataclasses.replace(ENTRY, **changes)
-    shipped = dataclasses.replace(own, config=odd)
-    table_io.write(tmp_path / file.name, dataclasses.replace(TABLE, entries={KEY: shipped}))
-    assert look() == odd
-    assert odd in {getattr(kernel, "config", None) for kernel in ahead.shipped_kernels(Sm90())}
-    table_io.write(file, dataclasses.replace(TABLE, entries={KEY: own}))
+    old = dataclasses.replace(TABLE, versions=OLD)
+    shipped = {KEY: dataclasses.replace(ENTRY, config=OTHER)}
+    write(tmp_path / file.name, dataclasses.replace(old, entries=shipped))
+    assert look() == OTHER
+    write(file, old)
     process_cache.reset()
     assert look() == TUNED

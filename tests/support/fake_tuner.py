@@ -9,7 +9,7 @@ from cutefce.autotune_cache.tuning import worker
 from cutefce.autotune_cache.tuning.tuner import Job, Tuner
 from cutefce.autotune_cache.tuning.worker import Timing
 from cutefce.cute_kernels.jit.subprocess_worker import SubprocessWorker, WorkerError
-from tests.support.faulty_candidates import FaultyRunner, FaultyTarget, Kind, config
+from tests.support.faulty_candidates import FaultyRunner, FaultyTarget, Kind, config, kind_of
 from tests.support.tables import GPU, VERSIONS
 
 HEADER = Table(GPU, VERSIONS)
@@ -46,7 +46,7 @@ class InlineWorker(SubprocessWorker):
         assert call.func is worker.trial
         times = {}
         for entrant in call.args[2]:
-            kind = Kind.FAST if entrant == worker.CUBLAS else Kind(entrant.raster_group)
+            kind = Kind.FAST if entrant == worker.CUBLAS else kind_of(entrant)
             if kind not in (Kind.SLOW, Kind.FAST):
                 raise WorkerError("out of memory" if kind is Kind.LEAKS else "wrong")
             times[entrant] = 1.0 if kind is Kind.FAST else 2.0
@@ -55,8 +55,8 @@ class InlineWorker(SubprocessWorker):
 
 
 def tune_inline(path: Path, vocabularies: range, note: Callable[[Job], object]) -> None:
-    work = Tuner(path, HEADER, InlineWorker(), {})
+    work = Tuner(path, HEADER, InlineWorker())
     for vocab in vocabularies:
         todo = job(tuple(Kind), (24, 16, vocab))
-        assert work.tune(todo, nothing).entry is not None
+        assert work.tune(todo, nothing) is not None
         note(todo)

@@ -17,6 +17,7 @@ from cutefce.autotune_cache.tuning.cases import Case, Outputs
 from cutefce.autotune_cache.tuning.outputs import steps
 from cutefce.autotune_cache.tuning.runner import Runner, portable
 from cutefce.autotune_cache.tuning.targets import ProjectExpTarget
+from cutefce.cute_kernels.arch.sm90 import Sm90
 from cutefce.cute_kernels.config import GemmConfig, KernelConfigs
 from cutefce.cute_kernels.problem import Problem
 from cutefce.cute_kernels.spec import KernelSpec
@@ -24,20 +25,25 @@ from cutefce.ops.primitives.primitives import Primitives
 
 
 class Kind(IntEnum):
-    """How a candidate behaves, encoded in its raster group."""
+    """How a candidate behaves: the place of its configuration among those of the architecture."""
 
-    SLOW = 1
-    FAST = 2
-    HANGS = 3
-    CRASHES = 4
-    WRONG_GRADIENTS = 5
-    WRONG_SUMS = 6
-    LEAKS = 7
+    SLOW = 0
+    FAST = 1
+    HANGS = 2
+    CRASHES = 3
+    WRONG_GRADIENTS = 4
+    WRONG_SUMS = 5
+    LEAKS = 6
 
 
 def config(kind: Kind) -> GemmConfig:
-    """Return the configuration that encodes `kind`."""
-    return GemmConfig(128, 128, cluster=1, stages=6, pingpong=True, raster_group=kind)
+    """Return the configuration that stands for `kind`."""
+    return Sm90().prebuilt_configs()[kind]
+
+
+def kind_of(configuration: GemmConfig) -> Kind:
+    """Return what a configuration stands for."""
+    return Kind(Sm90().prebuilt_configs().index(configuration))
 
 
 class FaultyProjection:
@@ -136,34 +142,31 @@ class FaultyRunner(Runner):
     def base(self) -> KernelConfigs:
         return KernelConfigs(config(Kind.SLOW), None, None)
 
-    def default_configs(self) -> list[KernelConfigs]:
+    def listed_configs(self) -> list[KernelConfigs]:
         return [self.base()]
 
     def kernels(self, dtype: str, configs: KernelConfigs, parts: Any) -> list[KernelSpec]:
         return []
 
     def primitives(self, problem: Problem, configs: KernelConfigs) -> Primitives:
-        return faulty(portable(problem), Kind(configs.project_exp.raster_group))
+        return faulty(portable(problem), kind_of(configs.project_exp))
 
     def compute(self, case: Case, primitives: Primitives, parts: Any) -> Outputs:
-        """Return the outputs of a forward and of two steps, in which every fault shows."""
-        return steps.forward_outputs(case, primitives) | steps.way_outputs(case, primitives, WAYS)
+        """Return the outputs of two steps, in which every fault shows."""
+        return steps.way_outputs(case, primitives, WAYS)
 
 
 WAYS = steps.Way(), steps.Way(" of stored exponentials", stored=1)
 
 
 class FaultyTarget(ProjectExpTarget):
-    """`project_exp` with one candidate of each kind; the slow one is the default."""
+    """`project_exp` with two candidates; the slow one is the default."""
 
     def default(self, problem: Problem) -> Candidate:
         return config(Kind.SLOW)
 
-    def prebuilt(self) -> Sequence[Candidate]:
+    def candidates(self) -> Sequence[Candidate]:
         return config(Kind.SLOW), config(Kind.FAST)
-
-    def legal(self) -> Sequence[Candidate]:
-        return [config(kind) for kind in Kind]
 
 
 @dataclass(frozen=True)
@@ -172,8 +175,8 @@ class KernelRunner(Runner):
 
     kind: Kind = Kind.FAST
 
-    def default_configs(self) -> list[KernelConfigs]:
-        return super().default_configs()[:1]
+    def listed_configs(self) -> list[KernelConfigs]:
+        return super().listed_configs()[:1]
 
     def primitives(self, problem: Problem, configs: KernelConfigs) -> Primitives:
         return faulty(super().primitives(problem, configs), self.kind)

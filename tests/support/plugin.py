@@ -16,7 +16,6 @@ import torch
 import torch._functorch.config
 
 from cutefce.autotune_cache import defaults
-from cutefce.autotune_cache.tuning import first_use
 from cutefce.cute_kernels import cache_files, process_cache
 from cutefce.cute_kernels.config import PortableTiles
 from cutefce.cute_kernels.jit import cache as jit_cache
@@ -136,9 +135,8 @@ def undefined_memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyP
 
 @pytest.fixture(autouse=True)
 def nothing_happened_yet() -> None:
-    """Let each test see what a process does once: warnings, and tuning a problem on first use."""
+    """Let each test see what a process does once: warnings."""
     process_cache._warned.clear()
-    first_use._attempted.clear()
 
 
 @pytest.fixture

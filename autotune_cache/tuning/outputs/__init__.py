@@ -13,7 +13,7 @@ from cutefce.autotune_cache.tuning.outputs.soft_targets import soft_outputs
 from cutefce.autotune_cache.tuning.outputs.steps import (
     FORWARDS,
     STEPS,
-    forward_outputs,
+    exponential_outputs,
     partial_outputs,
     way_outputs,
 )
@@ -32,7 +32,7 @@ def outputs_of(
     if FORWARD in parts:
         results |= way_outputs(case, primitives, FORWARDS)
     if STEP in parts:
-        results |= forward_outputs(case, primitives)
+        results |= exponential_outputs(case, primitives)
         results |= way_outputs(case, primitives, STEPS)
         results |= partial_outputs(case, primitives)
     if SAMPLES in parts:

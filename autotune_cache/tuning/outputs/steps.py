@@ -186,15 +186,10 @@ def way_outputs(
         loss, stats, dx, dw = run(*prepared(case, primitives, way), case.upstream)
         results[f"loss{way.name}"] = CheckedOutput(loss.view(-1), 1)
         if not way.ignores:  # whose order is that of the call
-            results |= row_sums(way.name, stats)
+            others = CheckedOutput(stats.sum_exp_others, 1, stats.sum_exp)
+            results[f"sum of the other exponentials{way.name}"] = others
         results |= gradients(way.name, dx, dw, case.h.dtype)
     return results
-
-
-def row_sums(suffix: str, stats: RowStats) -> dict[str, CheckedOutput]:
-    """Return the sums of statistics, relative to those with the target."""
-    others = CheckedOutput(stats.sum_exp_others, 1, stats.sum_exp)
-    return {f"sum of the other exponentials{suffix}": others}
 
 
 def gradients(
@@ -212,11 +207,11 @@ def gradients(
     return results
 
 
-def forward_outputs(case: Case, primitives: Primitives) -> dict[str, CheckedOutput]:
-    """Return losses, row sums, and exponentials: stored ones, if the dtype can, and recomputed."""
+def exponential_outputs(case: Case, primitives: Primitives) -> dict[str, CheckedOutput]:
+    """Return recomputed exponentials, and those that a forward stores, if the dtype can."""
     vocab, dtype = case.problem.vocab, case.h.dtype
     inputs, plan, _ = prepared(case, primitives, Way(stored=1))
-    loss, stats, left = programs.forward(inputs, plan)
+    _, stats, left = programs.forward(inputs, plan)
     window = defaults.widest_window(case.problem).window
     recomputed = inputs.h.new_empty(len(inputs.h), window)
     first = (vocab - 1) // window * window
@@ -225,8 +220,7 @@ def forward_outputs(case: Case, primitives: Primitives) -> dict[str, CheckedOutp
     # the smallest float16 exponentials underflow, relative to sums of at most FLOAT16_TOTAL
     floor = 2.0**-28 if dtype == torch.float16 else 1e-30
     recomputed = recomputed[:, : vocab - first]
-    results = {"loss": CheckedOutput(loss, 1)} | row_sums("", stats)
-    results["recomputed exponentials"] = CheckedOutput(recomputed, 1, stats.sum_exp, floor)
+    results = {"recomputed exponentials": CheckedOutput(recomputed, 1, stats.sum_exp, floor)}
     if plan.layout.kept:
         exps = Call(left.plan.program, inputs, left.memory).view("exps of 0")[:, :vocab]
         # the portable path rounds again when it changes the reference
