@@ -105,14 +105,6 @@ class Arch(ABC):
         return 1.0
 
     @abstractmethod
-    def search_space(self) -> tuple[GemmConfig, ...]:
-        """Return every configuration that the tuner may try."""
-
-    def swapped_search_space(self) -> tuple[GemmConfig, ...]:
-        """Return those with swapped operands, that it may try for `project_exp` beside these."""
-        return ()
-
-    @abstractmethod
     def stage_bytes(self, config: GemmConfig) -> int:
         """Return the shared memory of one stage."""
 
@@ -128,14 +120,6 @@ class Arch(ABC):
         """Return the shared memory of a kernel that stores, the largest one."""
         inputs = config.stages * self.stage_bytes(config)
         return BARRIER_BYTES + inputs + self.epi_tile_bytes(config)
-
-    def is_legal(self, config: GemmConfig) -> bool:
-        """Return whether the hardware can run a configuration."""
-        try:
-            self.check(config)
-        except ValueError:
-            return False
-        return True
 
     def check(self, config: GemmConfig) -> None:
         """Raise ValueError for a configuration that the hardware cannot run."""

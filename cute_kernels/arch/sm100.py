@@ -1,7 +1,6 @@
 """Blackwell: limits and default configurations."""
 
 import dataclasses
-import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -47,10 +46,6 @@ class Sm100(Arch):
         self, tokens: int, hidden: int, num_sms: int, model: str = ""
     ) -> KernelConfigs:
         return KernelConfigs(self.default(tokens), None, None)
-
-    def search_space(self) -> tuple[GemmConfig, ...]:
-        pairs = itertools.product(self.prebuilt_configs(), (8, 4, 16))
-        return tuple(dataclasses.replace(config, raster_group=group) for config, group in pairs)
 
     def used_tmem_columns(self, config: GemmConfig) -> int:
         """Return the columns of tensor memory to allocate: a power of 2."""

@@ -1,7 +1,5 @@
 """Hopper: limits and default configurations."""
 
-import dataclasses
-import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -170,25 +168,6 @@ class Sm90(Arch):
     def kept_sums_time(self, config: GemmConfig, inner: int) -> float:
         is_short = inner < KernelConfigs.SHORT_SUMS
         return SHORT_SUMS_TIMES[config] if is_short else H200_TIMES.kept_sums[config]
-
-    def search_space(self) -> tuple[GemmConfig, ...]:
-        found = []  # deeper pipelines hide more latency
-        tiles = itertools.product((64, 128, 192, 256), (128, 160, 192, 256), (1, 2), (True, False))
-        for tile_m, tile_n, cluster, pingpong in tiles:
-            deepest = self._deepest(GemmConfig(tile_m, tile_n, cluster, 2, pingpong))
-            for config, raster_group in itertools.product(deepest, (8, 4, 16)):
-                found.append(dataclasses.replace(config, raster_group=raster_group))
-        return tuple(found)
-
-    def swapped_search_space(self) -> tuple[GemmConfig, ...]:
-        tiles = itertools.product((64, 128, 256), range(80, 257, 16), (1, 2), (True, False))
-        configs = (GemmConfig(m, n, c, 2, p, swaps=True) for m, n, c, p in tiles)
-        return tuple(itertools.chain.from_iterable(map(self._deepest, configs)))
-
-    def _deepest(self, config: GemmConfig) -> list[GemmConfig]:
-        """Return `config` with as many stages as fit, and with one less, if these are legal."""
-        configs = (dataclasses.replace(config, stages=stages) for stages in range(2, 17))
-        return list(filter(self.is_legal, configs))[:-3:-1]
 
     def accumulators(self, config: GemmConfig) -> int:
         """Return the float32 accumulators of a thread."""
