@@ -31,15 +31,21 @@ from bench.experiments import (
 from bench.harness.cli import Output
 from bench.harness.records import RESULTS
 from bench.report import compare, markdown, merge
+from cutefce.ops.primitives import dispatch
 
 
 @click.group()
 @click.option("--output", type=Path, default=RESULTS, help="Folder of the results.")
 @click.option("--resume", is_flag=True, help="Skip what these sources have already recorded.")
+@click.option(
+    "--without-kernels", is_flag=True, help="Run as GPUs do that have none of ours, on Triton."
+)
 @click.pass_context
-def main(context: click.Context, output: Path, resume: bool) -> None:
+def main(context: click.Context, output: Path, resume: bool, without_kernels: bool) -> None:
     """Measure, print a table, and write the results."""
-    context.obj = Output(output, resume)
+    if without_kernels:
+        dispatch._device_unsupported_reason = lambda *_: "kernels are switched off"
+    context.obj = Output(output, resume, "_without_kernels" if without_kernels else "")
 
 
 for module in (

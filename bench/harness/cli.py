@@ -25,11 +25,13 @@ class Output:
 
     root: Path
     resume: bool
+    suffix: str = ""
+    """The end of the folder's name."""
 
     @property
     def folder(self) -> Path:
         """The folder of this machine's GPU model."""
-        return self.root / folder_name()
+        return self.root / f"{folder_name()}{self.suffix}"
 
     def record(self, name: str, measurements: Sequence[Measurement], **more: Any) -> None:
         """Run the measurements, write their rows to `name`.jsonl and .csv, and print them."""
