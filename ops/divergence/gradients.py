@@ -57,14 +57,14 @@ def finish_hidden(call: Call, s: Step) -> None:
     x, side, p = call.inputs, call.inputs.sides[side_of(s)], call.program.problem
     out = matrix(call, s.writes[0], side.h.dtype, p.tokens, side.h.shape[1])
     sums = x.shard.reduce_dx(matrix(call, s.reads[0], x.dtype, *side.h.shape))
-    is_placed = x.order is None and not p.sharded
+    is_placed = x.selection is None and not p.sharded
     rows = out if is_placed else out.new_empty(sums.shape)
     for part in row_blocks(sums):
         torch.mul(sums[part], call.values["scales"][side_of(s)][0], out=rows[part])
     if is_placed:
         return
     rows = x.shard.gather_dx(rows, len(side.h))
-    if x.order is None:
+    if x.selection is None:
         out.copy_(rows)
     else:
-        out.zero_().index_copy_(0, x.order, rows)
+        out.zero_().index_copy_(0, x.selection.order, rows)

@@ -14,6 +14,7 @@ from cutefce.ops.divergence.sides import Side
 from cutefce.ops.dtypes import sum_dtype
 from cutefce.ops.parallel.shard import VocabShard
 from cutefce.ops.program.run import Interpreter
+from cutefce.ops.rows.selection import RowSelection
 
 
 @dataclass(frozen=True)
@@ -27,8 +28,8 @@ class Operands:
     shard: VocabShard
     loss_scale: Tensor | None
     """() the factor of each token's divergence in a reduced one; None for one of each token."""
-    order: Tensor | None
-    """(M,) the places of the computed tokens in the call; None for all."""
+    selection: RowSelection | None
+    """Which tokens these are; None for all."""
 
     @property
     def h(self) -> Tensor:

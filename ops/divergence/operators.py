@@ -22,10 +22,11 @@ from cutefce.ops.dtypes import sum_dtype
 from cutefce.ops.interface.options import Sharding
 from cutefce.ops.operators import kept
 from cutefce.ops.operators.context import isolated_context
-from cutefce.ops.operators.operators import LIBRARY
+from cutefce.ops.operators.operators import LIBRARY, restored
 from cutefce.ops.parallel.consistency import report_errors
 from cutefce.ops.parallel.shard import ALONE, VocabShard, shard_of
 from cutefce.ops.primitives.dispatch import falls_back
+from cutefce.ops.primitives.row_selection import select_on_host
 from cutefce.ops.rows.logit_map import LogitMap
 from cutefce.ops.schema import unpack
 
@@ -44,12 +45,11 @@ def divergence(*arguments: Any) -> tuple[Tensor, Tensor]:
     """
     x = _operands(arguments)
     rows, left = forward(x)
-    values, tokens = x.options.values(rows), len(arguments[0])
-    stats = _restored(rows, x.order, tokens)
+    values = x.options.values(rows)
+    loss = values if x.loss_scale is None else values.sum() * x.loss_scale
+    stats = rows if x.selection is None else x.selection.restore(rows)
     kept.keep(stats, kept.KeptProgram(left=left))
-    if x.loss_scale is None:
-        return _restored(values, x.order, tokens), stats
-    return values.sum() * x.loss_scale, stats
+    return restored(loss, x.selection), stats
 
 
 def divergence_backward(upstream: Tensor, stats: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
@@ -62,10 +62,9 @@ def divergence_backward(upstream: Tensor, stats: Tensor, *arguments: Any) -> tup
     found = kept.kept_with(stats)
     left = None if found is None else found.take_left()
     del found
-    if x.order is not None:
-        stats = stats.index_select(1, x.order)
-        if x.loss_scale is None:
-            upstream = upstream.index_select(0, x.order)
+    if x.selection is not None:
+        stats = x.selection.take(stats)
+        upstream = x.selection.take(upstream) if upstream.ndim else upstream
     return (*backward(x, left, stats, upstream),)
 
 
@@ -78,11 +77,9 @@ def _operands(
     """
     h_s, w_s, h_t, w_t, y, *more = arguments
     tensors, options, sharding = unpack(more, *RECORDS)
-    heads, order = ((h_s, w_s), (h_t, w_t)), None
-    if y is not None:
-        order = (y != options.ignore_index).nonzero()[:, 0]
-        order = None if len(order) == len(y) else order
-    counted = len(h_s) if order is None else len(order)
+    heads = (h_s, w_s), (h_t, w_t)
+    selection = None if y is None else select_on_host(y, y, options.ignore_index)
+    counted = len(h_s) if selection is None else len(selection.order)
     problem = problem_of(heads, counted, tensors, options, sharding)
     sides = []
     for i, (h, w) in enumerate(heads):
@@ -90,11 +87,11 @@ def _operands(
         logits = LogitMap.of(own, added, h.new_empty(len(h)), sum_dtype(h.dtype))
         boost = options.boost(i) if h.dtype == torch.float16 else 1.0
         side = Side(h, w, logits, added.linear_bias, options.gradients(i), boost)
-        sides.append(side.selected(order))
+        sides.append(side.selected(selection))
     shard = _shard(sharding, heads, y, options, tensors, upstream, stats)
     loss_scale = _loss_scale(sides[0], tensors, options) if options.is_scalar else None
     plan = make_plan(problem, options.budget)
-    return Operands(sides, options, plan, shard, loss_scale, order)
+    return Operands(sides, options, plan, shard, loss_scale, selection)
 
 
 def _shard(
@@ -131,13 +128,6 @@ def _loss_scale(student: Side, tensors: DivergenceTensors, options: Divergence) 
         return torch.where(denominator == 0, 0, denominator.to(dtype).reciprocal())
     count = max(len(like), 1) if options.reduction == "mean" else 1
     return like.new_full((), 1 / count, dtype=dtype)
-
-
-def _restored(x: Tensor, order: Tensor | None, tokens: int) -> Tensor:
-    """Return x (..., M) of the computed tokens as (..., N), 0 for the others."""
-    if order is None:
-        return x
-    return x.new_zeros(*x.shape[:-1], tokens).index_copy_(-1, order, x)
 
 
 def _fake_divergence(*arguments: Any) -> tuple[Tensor, Tensor]:

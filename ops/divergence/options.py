@@ -69,7 +69,7 @@ class Divergence(OperatorRecord):
         of_student, of_teacher = stats[-2], stats[-1]
         if self.is_mixture:
             return (1 - self.beta) * of_student + self.beta * of_teacher
-        return (of_teacher if self.first == TEACHER else of_student).clone()
+        return of_teacher if self.first == TEACHER else of_student
 
     def boost(self, index: int) -> float:
         """Return the power of 2 that a side's factors in float16 are multiplied by.

@@ -8,6 +8,7 @@ from torch import Tensor
 from cutefce.ops.divergence.logits import write_logits
 from cutefce.ops.primitives.portable_projection import dense
 from cutefce.ops.rows.logit_map import LogitMap
+from cutefce.ops.rows.selection import RowSelection
 
 
 @dataclass(frozen=True)
@@ -37,11 +38,12 @@ class Side:
         """(M,) the bound of the logits; None without a softcap."""
         return None if self.logits is None else self.logits.cap
 
-    def selected(self, order: Tensor | None) -> "Side":
-        """Return the side of the tokens `order` (M,), None for all, as GEMMs can address it."""
+    def selected(self, selection: RowSelection | None) -> "Side":
+        """Return the side of the tokens of a selection, None for all, as GEMMs can address it."""
         h, logits = self.h, self.logits
-        if order is not None:
-            h, logits = h.index_select(0, order), None if logits is None else logits.rows(order)
+        if selection is not None:
+            h = h.index_select(0, selection.order)
+            logits = None if logits is None else logits.rows(selection.order)
         return replace(self, h=dense(h), w=dense(self.w), logits=logits)
 
     def empty_bias(self) -> Tensor:

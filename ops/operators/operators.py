@@ -91,7 +91,7 @@ def forward(
     with _compiling_at_once(plan, h, w, y, step, options, tensors, sharding):
         inputs = prepare(shard, h, w, y, options, tensors, plan)
         loss, _, _ = programs.forward(inputs, plan)
-    return restored(loss, inputs.selection, options)
+    return restored(loss, inputs.selection)
 
 
 def loss_forward(
@@ -185,7 +185,7 @@ def _loss_forward(
     if selection is not None and (step.returns_stats or not selection.is_on_device):
         results.stats, stats = stats, stats.restore(selection)
     kept.keep(stats.rows, results)
-    return restored(loss, selection, options), stats.rows
+    return restored(loss, selection), stats.rows
 
 
 def loss_forward_into(*arguments: Any) -> tuple[Tensor, Tensor]:
@@ -200,9 +200,9 @@ def _count_write(tensors: TensorOptions) -> None:
     torch.autograd.graph.increment_version(tensors.accumulate_into)
 
 
-def restored(loss: Tensor, selection: RowSelection | None, options: LossOptions) -> Tensor:
+def restored(loss: Tensor, selection: RowSelection | None) -> Tensor:
     """Return the reduced loss, or those of all tokens, which are no view of the statistics."""
-    if options.is_scalar:
+    if not loss.ndim:
         return loss
     return loss.clone() if selection is None else selection.restore(loss)
 

@@ -24,6 +24,17 @@ def select_on_device(arch: str, y: Tensor, ignored: int, chunk: int) -> RowSelec
     return RowSelection(order, targets, counts, chunk, tokens, arch)
 
 
+def select_on_host(y: Tensor, counted: Tensor, ignored: int) -> RowSelection | None:
+    """Return the selection of the targets y (N,) where `counted` (N,) are not `ignored`.
+
+    None if all are.  A GPU is waited for.
+    """
+    order, tokens = (counted != ignored).nonzero()[:, 0], len(y)
+    if len(order) == tokens:
+        return None
+    return RowSelection(order, y.index_select(0, order), None, tokens, tokens)
+
+
 def row_count(selection: RowSelection | None, unused: Tensor) -> tuple[Tensor, int]:
     """Return the fields of a launch's `RowCount`; `unused` are any int32."""
     return (unused, 0) if selection is None else (selection.count, 1 + selection.may_skip)
@@ -107,8 +118,7 @@ def select_rows(
         return selection if counted is y else replace(selection, targets=selection.take(y))
     if rows == tokens or y.is_cuda:
         return None
-    order = (counted != ignored).nonzero()[:, 0]
-    return RowSelection(order, y.index_select(0, order), None, chunk, tokens)
+    return select_on_host(y, counted, ignored)
 
 
 def with_aligned_rows(x: Tensor) -> Tensor:
