@@ -14,15 +14,23 @@ from torch import Tensor
 from cutefce.ops import torch_compat
 from cutefce.ops.divergence.calls import backward, forward
 from cutefce.ops.divergence.operands import Operands
-from cutefce.ops.divergence.options import RECORDS, Divergence, DivergenceTensors
+from cutefce.ops.divergence.options import (
+    RECORDS,
+    STUDENT,
+    TEACHER,
+    Divergence,
+    DivergenceTensors,
+)
 from cutefce.ops.divergence.plan import make_plan, problem_of
 from cutefce.ops.divergence.sides import Side
 from cutefce.ops.divergence.steps import STATS
 from cutefce.ops.dtypes import sum_dtype
 from cutefce.ops.interface.options import Sharding
 from cutefce.ops.operators import kept
+from cutefce.ops.operators.autograd import differentiate
 from cutefce.ops.operators.context import isolated_context
-from cutefce.ops.operators.operators import LIBRARY, restored
+from cutefce.ops.operators.meta import empty_gradients
+from cutefce.ops.operators.operators import IMPLS, LIBRARY, UNSAFE, define, restored
 from cutefce.ops.parallel.consistency import report_errors
 from cutefce.ops.parallel.shard import ALONE, VocabShard, shard_of
 from cutefce.ops.primitives.dispatch import falls_back
@@ -32,6 +40,8 @@ from cutefce.ops.schema import unpack
 
 OPERANDS = 5
 """Hidden states and weight of the student, those of the teacher, and the targets."""
+PLACES = 0, 1, OPERANDS, 2, 3, OPERANDS + 1
+"""Places of hidden states, weight and bias of either side among the arguments."""
 _HEADS = "Tensor h_s, Tensor w_s, Tensor h_t, Tensor w_t, Tensor? y"
 _OPTIONS = ", ".join(record.schema() for record in RECORDS)
 _GRADIENTS = ", ".join(f"Tensor {x}{side}" for side in "st" for x in ("dx_", "dw_", "dbias_"))
@@ -86,8 +96,7 @@ def _operands(
         own, added = options.logit_options(i), tensors.logit_tensors(i)
         logits = LogitMap.of(own, added, h.new_empty(len(h)), sum_dtype(h.dtype))
         boost = options.boost(i) if h.dtype == torch.float16 else 1.0
-        side = Side(h, w, logits, added.linear_bias, options.gradients(i), boost)
-        sides.append(side.selected(selection))
+        sides.append(Side(h, w, logits, added.linear_bias, boost).selected(selection))
     shard = _shard(sharding, heads, y, options, tensors, upstream, stats)
     loss_scale = _loss_scale(sides[0], tensors, options) if options.is_scalar else None
     plan = make_plan(problem, options.budget)
@@ -141,71 +150,40 @@ def _fake_divergence(*arguments: Any) -> tuple[Tensor, Tensor]:
 def _fake_backward(upstream: Tensor, stats: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     """Return empty gradients."""
     tensors, options, _ = unpack(arguments[OPERANDS:], *RECORDS)
-    results: list[Tensor] = []
-    biases = tensors.student_bias, tensors.teacher_bias
-    for i, (h, w) in enumerate((arguments[:2], arguments[2:4])):
-        hidden, weight, bias = options.gradients(i)
-        results.append(h.new_empty((h.shape[0] if hidden else 0, h.shape[1])))
-        results.append(w.new_empty((w.shape[0] if weight else 0, w.shape[1])))
-        given = biases[i]
-        results.append(h.new_empty((0,)) if given is None or not bias else torch.empty_like(given))
-    return (*results,)
+    student = *arguments[:2], tensors.student_bias, *options.gradients(STUDENT)
+    teacher = *arguments[2:4], tensors.teacher_bias, *options.gradients(TEACHER)
+    return *empty_gradients(*student), *empty_gradients(*teacher)
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     """Save the arguments and the statistics."""
+    tensors, ctx.options, ctx.sharding = unpack(inputs[OPERANDS:], *RECORDS)
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(output[1])
-    ctx.plain = [None if isinstance(x, Tensor) else x for x in inputs]
-    ctx.places = [i for i, x in enumerate(inputs) if isinstance(x, Tensor)]
-    ctx.save_for_backward(output[1], *(inputs[i] for i in ctx.places))
+    ctx.save_for_backward(output[1], *inputs[:OPERANDS], *tensors.pack())
 
 
 def _backward(ctx: Any, upstream: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
     """Return the gradients of all inputs."""
-    arguments, results = list(ctx.plain), [None] * len(ctx.plain)
-    if upstream is None:
-        return (*results,)
-    stats, *given = ctx.saved_tensors
-    for place, x in zip(ctx.places, given, strict=True):
-        arguments[place] = x
-    _, options, sharding = unpack(arguments[OPERANDS:], *RECORDS)
-    if torch_compat.is_batched_backward():
-        raise NotImplementedError("linear_divergence: got is_grads_batched=True, expected False")
-    with report_errors(sharding.group):
-        gradients = torch.ops.cutefce.divergence_backward(upstream, stats, *arguments)
-    places = 0, 1, OPERANDS, 2, 3, OPERANDS + 1
-    wanted = *options.gradients(0), *options.gradients(1)
-    for place, gradient, is_wanted in zip(places, gradients, wanted, strict=True):
-        results[place] = gradient if is_wanted else None
-    return (*results,)
+    found: dict[int, Tensor | None] = {}
+    if upstream is not None:
+        given = *ctx.saved_tensors, *ctx.options.pack(), *ctx.sharding.pack()
+        wanted = *ctx.options.gradients(STUDENT), *ctx.options.gradients(TEACHER)
+        with report_errors(ctx.sharding.group):
+            gradients = differentiate(divergence_backward, (upstream, *given))
+        found = {
+            i: x for i, x, is_wanted in zip(PLACES, gradients, wanted, strict=True) if is_wanted
+        }
+    return (*map(found.get, range(len(ctx.needs_input_grad))),)
 
 
-def _refuse(ctx: Any, *_: Any) -> None:
-    """Raise NotImplementedError."""
-    raise NotImplementedError(
-        "linear_divergence: the divergence has no second derivatives, expected create_graph=False"
-    )
-
-
-_TAGS = (torch.Tag.cudagraph_unsafe,) if hasattr(torch.Tag, "cudagraph_unsafe") else ()
-for function, first, results, fake, derivative, setup in (
-    (divergence, "", "Tensor loss, Tensor stats", _fake_divergence, _backward, _setup),
-    (
-        divergence_backward,
-        "Tensor upstream, Tensor stats, ",
-        _GRADIENTS,
-        _fake_backward,
-        _refuse,
-        lambda ctx, inputs, output: None,
-    ),
+for function, first, results, fake in (
+    (divergence, "", "Tensor loss, Tensor stats", _fake_divergence),
+    (divergence_backward, "Tensor upstream, Tensor stats, ", _GRADIENTS, _fake_backward),
 ):
-    name = function.__name__
-    LIBRARY.define(f"{name}({first}{_HEADS}, {_OPTIONS}) -> ({results})", tags=_TAGS)
-    LIBRARY.impl(name, isolated_context(falls_back(function)), "CompositeExplicitAutograd")
-    torch.library.register_fake(f"cutefce::{name}", fake, lib=LIBRARY)
-    torch.library.register_autograd(
-        f"cutefce::{name}", derivative, setup_context=setup, lib=LIBRARY
-    )
+    schema = f"({first}{_HEADS}, {_OPTIONS}) -> ({results})"
+    IMPLS[function] = isolated_context(falls_back(function))
+    define(function, schema, fake, IMPLS[function], UNSAFE)
+torch.library.register_autograd("cutefce::divergence", _backward, setup_context=_save, lib=LIBRARY)
 
 torch_compat.import_behind("torch.utils.flop_counter", "cutefce.ops.divergence.flops")

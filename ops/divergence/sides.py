@@ -23,15 +23,8 @@ class Side:
     """From products to the model's logits; None for the identity."""
     bias: Tensor | None
     """(V,) as given; None without."""
-    gradients: tuple[bool, bool, bool]
-    """Whether those of hidden states, weight and bias are computed."""
     boost: float = 1.0
     """Power of 2 that factors are multiplied by, for float16's range."""
-
-    @property
-    def is_trained(self) -> bool:
-        """Whether it has gradients."""
-        return any(self.gradients)
 
     @property
     def cap(self) -> Tensor | None:
@@ -45,12 +38,6 @@ class Side:
             h = h.index_select(0, selection.order)
             logits = None if logits is None else logits.rows(selection.order)
         return replace(self, h=dense(h), w=dense(self.w), logits=logits)
-
-    def empty_bias(self) -> Tensor:
-        """Return memory for the gradient of the bias (V,), without rows if it is not asked for."""
-        if self.bias is None or not self.gradients[2]:
-            return self.h.new_empty(0)
-        return torch.empty_like(self.bias)
 
     def project(self, out: Tensor, rows: slice, columns: slice) -> Tensor | None:
         """Write the model's logits of slices of tokens and classes to `out` (R, C).
