@@ -36,6 +36,7 @@ from cutefce.ops.parallel.shard import ALONE, VocabShard, shard_of
 from cutefce.ops.primitives.dispatch import falls_back
 from cutefce.ops.primitives.row_selection import select_on_host
 from cutefce.ops.rows.logit_map import LogitMap
+from cutefce.ops.rows.targets import inverse_of
 from cutefce.ops.schema import unpack
 
 OPERANDS = 5
@@ -134,7 +135,7 @@ def _loss_scale(student: Side, tensors: DivergenceTensors, options: Divergence) 
     """Return () the factor of each token's divergence in the reduced one."""
     like, denominator, dtype = student.h, tensors.denominator, sum_dtype(student.h.dtype)
     if denominator is not None:
-        return torch.where(denominator == 0, 0, denominator.to(dtype).reciprocal())
+        return inverse_of(denominator, dtype)
     count = max(len(like), 1) if options.reduction == "mean" else 1
     return like.new_full((), 1 / count, dtype=dtype)
 

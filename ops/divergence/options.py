@@ -16,7 +16,6 @@ from cutefce.ops.interface.checks import (
 from cutefce.ops.interface.options import LossOptions, Sharding, TensorOptions
 from cutefce.ops.schema import OperatorRecord, argument
 
-DIVERGENCES = ("forward_kl", "reverse_kl", "jsd")
 STUDENT, TEACHER = 0, 1
 """Indices of the sides."""
 
