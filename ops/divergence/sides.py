@@ -8,6 +8,7 @@ from torch import Tensor
 from cutefce.ops.divergence.logits import write_logits
 from cutefce.ops.primitives.portable_projection import dense
 from cutefce.ops.rows.logit_map import LogitMap
+from cutefce.ops.rows.scaling import largest_of
 from cutefce.ops.rows.selection import RowSelection
 
 
@@ -83,7 +84,5 @@ class Side:
         if own is not None:
             return scale / self.boost, None
         # relative to the largest, for factors of 16 bits
-        finite = torch.where(scale.isfinite(), scale.abs(), 0)
-        largest = finite.amax() if len(self.h) else finite.sum()
-        common = torch.where(largest == 0, 1, largest)
+        common = largest_of(torch.where(scale.isfinite(), scale, 0))
         return common / self.boost, scale / common * self.boost

@@ -23,6 +23,7 @@ from cutefce.ops.divergence.operands import Call, Operands, matrix
 from cutefce.ops.divergence.options import STUDENT, TEACHER
 from cutefce.ops.divergence.steps import DW, SUMS, side_of
 from cutefce.ops.primitives.portable_gradients import apply_rowwise
+from cutefce.ops.primitives.portable_projection import joined
 from cutefce.ops.program.steps import Step
 
 
@@ -82,12 +83,8 @@ def finish_lses(call: Call, s: Step) -> None:
     stats, shard = call.values["stats"], call.inputs.shard
     if shard.group:
         parts = shard.all_gather(stats[:SUMS])
-        for index in (STUDENT, TEACHER):
-            tops, totals = parts[:, 2 * index], parts[:, 2 * index + 1]
-            top, total = stats[2 * index], stats[2 * index + 1]
-            top.copy_(tops.amax(0))
-            reference = torch.where(top == -torch.inf, 0, top)  # -inf - -inf is NaN
-            total.copy_((totals * (tops - reference).exp()).sum(0))
+        for top in (0, 2):
+            stats[top + 1], stats[top] = joined(parts[:, top + 1], parts[:, top], 0)
     stats[1:SUMS:2].log_()
 
 

@@ -24,6 +24,7 @@ from cutefce.ops.operators.operators import IMPLS, LIBRARY, define
 from cutefce.ops.primitives.dispatch import report
 from cutefce.ops.primitives.portable_gradients import matmul_into
 from cutefce.ops.rows.blocks import blocks
+from cutefce.ops.rows.scaling import largest_of
 from cutefce.ops.schema import unpack
 
 COPIES = 7
@@ -83,9 +84,8 @@ def losses_of_probabilities_backward(
     own, dx = w.to(h.dtype), torch.empty_like(h)
     dw = upstream.new_zeros(len(w) if step.grad_weight else 0, w.shape[1])
     dbias = upstream.new_zeros(len(w) if step.grad_bias else 0)
-    largest = upstream.abs().amax() if len(upstream) else upstream.new_ones(())
     # float16 lacks the range of upstream gradients
-    unit = torch.where(largest == 0, 1, largest).log2().ceil().exp2()
+    unit = largest_of(upstream).log2().ceil().exp2()
     for rows, u, b, z in _blocks(h, w, probs, step, options, tensors):
         g = (upstream[rows] / unit)[:, None]
         total = b.sum(1) + 2 * z * u.logsumexp(1)

@@ -187,9 +187,7 @@ class PortableProjection(SoftTargetSteps):
 
         `gather` maps a tensor (...) to those of all ranks (R, ...).
         """
-        references = partial.references.amax(1)
-        sums = (partial.sums * _exp_difference(partial.references, references[:, None])).sum(1)
-        shards = gather(torch.stack([sums, references]))
+        shards = gather(torch.stack(joined(partial.sums, partial.references, 1)))
         return PartialSums(shards[:, 0].t(), shards[:, 1].t())
 
     def recompute_exp(
@@ -208,9 +206,8 @@ class PortableProjection(SoftTargetSteps):
         self, partial: Partials, target_logit: Tensor, targets: Targets
     ) -> tuple[RowStats, Tensor]:
         """Reduce the partial sums of every token; also return the reduced loss."""
-        references, sums, active = partial.references, partial.sums, targets.active
-        reference = references.amax(1)
-        row_sum = (sums * _exp_difference(references, reference[:, None])).sum(1)
+        active = targets.active
+        row_sum, reference = joined(partial.sums, partial.references, 1)
         row_sum = torch.where(active, row_sum, 0)  # that of an ignored row may be NaN
         distance = torch.where(active, reference - target_logit, 0)
         # exp(r - ρ) - 1, which is exactly 0 where the target's logit is the reference
@@ -295,6 +292,16 @@ class PortableProjection(SoftTargetSteps):
                     None if part is None else part.of_all,
                     None if part is None else part.largest,
                 )
+
+
+def joined(sums: Tensor, references: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """Return sums of exponentials over `dim`, relative to the largest reference, and this.
+
+    Each of `sums` is relative to its own one of `references`.
+    """
+    reference = references.amax(dim)
+    factors = _exp_difference(references, reference.unsqueeze(dim))
+    return (sums * factors).sum(dim), reference
 
 
 def dense(x: Tensor) -> Tensor:
