@@ -22,7 +22,7 @@ from cutefce.cute_kernels.workspace import NO_CLASS
 from cutefce.ops.rows.classes.soft_targets import SoftTargets
 from cutefce.ops.rows.logit_map import LogitMap
 from cutefce.ops.rows.loss_terms import GivenTargets
-from cutefce.ops.soft_targets.rows import sum_equal
+from cutefce.ops.soft_targets.rows import is_outside, sort_own, sum_equal
 
 if TYPE_CHECKING:
     from cutefce.ops.rows.statistics import RowStats
@@ -70,9 +70,8 @@ class OutputClasses(SoftTargets):
         index = index.long()
         counts = (index != ignored) & (x.y != ignored)[:, None]
         is_lead = index == x.y[:, None]
-        here = counts & ~is_lead & (index >= own.start) & (index < own.stop)
         vocab = own.stop - own.start
-        index, order = torch.where(here, index - own.start, vocab).sort(dim=1, stable=True)
+        index, order = sort_own(index, ~counts | is_lead, own)
         absent = index == vocab
         return OutputClasses(
             index=index.masked_fill_(absent, 0),
@@ -155,8 +154,3 @@ def class_leads(indices: Tensor, vocab: int, ignored: int) -> Tensor:
     wrong = (counts & is_outside(indices, vocab)).any(-1)
     # what is ignored may be `NO_CLASS`
     return torch.where(wrong, NO_CLASS - (ignored == NO_CLASS), lead)
-
-
-def is_outside(indices: Tensor, vocab: int) -> Tensor:
-    """Return where classes (..., K) are not in [0, vocab)."""
-    return (indices < 0) | (indices >= vocab)
