@@ -9,7 +9,7 @@ from torch import Tensor
 from cutefce.ops.dtypes import sum_dtype
 from cutefce.ops.interface import checks
 from cutefce.ops.interface.checks import Operands
-from cutefce.ops.interface.heads import check_head
+from cutefce.ops.interface.heads import check_head, check_targets
 from cutefce.ops.interface.options import (
     LossOptions,
     Sharding,
@@ -198,9 +198,4 @@ def check_target(target: Tensor | None, of: Operands) -> None:
             f"target: got dtype {target.dtype}, expected integers, ignore_index where a token does "
             "not count, or a mask of booleans"
         )
-    if target.shape != of.tokens:
-        raise ValueError(
-            f"target: got shape {tuple(target.shape)}, expected {tuple(of.tokens)} "
-            f"to match student_input of shape {tuple(of.h.shape)}"
-        )
-    checks.check_device("target", target, of.h, of.input)
+    check_targets(target, of.tokens, of.h, of.input)

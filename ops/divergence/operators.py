@@ -25,14 +25,13 @@ from cutefce.ops.divergence.plan import make_plan, problem_of
 from cutefce.ops.divergence.sides import Side
 from cutefce.ops.divergence.steps import STATS
 from cutefce.ops.dtypes import sum_dtype
-from cutefce.ops.interface.options import Sharding
 from cutefce.ops.operators import kept
 from cutefce.ops.operators.autograd import differentiate
 from cutefce.ops.operators.context import isolated_context
 from cutefce.ops.operators.meta import empty_gradients
 from cutefce.ops.operators.operators import IMPLS, LIBRARY, UNSAFE, define, restored
 from cutefce.ops.parallel.consistency import report_errors
-from cutefce.ops.parallel.shard import ALONE, VocabShard, shard_of
+from cutefce.ops.parallel.shard import shard_of
 from cutefce.ops.primitives.dispatch import falls_back
 from cutefce.ops.primitives.row_selection import select_on_host
 from cutefce.ops.rows.logit_map import LogitMap
@@ -98,37 +97,37 @@ def _operands(
         logits = LogitMap.of(own, added, h.new_empty(len(h)), sum_dtype(h.dtype))
         boost = options.boost(i) if h.dtype == torch.float16 else 1.0
         sides.append(Side(h, w, logits, added.linear_bias, boost).selected(selection))
-    shard = _shard(sharding, heads, y, options, tensors, upstream, stats)
+    same = _agreed(h_t, y, options, tensors, upstream, stats)
+    shard = shard_of(sharding, h_s, w_s, **same)
     loss_scale = _loss_scale(sides[0], tensors, options) if options.is_scalar else None
     plan = make_plan(problem, options.budget)
     return Operands(sides, options, plan, shard, loss_scale, selection)
 
 
-def _shard(
-    sharding: Sharding,
-    heads: Any,
+def _agreed(
+    h_t: Tensor,
     y: Tensor | None,
     options: Divergence,
     tensors: DivergenceTensors,
     upstream: Tensor | None,
     stats: Tensor | None,
-) -> VocabShard:
-    """Return this rank's part of the call; raise on every rank if the ranks' calls differ."""
-    if sharding.group is None:
-        return ALONE
-    (h, w), (h_t, _) = heads
-    same: dict[str, Any] = {"operator": "divergence"}
-    same |= options.by_name()
-    same["rows of teacher_input, and hidden size"] = list(h_t.shape)
-    same["dtype of teacher_input"] = str(h_t.dtype)
+) -> dict[str, Any]:
+    """Return what all ranks must agree on, by names in errors; a backward has an upstream."""
     given = tensors.by_name()
-    for name in ("student_bias", "teacher_bias"):  # of a rank's own classes
-        same[f"{name} given"] = given.pop(name) is not None
-    same |= {"target": y, **given}
+    own = {name: given.pop(name) for name in ("student_bias", "teacher_bias")}
+    same = {
+        "operator": "divergence",
+        **options.by_name(),
+        "rows of teacher_input, and hidden size": list(h_t.shape),
+        "dtype of teacher_input": str(h_t.dtype),
+        **{f"{name} given": x is not None for name, x in own.items()},
+        "target": y,
+        **given,
+    }
     if upstream is not None:
         same |= {"operator": "divergence_backward", "gradient of the divergence": upstream}
         same["statistics of the forward"] = stats
-    return shard_of(sharding, h, w, **same)
+    return same
 
 
 def _loss_scale(student: Side, tensors: DivergenceTensors, options: Divergence) -> Tensor:

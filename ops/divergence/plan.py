@@ -137,7 +137,7 @@ def problem_of(
         sizes = counted, h.shape[1], len(w), dtype_name(h.dtype), planned_device(h)
         problems.append(Problem(*sizes, hidden, weight, grad_bias=bias))
         given = (h, w) if counted == len(h) else (w,)
-        copied += sum(x.numel() * x.element_size() for x in given if not is_dense(x))
+        copied += sum(x.nbytes for x in given if not is_dense(x))
     student, teacher = problems
     return DivergenceProblem(
         student,
