@@ -40,6 +40,11 @@ def row_count(selection: RowSelection | None, unused: Tensor) -> tuple[Tensor, i
     return (unused, 0) if selection is None else (selection.count, 1 + selection.may_skip)
 
 
+def row_order(order: Tensor | None, unused: Tensor) -> tuple[Tensor, int]:
+    """Return where a launch has its rows, and whether it reads that; `unused` are any int64."""
+    return (unused, 0) if order is None else (order, 1)
+
+
 def far_rows(selection: RowSelection | None, semaphores: Tensor) -> RowSelection | None:
     """Return all rows if `reduce_partials` has flagged any of them, or else none: on the device."""
     if selection is None:

@@ -106,6 +106,11 @@ class Targets:
         return self.index.clamp(0, self.vocab - 1)
 
     @property
+    def order(self) -> Tensor | None:
+        """(N,) int64: which rows these are, if kernels have selected them; None for all."""
+        return None if self.selection is None else self.selection.order
+
+    @property
     def divides_by_count(self) -> bool:
         """Whether the reduced loss is the sum over the number of active tokens."""
         return self.options.reduction == "mean" and self.tensors.denominator is None
