@@ -13,10 +13,10 @@ e (a + b log e) first, which contains all factors of a token.
 """
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
-from torch import Tensor, is_tensor
+from torch import Tensor
 
 from cutefce.cute_kernels.workspace import NO_CLASS
 from cutefce.ops.rows.classes.soft_targets import SoftTargets
@@ -85,10 +85,10 @@ class OutputClasses(SoftTargets):
 
     def rows(self, rows: slice | Tensor) -> "OutputClasses":
         """Return those of some of the tokens."""
-        own: dict[str, Any] = {name: x[rows] for name, x in vars(self).items() if is_tensor(x)}
+        part = super().rows(rows)
         if self.gradients is not None:
-            own["gradients"] = ClassGradients(*(x[rows] for x in self.gradients))
-        return replace(self, **own)
+            part.gradients = ClassGradients(*(x[rows] for x in self.gradients))
+        return part
 
     def excess_of(self, logits: Tensor, lead: Tensor) -> Tensor:
         """Return this rank's logits (N, K), 0 of other classes: those of all ranks add up."""
