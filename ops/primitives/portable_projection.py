@@ -44,6 +44,7 @@ from cutefce.ops.primitives.portable_gradients import (
 )
 from cutefce.ops.primitives.weighted_sum import SoftTargetSteps, weighted_sum
 from cutefce.ops.rows.blocks import blocks
+from cutefce.ops.rows.logit_map import LogitMap
 from cutefce.ops.rows.outputs import PartialOutputs
 from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.statistics import RowStats, reduce_losses
@@ -273,11 +274,9 @@ class PortableProjection(SoftTargetSteps):
                 logits = scratch[here]
                 if in_place and copy is not None:
                     logits, copy = copy, None
-                entries = w[first + tile.start : first + tile.stop]
-                matmul_into(logits[:, :valid], h[rows], entries.t(), accumulate=False)
                 classes = slice(first + tile.start, first + tile.stop)
-                if targets.logits is not None:
-                    targets.logits.part(rows, classes).apply_(logits[:, :valid])
+                own = None if targets.logits is None else targets.logits.part(rows, classes)
+                logits_into(logits[:, :valid], h[rows], w[classes], own)
                 logits[:, valid:].fill_(-torch.inf)
                 part = None if out is None else out.rows(rows).columns(parts)
                 run(
@@ -292,6 +291,13 @@ class PortableProjection(SoftTargetSteps):
                     None if part is None else part.of_all,
                     None if part is None else part.largest,
                 )
+
+
+def logits_into(out: Tensor, h: Tensor, w: Tensor, logits: LogitMap | None) -> None:
+    """Write the model's logits of h (R, D) and w (C, D), whose map is given, to `out` (R, C)."""
+    matmul_into(out, h, w.t(), accumulate=False)
+    if logits is not None:
+        logits.apply_(out)
 
 
 def joined(sums: Tensor, references: Tensor, dim: int) -> tuple[Tensor, Tensor]:
