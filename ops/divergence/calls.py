@@ -7,6 +7,7 @@ from torch import Tensor
 from cutefce.ops.divergence import gradients, tiles
 from cutefce.ops.divergence.operands import Call, Operands
 from cutefce.ops.divergence.steps import DW, DX, STATS, Kind
+from cutefce.ops.operators.meta import empty_gradients
 from cutefce.ops.program.run import Left
 from cutefce.ops.program.steps import Home, Step
 
@@ -45,18 +46,18 @@ def backward(x: Operands, left: Left | None, stats: Tensor, upstream: Tensor) ->
         _, left = forward(x)
     call = Call(x.plan.program, x, {} if left is None else left.taken())
     del left
-    trained = ((i, side) for i, side in enumerate(x.sides) if side.is_trained)
-    scales = {i: side.scales(upstream.to(x.dtype), x.loss_scale) for i, side in trained}
-    call.values |= {"stats": stats, "scales": scales}
-    call.values["bias"] = dbias = [side.empty_bias() for side in x.sides]
+    upstream, trained = upstream.to(x.dtype), call.program.problem.trained
+    scales = {i: x.sides[i].scales(upstream, x.loss_scale) for i in trained}
+    empty = []
+    for i, side in enumerate(x.sides):
+        of_bias = x.options.gradients(i)[2]
+        empty.append(empty_gradients(side.h, side.w, side.bias, False, False, of_bias))
+    call.values |= {"stats": stats, "scales": scales, "bias": [dbias for *_, dbias in empty]}
     _allocate_gradients(call, call.program.homes - call.memory.keys())
     call.run(call.program.backward, Home.BACKWARD, TABLE)
-    results = []
-    for index, side in enumerate(x.sides):
-        dx, dw = call.memory.get(DX[index]), call.memory.get(DW[index])
-        results.append(side.h.new_empty(0, side.h.shape[1]) if dx is None else dx)
-        results.append(side.w.new_empty(0, side.w.shape[1]) if dw is None else dw)
-        results.append(dbias[index])
+    results: list[Tensor] = []
+    for (dx, dw, dbias), of_dx, of_dw in zip(empty, DX, DW, strict=True):
+        results += call.memory.get(of_dx, dx), call.memory.get(of_dw, dw), dbias
     return results
 
 

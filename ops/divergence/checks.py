@@ -6,22 +6,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cutefce.ops.divergence.options import DIVERGENCES
 from cutefce.ops.dtypes import sum_dtype
 from cutefce.ops.interface import checks
 from cutefce.ops.interface.checks import Operands
-from cutefce.ops.interface.heads import check_head
+from cutefce.ops.interface.heads import check_head, check_targets
 from cutefce.ops.interface.options import (
-    ARGUMENTS,
     LossOptions,
     Sharding,
     check_arguments,
     check_divides,
+    check_tensors,
     check_types,
     scalar_beside,
 )
 from cutefce.ops.interface.scalars import as_tensor
-from cutefce.ops.operators.context import autocast
+from cutefce.ops.operators.context import autocast, wanted_gradients
 from cutefce.ops.parallel.dtensor import replicated
 
 NAMES = "student_input", "student_weight", "teacher_input", "teacher_weight"
@@ -54,10 +53,8 @@ def checked_call(
     """
     check_types(**dict(zip(NAMES, sides, strict=True)))
     check_arguments({name: x for name, x in given.items() if name not in PAIRS})
-    scales, softcaps, temperatures = [
-        pair(name, given[name]) if name in given else (default, default)
-        for name, default in PAIRS.items()
-    ]
+    pairs = (pair(name, given.get(name, default)) for name, default in PAIRS.items())
+    scales, softcaps, temperatures = pairs
     heads = autocast(*sides[:2]), autocast(*sides[2:])
     check_heads(*heads)
     h, w = heads[0]
@@ -69,9 +66,7 @@ def checked_call(
     of = Operands(h, w, h.shape[:-1], sharding.vocab(w), "student_input")
     check_target(target, of)
     biases = given.get("student_bias"), given.get("teacher_bias")
-    for name, bias in zip(("student_bias", "teacher_bias"), biases, strict=True):
-        if bias is not None:
-            checks.check_bias(name, bias, of)
+    check_tensors(dict(zip(("student_bias", "teacher_bias"), biases, strict=True)), of)
     divergence, share = checked_form(given.get("divergence", "forward_kl"), given.get("beta"))
     reduction = given.get("reduction", DEFAULTS.reduction)
     ignored = given.get("ignore_index", DEFAULTS.ignore_index)
@@ -95,8 +90,8 @@ def checked_call(
         "teacher_scale": scales[1],
         "student_softcap": softcaps[0],
         "teacher_softcap": softcaps[1],
-        "student_gradients": gradients(*heads[0], biases[0]),
-        "teacher_gradients": gradients(*heads[1], biases[1]),
+        "student_gradients": [*wanted_gradients(*heads[0], biases[0])],
+        "teacher_gradients": [*wanted_gradients(*heads[1], biases[1])],
         "group": sharding.group,
         "shards": shards,
     }
@@ -117,9 +112,7 @@ def checked(name: str, value: Tensor | float | None, of: Operands) -> Tensor | N
     if value is None:
         return None
     x = replicated(name, as_tensor(name, value, of.h))
-    check = ARGUMENTS[name].type.check
-    assert check is not None
-    check(name, x, of)
+    check_tensors({name: x}, of)
     return x
 
 
@@ -137,9 +130,8 @@ def checked_form(divergence: str, beta: float | None) -> tuple[str, float]:
     A JSD whose share leaves out one side is another divergence.
 
     Raises:
-        ValueError: for an unknown divergence, or a share of a KL.
+        ValueError: for a share of a KL.
     """
-    checks.check_value("divergence", divergence, checks.one_of(DIVERGENCES))
     if beta is not None and divergence != "jsd":
         raise ValueError(
             f"beta: got {beta} with divergence={divergence!r}, expected None, or divergence='jsd'"
@@ -148,13 +140,6 @@ def checked_form(divergence: str, beta: float | None) -> tuple[str, float]:
     if divergence == "jsd" and share in (0, 1):
         divergence = "reverse_kl" if share else "forward_kl"
     return divergence, share
-
-
-def gradients(h: Tensor, w: Tensor, bias: Tensor | None) -> list[bool]:
-    """Return whether the gradients of hidden states, weight and bias are computed."""
-    grad = torch.is_grad_enabled()
-    given = h, w, bias
-    return [grad and x is not None and x.requires_grad for x in given]
 
 
 def pair(name: str, value: Any) -> tuple[Any, Any]:
@@ -213,9 +198,4 @@ def check_target(target: Tensor | None, of: Operands) -> None:
             f"target: got dtype {target.dtype}, expected integers, ignore_index where a token does "
             "not count, or a mask of booleans"
         )
-    if target.shape != of.tokens:
-        raise ValueError(
-            f"target: got shape {tuple(target.shape)}, expected {tuple(of.tokens)} "
-            f"to match student_input of shape {tuple(of.h.shape)}"
-        )
-    checks.check_device("target", target, of.h, of.input)
+    check_targets(target, of.tokens, of.h, of.input)

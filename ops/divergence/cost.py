@@ -33,15 +33,15 @@ def scratch_bytes(p: DivergenceProblem, step: Step) -> int:
         return max(ceil(_blocks(p, step) * block), *products)
     match step.kind:
         case Kind.GEMM_HIDDEN:
-            side = p.sides[side_of(step)]
+            side = p.sides[side_of(step.writes[0])]
             return upcast_bytes(side, rows, columns, side.hidden)
         case Kind.GEMM_WEIGHT:
-            side = p.sides[side_of(step)]
+            side = p.sides[side_of(step.writes[0])]
             return upcast_bytes(side, columns, rows, side.hidden)
         case Kind.BIAS:
             return 2 * columns * p.sums + row_block_bytes("cpu") * accumulates_wider(p.student)
         case Kind.FINISH_HIDDEN if p.selects or p.sharded:
-            side = p.sides[side_of(step)]
+            side = p.sides[side_of(step.writes[0])]
             return rows * side.hidden * (side.item_bytes + 2 * p.sums * p.sharded)
     return 0
 
@@ -71,7 +71,7 @@ def _seconds(program: Program, step: Step, device: Device) -> float:
     moved = 0
     match step.kind:
         case Kind.GEMM_HIDDEN | Kind.GEMM_WEIGHT:
-            side = p.sides[side_of(step)]
+            side = p.sides[side_of(step.writes[0])]
             if step.kind is Kind.GEMM_HIDDEN:
                 moved = (1 + step.adds) * rows * side.hidden * p.sums
             elif len(step.writes) > 1:

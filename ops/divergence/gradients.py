@@ -13,39 +13,34 @@ from cutefce.ops.rows.blocks import row_blocks
 
 def scale(call: Call, s: Step) -> None:
     """Multiply hidden states by what gradients are multiplied by."""
-    index = side_of(s)
-    h, (common, _) = call.inputs.sides[index].h, call.values["scales"][index]
-    torch.mul(h, common, out=matrix(call, s.writes[0], h.dtype, *h.shape))
+    index, out = side_of(s.writes[0]), matrix(call, s.writes[0])
+    torch.mul(call.inputs.sides[index].h, call.values["scales"][index][0], out=out)
 
 
 def gemm_hidden(call: Call, s: Step) -> None:
     """Write or add a window's part of dX's sums."""
-    x, side = call.inputs, call.inputs.sides[side_of(s)]
-    sums = matrix(call, s.writes[0], x.dtype, *side.h.shape)
+    w, sums = call.inputs.sides[side_of(s.reads[0])].w, matrix(call, s.writes[0])
     factors = window(call, s.reads[0], s.columns)
-    matmul_into(sums, factors, side.w[slice(*s.columns)], accumulate=s.adds)
+    matmul_into(sums, factors, w[slice(*s.columns)], accumulate=s.adds)
 
 
 def gemm_weight(call: Call, s: Step) -> None:
     """Write a window's rows of dW, by way of sums if there is room for them."""
-    x, side = call.inputs, call.inputs.sides[side_of(s)]
-    factors, own, *wide = window(call, s.reads[0], s.columns), *s.writes
-    shape = factors.shape[1], side.h.shape[1]
-    out = matrix(call, own, side.h.dtype, *shape)
+    index, out = side_of(s.reads[0]), matrix(call, s.writes[0])
+    factors = window(call, s.reads[0], s.columns).t()
     if len(s.reads) > 1:
-        scaled = matrix(call, s.reads[1], side.h.dtype, *side.h.shape)
-        matmul_into(out, factors.t(), scaled, accumulate=False)
+        matmul_into(out, factors, matrix(call, s.reads[1]), accumulate=False)
         return
-    sums = matrix(call, wide[0], x.dtype, *shape) if wide else out
-    matmul_into(sums, factors.t(), side.h, accumulate=False)
-    sums.mul_(call.values["scales"][side_of(s)][0])
-    if wide:
+    sums = matrix(call, s.writes[1], len(out)) if len(s.writes) > 1 else out
+    matmul_into(sums, factors, call.inputs.sides[index].h, accumulate=False)
+    sums.mul_(call.values["scales"][index][0])
+    if sums is not out:
         out.copy_(sums)
 
 
 def bias(call: Call, s: Step) -> None:
     """Write a window of the gradient of the bias."""
-    index = side_of(s)
+    index = side_of(s.reads[0])
     logits, (common, _) = call.inputs.sides[index].logits, call.values["scales"][index]
     assert logits is not None
     sums = weighted_sum(window(call, s.reads[0], s.columns), None)
@@ -54,17 +49,16 @@ def bias(call: Call, s: Step) -> None:
 
 def finish_hidden(call: Call, s: Step) -> None:
     """Write dX (N, D), 0 for tokens that are not computed."""
-    x, side, p = call.inputs, call.inputs.sides[side_of(s)], call.program.problem
-    out = matrix(call, s.writes[0], side.h.dtype, p.tokens, side.h.shape[1])
-    sums = x.shard.reduce_dx(matrix(call, s.reads[0], x.dtype, *side.h.shape))
-    is_placed = x.order is None and not p.sharded
+    x, index, out = call.inputs, side_of(s.writes[0]), matrix(call, s.writes[0])
+    sums = x.shard.reduce_dx(matrix(call, s.reads[0]))
+    is_placed = x.selection is None and not call.program.problem.sharded
     rows = out if is_placed else out.new_empty(sums.shape)
     for part in row_blocks(sums):
-        torch.mul(sums[part], call.values["scales"][side_of(s)][0], out=rows[part])
+        torch.mul(sums[part], call.values["scales"][index][0], out=rows[part])
     if is_placed:
         return
-    rows = x.shard.gather_dx(rows, len(side.h))
-    if x.order is None:
+    rows = x.shard.gather_dx(rows, len(x.h))
+    if x.selection is None:
         out.copy_(rows)
     else:
-        out.zero_().index_copy_(0, x.order, rows)
+        out.zero_().index_copy_(0, x.selection.order, rows)

@@ -16,7 +16,7 @@ from cutefce.cute_kernels.spec.divergence import logits_kernel
 from cutefce.cute_kernels.variant import LogitTransform
 from cutefce.ops.dtypes import dtype_name
 from cutefce.ops.primitives.dispatch import arch_of, gpu_of
-from cutefce.ops.primitives.portable_gradients import matmul_into
+from cutefce.ops.primitives.portable_projection import logits_into
 from cutefce.ops.primitives.row_selection import has_aligned_rows
 from cutefce.ops.rows.logit_map import LogitMap
 
@@ -35,9 +35,7 @@ def write_logits(out: Tensor, h: Tensor, w: Tensor, transform: LogitMap | None) 
     if has_aligned_rows(h) and has_aligned_rows(out) and arch_of(h, w, DIVERGENCES) is not None:
         kernel = _logits_kernel_on(h.device, dtype_name(h.dtype))
     if kernel is None or _utilization(*kernel, *out.shape) < MIN_UTILIZATION:
-        matmul_into(out, h, w.t(), accumulate=False)
-        if transform is not None:
-            transform.apply_(out)
+        logits_into(out, h, w, transform)
         return None
     return launch(*kernel, out, h, w, transform)
 

@@ -71,18 +71,7 @@ class _Lowering(Emitter):
 
     def cut(self, first: int, last: int, size: int) -> Iterator[Range]:
         """Yield ranges of `size`, the last one shorter; of many in a brief program, three."""
-        starts, times = range(first, last, size), self.times
-        if self.brief and len(starts) > 3:
-            for start, self.times in (
-                (starts[0], times),
-                (starts[1], times * (len(starts) - 2)),
-                (starts[-1], times),
-            ):
-                yield start, min(start + size, last)
-            self.times = times
-        else:
-            for start in starts:
-                yield start, min(start + size, last)
+        return self.some((start, min(start + size, last)) for start in range(first, last, size))
 
     # -- the forward ------------------------------------------------------------------------------
 
@@ -121,16 +110,24 @@ class _Lowering(Emitter):
         """Name the memory of kept factors of some tokens: in dW that of each window, or of one."""
         names, x = list[str](), self.x
         for i in self.p.trained:
-            side, item = self.p.sides[i], self.p.sides[i].item_bytes
             windows = [columns] if columns else [*self.cut(0, self.vocab, self.width)]
             for first, last in windows if rows[0] < x.aliased else ():
-                at = DW[i], first * side.hidden * item
-                name = f"{SIDES[i]} in dW {first}"
-                names.append(self.buffer(name, x.aliased, last - first, item, *at))
+                at = self.rows_of_dw(i, first)
+                names.append(self.of_side(i, f"in dW {first}", x.aliased, last - first, *at))
             if x.aliased < rows[1] and rows[0] < x.kept:
-                shape = x.kept - x.aliased, self.vocab
-                names.append(self.buffer(f"{SIDES[i]} kept", *shape, item))
+                names.append(self.of_side(i, "kept", x.kept - x.aliased, self.vocab))
         return names
+
+    def of_side(
+        self, i: int, name: str, rows: int, columns: int, home: Home | None = None, at: int = 0
+    ) -> str:
+        """Name a buffer of a side, in its dtype."""
+        item = self.p.sides[i].item_bytes
+        return self.buffer(f"{SIDES[i]} {name}", rows, columns, item, home, at)
+
+    def rows_of_dw(self, i: int, first: int) -> tuple[Home, int]:
+        """Return the memory of a side's rows of dW from `first` on."""
+        return DW[i], first * self.p.sides[i].hidden * self.p.sides[i].item_bytes
 
     def two_passes(self) -> None:
         for kind in (Kind.ADD_EXPS, Kind.ADD_TERMS):
@@ -165,15 +162,14 @@ class _Lowering(Emitter):
         if not rounds_scaled(side.device, side.dtype, side.vocab * side.hidden):
             return ()
         home = DX[i] if side.grad_hidden and not self.sums_in_dx(i) else None
-        shape = self.tokens, side.hidden, side.item_bytes
-        return (self.buffer(f"{SIDES[i]} scaled", *shape, home),)
+        return (self.of_side(i, "scaled", self.tokens, side.hidden, home),)
 
     def window(self, columns: Range) -> list[str]:
         """Emit the factors of all tokens of a window."""
         p, kept, names = self.p, self.x.kept, list[str]()
         for i in p.trained:
             count = self.tokens * (columns[1] - columns[0])
-            names.append(self.buffer(f"{SIDES[i]} window", 1, count, p.sides[i].item_bytes))
+            names.append(self.of_side(i, "window", 1, count))
         if kept:
             self.emit(Kind.COPY, self.kept((0, kept), columns), names, (0, kept), columns)
         size = self.x.rows(self.tokens - kept, self.width)
@@ -183,16 +179,15 @@ class _Lowering(Emitter):
 
     def products(self, i: int, factors: str, columns: Range) -> None:
         """Emit what a window of factors adds to the gradients of a side."""
-        side, name, (first, last) = self.p.sides[i], SIDES[i], columns
+        side, (first, last) = self.p.sides[i], columns
         if side.grad_hidden:
             sums = (self.hidden_sums(i),)
             self.emit(Kind.GEMM_HIDDEN, (factors,), sums, self.every, columns, adds=first > 0)
         if side.grad_weight:
             shape, scaled = (last - first, side.hidden), self.scaled(i)
-            at = DW[i], first * side.hidden * side.item_bytes
-            out = [self.buffer(f"{name} dw {first}", *shape, side.item_bytes, *at)]
+            out = [self.of_side(i, f"dw {first}", *shape, *self.rows_of_dw(i, first))]
             if not scaled and side.item_bytes < self.p.sums:
-                out.append(self.buffer(f"{name} window sums", *shape, self.p.sums))
+                out.append(self.buffer(f"{SIDES[i]} window sums", *shape, self.p.sums))
             self.emit(Kind.GEMM_WEIGHT, (factors, *scaled), out, self.every, columns)
         if side.grad_bias:
             self.emit(Kind.BIAS, (factors,), (), self.every, columns)
@@ -207,5 +202,4 @@ class _Lowering(Emitter):
         return self.dx(i) if self.sums_in_dx(i) else self.buffer(f"{SIDES[i]} sums", *shape)
 
     def dx(self, i: int) -> str:
-        side = self.p.sides[i]
-        return self.buffer(f"{SIDES[i]} dx", self.p.tokens, side.hidden, side.item_bytes, DX[i])
+        return self.of_side(i, "dx", self.p.tokens, self.p.sides[i].hidden, DX[i])

@@ -11,9 +11,11 @@ from cutefce.ops.divergence.options import STUDENT, Divergence
 from cutefce.ops.divergence.plan import DivergencePlan
 from cutefce.ops.divergence.row_kernel import RowKernel
 from cutefce.ops.divergence.sides import Side
+from cutefce.ops.divergence.steps import side_of
 from cutefce.ops.dtypes import sum_dtype
 from cutefce.ops.parallel.shard import VocabShard
 from cutefce.ops.program.run import Interpreter
+from cutefce.ops.rows.selection import RowSelection
 
 
 @dataclass(frozen=True)
@@ -27,8 +29,8 @@ class Operands:
     shard: VocabShard
     loss_scale: Tensor | None
     """() the factor of each token's divergence in a reduced one; None for one of each token."""
-    order: Tensor | None
-    """(M,) the places of the computed tokens in the call; None for all."""
+    selection: RowSelection | None
+    """Which tokens these are; None for all."""
 
     @property
     def h(self) -> Tensor:
@@ -54,10 +56,12 @@ class Operands:
 Call = Interpreter[Operands]
 
 
-def matrix(call: Call, name: str, dtype: torch.dtype, rows: int, columns: int) -> Tensor:
-    """Return the beginning of a buffer as a matrix (rows, columns), which is contiguous."""
-    b = call.program.buffers[name]
-    assert b.home is not None and rows * columns * dtype.itemsize <= b.size
+def matrix(call: Call, name: str, rows: int | None = None, columns: int | None = None) -> Tensor:
+    """Return a buffer as a matrix, or its beginning as one of other sizes, which is contiguous."""
+    b, h = call.program.buffers[name], call.inputs.sides[side_of(name)].h
+    dtype = h.dtype if b.item == h.itemsize else call.inputs.dtype
+    shape = b.rows if rows is None else rows, b.columns if columns is None else columns
+    end = b.offset + shape[0] * shape[1] * b.item
+    assert b.home is not None and end <= b.end
     memory = call.memory[b.home].view(-1).view(torch.uint8)
-    last = b.offset + rows * columns * dtype.itemsize
-    return memory[b.offset : last].view(dtype).view(rows, columns)
+    return memory[b.offset : end].view(dtype).view(shape)

@@ -14,23 +14,34 @@ from torch import Tensor
 from cutefce.ops import torch_compat
 from cutefce.ops.divergence.calls import backward, forward
 from cutefce.ops.divergence.operands import Operands
-from cutefce.ops.divergence.options import RECORDS, Divergence, DivergenceTensors
+from cutefce.ops.divergence.options import (
+    RECORDS,
+    STUDENT,
+    TEACHER,
+    Divergence,
+    DivergenceTensors,
+)
 from cutefce.ops.divergence.plan import make_plan, problem_of
 from cutefce.ops.divergence.sides import Side
 from cutefce.ops.divergence.steps import STATS
 from cutefce.ops.dtypes import sum_dtype
-from cutefce.ops.interface.options import Sharding
 from cutefce.ops.operators import kept
+from cutefce.ops.operators.autograd import differentiate
 from cutefce.ops.operators.context import isolated_context
-from cutefce.ops.operators.operators import LIBRARY
+from cutefce.ops.operators.meta import empty_gradients
+from cutefce.ops.operators.operators import IMPLS, LIBRARY, UNSAFE, define, restored
 from cutefce.ops.parallel.consistency import report_errors
-from cutefce.ops.parallel.shard import ALONE, VocabShard, shard_of
+from cutefce.ops.parallel.shard import shard_of
 from cutefce.ops.primitives.dispatch import falls_back
+from cutefce.ops.primitives.row_selection import select_on_host
 from cutefce.ops.rows.logit_map import LogitMap
+from cutefce.ops.rows.targets import inverse_of
 from cutefce.ops.schema import unpack
 
 OPERANDS = 5
 """Hidden states and weight of the student, those of the teacher, and the targets."""
+PLACES = 0, 1, OPERANDS, 2, 3, OPERANDS + 1
+"""Places of hidden states, weight and bias of either side among the arguments."""
 _HEADS = "Tensor h_s, Tensor w_s, Tensor h_t, Tensor w_t, Tensor? y"
 _OPTIONS = ", ".join(record.schema() for record in RECORDS)
 _GRADIENTS = ", ".join(f"Tensor {x}{side}" for side in "st" for x in ("dx_", "dw_", "dbias_"))
@@ -44,12 +55,11 @@ def divergence(*arguments: Any) -> tuple[Tensor, Tensor]:
     """
     x = _operands(arguments)
     rows, left = forward(x)
-    values, tokens = x.options.values(rows), len(arguments[0])
-    stats = _restored(rows, x.order, tokens)
+    values = x.options.values(rows)
+    loss = values if x.loss_scale is None else values.sum() * x.loss_scale
+    stats = rows if x.selection is None else x.selection.restore(rows)
     kept.keep(stats, kept.KeptProgram(left=left))
-    if x.loss_scale is None:
-        return _restored(values, x.order, tokens), stats
-    return values.sum() * x.loss_scale, stats
+    return restored(loss, x.selection), stats
 
 
 def divergence_backward(upstream: Tensor, stats: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
@@ -62,10 +72,9 @@ def divergence_backward(upstream: Tensor, stats: Tensor, *arguments: Any) -> tup
     found = kept.kept_with(stats)
     left = None if found is None else found.take_left()
     del found
-    if x.order is not None:
-        stats = stats.index_select(1, x.order)
-        if x.loss_scale is None:
-            upstream = upstream.index_select(0, x.order)
+    if x.selection is not None:
+        stats = x.selection.take(stats)
+        upstream = x.selection.take(upstream) if upstream.ndim else upstream
     return (*backward(x, left, stats, upstream),)
 
 
@@ -78,66 +87,56 @@ def _operands(
     """
     h_s, w_s, h_t, w_t, y, *more = arguments
     tensors, options, sharding = unpack(more, *RECORDS)
-    heads, order = ((h_s, w_s), (h_t, w_t)), None
-    if y is not None:
-        order = (y != options.ignore_index).nonzero()[:, 0]
-        order = None if len(order) == len(y) else order
-    counted = len(h_s) if order is None else len(order)
+    heads = (h_s, w_s), (h_t, w_t)
+    selection = None if y is None else select_on_host(y, y, options.ignore_index)
+    counted = len(h_s) if selection is None else len(selection.order)
     problem = problem_of(heads, counted, tensors, options, sharding)
     sides = []
     for i, (h, w) in enumerate(heads):
         own, added = options.logit_options(i), tensors.logit_tensors(i)
         logits = LogitMap.of(own, added, h.new_empty(len(h)), sum_dtype(h.dtype))
         boost = options.boost(i) if h.dtype == torch.float16 else 1.0
-        side = Side(h, w, logits, added.linear_bias, options.gradients(i), boost)
-        sides.append(side.selected(order))
-    shard = _shard(sharding, heads, y, options, tensors, upstream, stats)
+        sides.append(Side(h, w, logits, added.linear_bias, boost).selected(selection))
+    same = _agreed(h_t, y, options, tensors, upstream, stats)
+    shard = shard_of(sharding, h_s, w_s, **same)
     loss_scale = _loss_scale(sides[0], tensors, options) if options.is_scalar else None
     plan = make_plan(problem, options.budget)
-    return Operands(sides, options, plan, shard, loss_scale, order)
+    return Operands(sides, options, plan, shard, loss_scale, selection)
 
 
-def _shard(
-    sharding: Sharding,
-    heads: Any,
+def _agreed(
+    h_t: Tensor,
     y: Tensor | None,
     options: Divergence,
     tensors: DivergenceTensors,
     upstream: Tensor | None,
     stats: Tensor | None,
-) -> VocabShard:
-    """Return this rank's part of the call; raise on every rank if the ranks' calls differ."""
-    if sharding.group is None:
-        return ALONE
-    (h, w), (h_t, _) = heads
-    same: dict[str, Any] = {"operator": "divergence"}
-    same |= options.by_name()
-    same["rows of teacher_input, and hidden size"] = list(h_t.shape)
-    same["dtype of teacher_input"] = str(h_t.dtype)
+) -> dict[str, Any]:
+    """Return what all ranks must agree on, by names in errors; a backward has an upstream."""
     given = tensors.by_name()
-    for name in ("student_bias", "teacher_bias"):  # of a rank's own classes
-        same[f"{name} given"] = given.pop(name) is not None
-    same |= {"target": y, **given}
+    own = {name: given.pop(name) for name in ("student_bias", "teacher_bias")}
+    same = {
+        "operator": "divergence",
+        **options.by_name(),
+        "rows of teacher_input, and hidden size": list(h_t.shape),
+        "dtype of teacher_input": str(h_t.dtype),
+        **{f"{name} given": x is not None for name, x in own.items()},
+        "target": y,
+        **given,
+    }
     if upstream is not None:
         same |= {"operator": "divergence_backward", "gradient of the divergence": upstream}
         same["statistics of the forward"] = stats
-    return shard_of(sharding, h, w, **same)
+    return same
 
 
 def _loss_scale(student: Side, tensors: DivergenceTensors, options: Divergence) -> Tensor:
     """Return () the factor of each token's divergence in the reduced one."""
     like, denominator, dtype = student.h, tensors.denominator, sum_dtype(student.h.dtype)
     if denominator is not None:
-        return torch.where(denominator == 0, 0, denominator.to(dtype).reciprocal())
+        return inverse_of(denominator, dtype)
     count = max(len(like), 1) if options.reduction == "mean" else 1
     return like.new_full((), 1 / count, dtype=dtype)
-
-
-def _restored(x: Tensor, order: Tensor | None, tokens: int) -> Tensor:
-    """Return x (..., M) of the computed tokens as (..., N), 0 for the others."""
-    if order is None:
-        return x
-    return x.new_zeros(*x.shape[:-1], tokens).index_copy_(-1, order, x)
 
 
 def _fake_divergence(*arguments: Any) -> tuple[Tensor, Tensor]:
@@ -151,71 +150,40 @@ def _fake_divergence(*arguments: Any) -> tuple[Tensor, Tensor]:
 def _fake_backward(upstream: Tensor, stats: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     """Return empty gradients."""
     tensors, options, _ = unpack(arguments[OPERANDS:], *RECORDS)
-    results: list[Tensor] = []
-    biases = tensors.student_bias, tensors.teacher_bias
-    for i, (h, w) in enumerate((arguments[:2], arguments[2:4])):
-        hidden, weight, bias = options.gradients(i)
-        results.append(h.new_empty((h.shape[0] if hidden else 0, h.shape[1])))
-        results.append(w.new_empty((w.shape[0] if weight else 0, w.shape[1])))
-        given = biases[i]
-        results.append(h.new_empty((0,)) if given is None or not bias else torch.empty_like(given))
-    return (*results,)
+    student = *arguments[:2], tensors.student_bias, *options.gradients(STUDENT)
+    teacher = *arguments[2:4], tensors.teacher_bias, *options.gradients(TEACHER)
+    return *empty_gradients(*student), *empty_gradients(*teacher)
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     """Save the arguments and the statistics."""
+    tensors, ctx.options, ctx.sharding = unpack(inputs[OPERANDS:], *RECORDS)
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(output[1])
-    ctx.plain = [None if isinstance(x, Tensor) else x for x in inputs]
-    ctx.places = [i for i, x in enumerate(inputs) if isinstance(x, Tensor)]
-    ctx.save_for_backward(output[1], *(inputs[i] for i in ctx.places))
+    ctx.save_for_backward(output[1], *inputs[:OPERANDS], *tensors.pack())
 
 
 def _backward(ctx: Any, upstream: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
     """Return the gradients of all inputs."""
-    arguments, results = list(ctx.plain), [None] * len(ctx.plain)
-    if upstream is None:
-        return (*results,)
-    stats, *given = ctx.saved_tensors
-    for place, x in zip(ctx.places, given, strict=True):
-        arguments[place] = x
-    _, options, sharding = unpack(arguments[OPERANDS:], *RECORDS)
-    if torch_compat.is_batched_backward():
-        raise NotImplementedError("linear_divergence: got is_grads_batched=True, expected False")
-    with report_errors(sharding.group):
-        gradients = torch.ops.cutefce.divergence_backward(upstream, stats, *arguments)
-    places = 0, 1, OPERANDS, 2, 3, OPERANDS + 1
-    wanted = *options.gradients(0), *options.gradients(1)
-    for place, gradient, is_wanted in zip(places, gradients, wanted, strict=True):
-        results[place] = gradient if is_wanted else None
-    return (*results,)
+    found: dict[int, Tensor | None] = {}
+    if upstream is not None:
+        given = *ctx.saved_tensors, *ctx.options.pack(), *ctx.sharding.pack()
+        wanted = *ctx.options.gradients(STUDENT), *ctx.options.gradients(TEACHER)
+        with report_errors(ctx.sharding.group):
+            gradients = differentiate(divergence_backward, (upstream, *given))
+        found = {
+            i: x for i, x, is_wanted in zip(PLACES, gradients, wanted, strict=True) if is_wanted
+        }
+    return (*map(found.get, range(len(ctx.needs_input_grad))),)
 
 
-def _refuse(ctx: Any, *_: Any) -> None:
-    """Raise NotImplementedError."""
-    raise NotImplementedError(
-        "linear_divergence: the divergence has no second derivatives, expected create_graph=False"
-    )
-
-
-_TAGS = (torch.Tag.cudagraph_unsafe,) if hasattr(torch.Tag, "cudagraph_unsafe") else ()
-for function, first, results, fake, derivative, setup in (
-    (divergence, "", "Tensor loss, Tensor stats", _fake_divergence, _backward, _setup),
-    (
-        divergence_backward,
-        "Tensor upstream, Tensor stats, ",
-        _GRADIENTS,
-        _fake_backward,
-        _refuse,
-        lambda ctx, inputs, output: None,
-    ),
+for function, first, results, fake in (
+    (divergence, "", "Tensor loss, Tensor stats", _fake_divergence),
+    (divergence_backward, "Tensor upstream, Tensor stats, ", _GRADIENTS, _fake_backward),
 ):
-    name = function.__name__
-    LIBRARY.define(f"{name}({first}{_HEADS}, {_OPTIONS}) -> ({results})", tags=_TAGS)
-    LIBRARY.impl(name, isolated_context(falls_back(function)), "CompositeExplicitAutograd")
-    torch.library.register_fake(f"cutefce::{name}", fake, lib=LIBRARY)
-    torch.library.register_autograd(
-        f"cutefce::{name}", derivative, setup_context=setup, lib=LIBRARY
-    )
+    schema = f"({first}{_HEADS}, {_OPTIONS}) -> ({results})"
+    IMPLS[function] = isolated_context(falls_back(function))
+    define(function, schema, fake, IMPLS[function], UNSAFE)
+torch.library.register_autograd("cutefce::divergence", _backward, setup_context=_save, lib=LIBRARY)
 
 torch_compat.import_behind("torch.utils.flop_counter", "cutefce.ops.divergence.flops")

@@ -16,7 +16,6 @@ from cutefce.ops.interface.checks import (
 from cutefce.ops.interface.options import LossOptions, Sharding, TensorOptions
 from cutefce.ops.schema import OperatorRecord, argument
 
-DIVERGENCES = ("forward_kl", "reverse_kl", "jsd")
 STUDENT, TEACHER = 0, 1
 """Indices of the sides."""
 
@@ -69,7 +68,7 @@ class Divergence(OperatorRecord):
         of_student, of_teacher = stats[-2], stats[-1]
         if self.is_mixture:
             return (1 - self.beta) * of_student + self.beta * of_teacher
-        return (of_teacher if self.first == TEACHER else of_student).clone()
+        return of_teacher if self.first == TEACHER else of_student
 
     def boost(self, index: int) -> float:
         """Return the power of 2 that a side's factors in float16 are multiplied by.

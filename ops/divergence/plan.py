@@ -1,7 +1,7 @@
 """The plan of a divergence: its problem, and the fastest layout within a budget."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from torch import Tensor
@@ -15,12 +15,12 @@ from cutefce.ops.divergence.options import Divergence, DivergenceTensors
 from cutefce.ops.divergence.problem import DivergenceLayout, DivergenceProblem
 from cutefce.ops.dtypes import dtype_name
 from cutefce.ops.interface.options import Sharding
-from cutefce.ops.planning.budget import MINIMUM, predicted
+from cutefce.ops.planning.budget import predicted
 from cutefce.ops.planning.device import device_of
 from cutefce.ops.primitives.dispatch import planned_device
 from cutefce.ops.primitives.portable_projection import is_dense
 from cutefce.ops.program.place import peak
-from cutefce.ops.program.search import fastest_within
+from cutefce.ops.program.search import Costed, fastest_within
 from cutefce.ops.program.steps import Program
 
 WINDOWS = tuple(1 << bits for bits in range(10, 18))
@@ -32,17 +32,11 @@ KEPT_PARTS = 16
 
 
 @dataclass(frozen=True)
-class DivergencePlan:
+class DivergencePlan(Costed):
     """How one divergence runs."""
 
     problem: DivergenceProblem
     layout: DivergenceLayout
-    workspace_bytes: int = 0
-    """Predicted peak memory beyond inputs and gradients."""
-    seconds: float = 0.0
-    """Predicted time of forward and backward; for comparing plans of one problem."""
-    budget: int | None = field(default=None, compare=False)
-    """Bytes that were asked for, if no plan takes as few."""
 
     @cached_property
     def program(self) -> Program:
@@ -90,8 +84,7 @@ class DivergencePlan:
 @process_cache
 def make_plan(problem: DivergenceProblem, budget: int) -> DivergencePlan:
     """Return the fastest plan within `budget` bytes, or the one that takes the least."""
-    found = fastest_within([*_families(problem)], lambda x: planned(problem, x), budget)
-    return replace(found, budget=budget) if MINIMUM < budget < found.workspace_bytes else found
+    return fastest_within([*_families(problem)], lambda x: planned(problem, x), budget)
 
 
 def planned(problem: DivergenceProblem, layout: DivergenceLayout) -> DivergencePlan:
@@ -100,7 +93,8 @@ def planned(problem: DivergenceProblem, layout: DivergenceLayout) -> DivergenceP
     copied = problem.copied_bytes
     if problem.selects:
         copied += sum(p.tokens * p.hidden * p.item_bytes for p in problem.sides)
-    return DivergencePlan(problem, layout, peak(program) + copied, seconds(program, device))
+    size, time = peak(program) + copied, seconds(program, device)
+    return DivergencePlan(problem, layout, workspace_bytes=size, seconds=time)
 
 
 def _families(p: DivergenceProblem) -> Iterator[Sequence[DivergenceLayout]]:
@@ -143,7 +137,7 @@ def problem_of(
         sizes = counted, h.shape[1], len(w), dtype_name(h.dtype), planned_device(h)
         problems.append(Problem(*sizes, hidden, weight, grad_bias=bias))
         given = (h, w) if counted == len(h) else (w,)
-        copied += sum(x.numel() * x.element_size() for x in given if not is_dense(x))
+        copied += sum(x.nbytes for x in given if not is_dense(x))
     student, teacher = problems
     return DivergenceProblem(
         student,

@@ -43,7 +43,7 @@ class RowKernel:
         device = sides[STUDENT].h.device
         if any(_unsupported_reason(side) for side in sides):
             return None
-        if len({side.h.dtype for side in sides if side.is_trained}) > 1:
+        if len({side.h.dtype for i, side in enumerate(sides) if any(options.gradients(i))}) > 1:
             return None  # verified kernels write the factors of both sides in one dtype
         return RowKernel.with_scales(gpu_of(device).arch.name, options, scales, sides[STUDENT].h)
 

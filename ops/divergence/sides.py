@@ -8,6 +8,8 @@ from torch import Tensor
 from cutefce.ops.divergence.logits import write_logits
 from cutefce.ops.primitives.portable_projection import dense
 from cutefce.ops.rows.logit_map import LogitMap
+from cutefce.ops.rows.scaling import largest_of
+from cutefce.ops.rows.selection import RowSelection
 
 
 @dataclass(frozen=True)
@@ -22,33 +24,21 @@ class Side:
     """From products to the model's logits; None for the identity."""
     bias: Tensor | None
     """(V,) as given; None without."""
-    gradients: tuple[bool, bool, bool]
-    """Whether those of hidden states, weight and bias are computed."""
     boost: float = 1.0
     """Power of 2 that factors are multiplied by, for float16's range."""
-
-    @property
-    def is_trained(self) -> bool:
-        """Whether it has gradients."""
-        return any(self.gradients)
 
     @property
     def cap(self) -> Tensor | None:
         """(M,) the bound of the logits; None without a softcap."""
         return None if self.logits is None else self.logits.cap
 
-    def selected(self, order: Tensor | None) -> "Side":
-        """Return the side of the tokens `order` (M,), None for all, as GEMMs can address it."""
+    def selected(self, selection: RowSelection | None) -> "Side":
+        """Return the side of the tokens of a selection, None for all, as GEMMs can address it."""
         h, logits = self.h, self.logits
-        if order is not None:
-            h, logits = h.index_select(0, order), None if logits is None else logits.rows(order)
+        if selection is not None:
+            h = h.index_select(0, selection.order)
+            logits = None if logits is None else logits.rows(selection.order)
         return replace(self, h=dense(h), w=dense(self.w), logits=logits)
-
-    def empty_bias(self) -> Tensor:
-        """Return memory for the gradient of the bias (V,), without rows if it is not asked for."""
-        if self.bias is None or not self.gradients[2]:
-            return self.h.new_empty(0)
-        return torch.empty_like(self.bias)
 
     def project(self, out: Tensor, rows: slice, columns: slice) -> Tensor | None:
         """Write the model's logits of slices of tokens and classes to `out` (R, C).
@@ -94,7 +84,5 @@ class Side:
         if own is not None:
             return scale / self.boost, None
         # relative to the largest, for factors of 16 bits
-        finite = torch.where(scale.isfinite(), scale.abs(), 0)
-        largest = finite.amax() if len(self.h) else finite.sum()
-        common = torch.where(largest == 0, 1, largest)
+        common = largest_of(torch.where(scale.isfinite(), scale, 0))
         return common / self.boost, scale / common * self.boost

@@ -2,7 +2,7 @@
 
 from enum import Enum
 
-from cutefce.ops.program.steps import Home, Step
+from cutefce.ops.program.steps import Home
 
 SIDES = "student", "teacher"
 """The first words of names of buffers."""
@@ -37,6 +37,6 @@ TILES = Kind.ROWS, Kind.ADD_EXPS, Kind.ADD_TERMS, Kind.FACTORS
 """Steps that make a tile of logits, which is what they write first."""
 
 
-def side_of(step: Step) -> int:
-    """Return the side that a step of one side is of."""
-    return SIDES.index((*step.writes, *step.reads)[0].split()[0])
+def side_of(name: str) -> int:
+    """Return the side that a buffer is of."""
+    return SIDES.index(name.split()[0])

@@ -21,8 +21,9 @@ from cutefce.ops.divergence.elementwise import (
 from cutefce.ops.divergence.factors import FactorRows
 from cutefce.ops.divergence.operands import Call, Operands, matrix
 from cutefce.ops.divergence.options import STUDENT, TEACHER
-from cutefce.ops.divergence.steps import DW, SIDES, SUMS
+from cutefce.ops.divergence.steps import DW, SUMS, side_of
 from cutefce.ops.primitives.portable_gradients import apply_rowwise
+from cutefce.ops.primitives.portable_projection import joined
 from cutefce.ops.program.steps import Step
 
 
@@ -31,7 +32,7 @@ def _logits(call: Call, s: Step) -> tuple[list[Tensor], list[Tensor | None]]:
     tokens, columns, logits, sums = slice(*s.rows), slice(*s.columns), [], []
     shape = s.rows[1] - s.rows[0], s.columns[1] - s.columns[0]
     for side, name in zip(call.inputs.sides, s.writes, strict=False):
-        logits.append(matrix(call, name, call.inputs.dtype, *shape))
+        logits.append(matrix(call, name, *shape))
         sums.append(side.project(logits[-1], tokens, columns))
     return logits, sums
 
@@ -57,14 +58,13 @@ def rows(call: Call, s: Step) -> None:
 
 def _kept(call: Call, s: Step, index: int) -> FactorRows | None:
     """Return the memory that a step writes the factors of its tokens of a side to."""
-    names = [name for name in s.writes[3:] if name.startswith(SIDES[index])]
+    names = [name for name in s.writes[3:] if side_of(name) == index]
     if not names:
         return None
     side, layout, (first, last) = call.inputs.sides[index], call.inputs.plan.layout, s.rows
     b = call.program.buffers[names[0]]
     if first >= layout.aliased:
-        every = matrix(call, names[0], side.h.dtype, b.rows, b.columns)
-        return FactorRows.of(every[first - layout.aliased : last - layout.aliased])
+        return FactorRows.of(matrix(call, names[0])[first - layout.aliased : last - layout.aliased])
     pitch = b.columns * side.h.shape[1] if len(names) > 1 else 0
     memory = call.memory[DW[index]].view(-1)
     return FactorRows(memory, first, last - first, len(side.w), b.columns, pitch)
@@ -83,12 +83,8 @@ def finish_lses(call: Call, s: Step) -> None:
     stats, shard = call.values["stats"], call.inputs.shard
     if shard.group:
         parts = shard.all_gather(stats[:SUMS])
-        for index in (STUDENT, TEACHER):
-            tops, totals = parts[:, 2 * index], parts[:, 2 * index + 1]
-            top, total = _lse(stats, index)
-            top.copy_(tops.amax(0))
-            reference = torch.where(top == -torch.inf, 0, top)  # -inf - -inf is NaN
-            total.copy_((totals * (tops - reference).exp()).sum(0))
+        for top in (0, 2):
+            stats[top + 1], stats[top] = joined(parts[:, top + 1], parts[:, top], 0)
     stats[1:SUMS:2].log_()
 
 
@@ -109,11 +105,10 @@ def copy(call: Call, s: Step) -> None:
     columns = slice(*s.columns)
     for name in s.writes:
         out, at = window(call, name, s.columns), 0
-        for part in (part for part in s.reads if part.split()[0] == name.split()[0]):
-            b = call.program.buffers[part]
-            every = matrix(call, part, out.dtype, b.rows, b.columns)
-            out[at : at + b.rows] = every[:, columns] if part.endswith("kept") else every
-            at += b.rows
+        for part in (part for part in s.reads if side_of(part) == side_of(name)):
+            every = matrix(call, part)
+            out[at : at + len(every)] = every[:, columns] if part.endswith("kept") else every
+            at += len(every)
 
 
 def factors(call: Call, s: Step) -> None:
@@ -121,7 +116,7 @@ def factors(call: Call, s: Step) -> None:
     x, stats = call.inputs, call.values["stats"][:, slice(*s.rows)]
     logits, _ = _logits(call, s)
     for name in s.writes[2:]:
-        index = SIDES.index(name.split()[0])
+        index = side_of(name)
         _, scale = call.values["scales"][index]
         scale = x.scales[index] if scale is None else scale
         out = window(call, name, s.columns)[slice(*s.rows)]
@@ -130,22 +125,15 @@ def factors(call: Call, s: Step) -> None:
 
 def window(call: Call, name: str, columns: tuple[int, int]) -> Tensor:
     """Return the factors (M, C) of all tokens of a window of `columns`."""
-    side = call.inputs.sides[SIDES.index(name.split()[0])]
     if name.endswith("kept"):
-        every = matrix(call, name, side.h.dtype, len(side.h), len(side.w))
-        return every[:, slice(*columns)]
-    return matrix(call, name, side.h.dtype, len(side.h), columns[1] - columns[0])
+        return matrix(call, name)[:, slice(*columns)]
+    return matrix(call, name, len(call.inputs.h), columns[1] - columns[0])
 
 
 def _clear(stats: Tensor) -> None:
     """Let statistics be those of no class."""
     stats.zero_()
     stats[0:SUMS:2] = -torch.inf
-
-
-def _lse(stats: Tensor, index: int) -> tuple[Tensor, Tensor]:
-    """Return a number near the largest logit (R,) of a side's tokens, and the lse less that."""
-    return stats[2 * index], stats[2 * index + 1]
 
 
 def _lses(stats: Tensor, first: int) -> Tensor:
@@ -155,7 +143,7 @@ def _lses(stats: Tensor, first: int) -> Tensor:
 
 def _add_exps(stats: Tensor, logits: Sequence[Tensor]) -> None:
     for index, x in enumerate(logits):
-        apply_rowwise(add_exps_, *_lse(stats, index), x)
+        apply_rowwise(add_exps_, stats[2 * index], stats[2 * index + 1], x)
 
 
 def _add_terms(x: Operands, stats: Tensor, logits: Sequence[Tensor]) -> None:

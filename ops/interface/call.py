@@ -26,6 +26,7 @@ from cutefce.ops.operators.context import (
     can_bypass_dispatcher,
     is_mixed,
     isolated_context,
+    wanted_gradients,
 )
 from cutefce.ops.operators.operators import LIBRARY, forward
 from cutefce.ops.operators.plans import copied_item_bytes
@@ -213,13 +214,10 @@ def checked_call(
         if target is None or (not tensors.is_plain and tensors.soft_targets):
             check = check_output_classes if returns_outputs else check_soft_targets
             target = check(target, h, options, tensors, parts)
-        bias, grad = tensors.linear_bias, torch.is_grad_enabled()
-        grad_hidden, grad_weight = grad and h.requires_grad, grad and w.requires_grad
-        grad_bias = grad and bias is not None and bias.requires_grad
-        own = w
+        grads, own = wanted_gradients(h, w, tensors.linear_bias), w
         if w.dtype != h.dtype and is_mixed(h, w):
             w = w.detach().to(h.dtype)
-            if grad_weight:
+            if grads[1]:
                 tensors = dataclasses.replace(tensors, weight_cast=w)
             else:
                 own = w
@@ -227,7 +225,7 @@ def checked_call(
             options.check()
         heads.check_tensors(h, w, target, parts)
         sharding.check(w)
-        adds = tensors.accumulate_into is not None
+        adds, grad = tensors.accumulate_into is not None, torch.is_grad_enabled()
         if adds and grad:
             heads.check_accumulates(own)
         if not tensors.is_plain:
@@ -241,7 +239,6 @@ def checked_call(
             tensors = dataclasses.replace(tensors, grad_output=None)
         budget = checks.workspace_bytes(workspace)
     rows = h if h.ndim == 2 else h.reshape(-1, w.shape[1])
-    grads = grad_hidden, grad_weight, grad_bias
     return CheckedCall(rows, own, target, budget, grads, options, tensors, sharding)
 
 

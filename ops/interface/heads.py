@@ -25,14 +25,22 @@ def check_tensors(h: Tensor, w: Tensor, y: Tensor, parts: int = 1) -> None:
     if parts > 1 and h.ndim == 1:
         raise ValueError(f"input: got shape {tuple(h.shape)}, expected a dimension of tokens first")
     tokens = token_shape(h, parts)
-    if not checks.are_equal("target", y.shape, tokens):
-        shared = f", of which {parts} ranks hold a part each" if parts > 1 else ""
-        raise ValueError(
-            f"target: got shape {tuple(y.shape)}, expected {tokens} "
-            f"to match input of shape {tuple(h.shape)}{shared}"
-        )
     checks.check_device("linear_weight", w, h)
-    checks.check_device("target", y, h)
+    shared = f", of which {parts} ranks hold a part each" if parts > 1 else ""
+    check_targets(y, tokens, h, "input", shared)
+
+
+def check_targets(y: Tensor, tokens: tuple[int, ...], h: Tensor, of: str, more: str = "") -> None:
+    """Raise ValueError unless y has the shape of the tokens, and the device of h (..., D).
+
+    h is the argument `of`; `more` is said of its shape.
+    """
+    if not checks.are_equal("target", y.shape, tokens):
+        raise ValueError(
+            f"target: got shape {tuple(y.shape)}, expected {tuple(tokens)} "
+            f"to match {of} of shape {tuple(h.shape)}{more}"
+        )
+    checks.check_device("target", y, h, of)
 
 
 def check_head(

@@ -36,6 +36,7 @@ from cutefce.ops.schema import Argument, OperatorRecord, argument
 
 REDUCTIONS = ("mean", "sum", "none")
 REDUCTION, GRADIENT = one_of(REDUCTIONS), one_of(("exact", "sampled"))
+DIVERGENCES = ("forward_kl", "reverse_kl", "jsd")
 SAMPLES = INTEGER.of(
     lambda x: MIN_SAMPLES <= x <= MAX_SAMPLES, f"an integer from {MIN_SAMPLES} to {MAX_SAMPLES}"
 )
@@ -244,10 +245,7 @@ class TensorOptions(OperatorRecord):
 
     def check(self, of: Operands, reduction: str) -> None:
         """Raise TypeError or ValueError that names the argument."""
-        for name, x in self.given().items():
-            check = self.arguments()[name].type.check
-            if check is not None:
-                check(name, x, of)
+        check_tensors(self.given(), of)
         if self.denominator is not None:
             check_divides(reduction)
         buffer = self.accumulate_into
@@ -361,12 +359,12 @@ OTHERS = {
     **dict.fromkeys(("input", "linear_weight", "target"), Argument(TENSOR)),
     **dict.fromkeys(("student_input", "student_weight"), Argument(TENSOR)),
     **dict.fromkeys(("teacher_input", "teacher_weight"), Argument(TENSOR)),
-    **dict.fromkeys(("student_bias", "teacher_bias"), Argument(TENSOR_OR_NONE)),
+    **dict.fromkeys(("student_bias", "teacher_bias"), Argument(checks.BIAS)),
     **dict.fromkeys(("bias", "return_lse", "enabled", "evaluation"), Argument(BOOL)),
     **dict.fromkeys(("in_features", "num_classes"), Argument(checks.SIZE)),
     "out_features": Argument(checks.SIZES),
     "workspace": Argument(checks.BYTES),
-    "divergence": Argument(checks.STRING),
+    "divergence": Argument(one_of(DIVERGENCES)),
     "beta": Argument(checks.FROM_0_TO_1_OR_NONE),
 }
 """Arguments of public functions that are no options of the loss."""
@@ -402,6 +400,14 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
     for name, value in arguments.items():
         if name in ARGUMENTS and not isinstance(value, Tensor):
             checks.check_value(name, value, ARGUMENTS[name].type)
+
+
+def check_tensors(given: Mapping[str, Any], of: Operands) -> None:
+    """Raise TypeError or ValueError for the first tensor among arguments that does not fit."""
+    for name, x in given.items():
+        check = ARGUMENTS[name].type.check
+        if check is not None and isinstance(x, Tensor):
+            check(name, x, of)
 
 
 def check_divides(reduction: str) -> None:

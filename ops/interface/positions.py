@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cutefce.ops.dtypes import sum_dtype
 from cutefce.ops.interface import checks
-from cutefce.ops.interface.options import ARGUMENTS, check_types
+from cutefce.ops.interface.options import check_tensors, check_types
 from cutefce.ops.interface.probabilities import is_probabilities
 from cutefce.ops.interface.soft_targets import one_class
 
@@ -91,10 +91,7 @@ def _checked_target(
             f"shape {tuple(linear_weight.shape)}; a linear_weight (V, D) has no more dimensions"
         )
     of = checks.Operands(input, linear_weight, target.shape, linear_weight.shape[0])
-    for name, x in given.items():
-        check = ARGUMENTS[name].type.check
-        if check is not None and isinstance(x, Tensor):
-            check(name, x, of)
+    check_tensors(given, of)
     return target
 
 

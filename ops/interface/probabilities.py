@@ -10,7 +10,8 @@ from cutefce.ops.interface import checks, heads
 from cutefce.ops.interface.options import LossOptions, StepOptions, TensorOptions
 from cutefce.ops.interface.soft_targets import check_soft_targets
 from cutefce.ops.operators import probabilities  # noqa: F401  (registers)
-from cutefce.ops.operators.context import autocast
+from cutefce.ops.operators.context import autocast, wanted_gradients
+from cutefce.ops.rows.targets import inverse_of
 
 IGNORED = LossOptions().ignore_index
 UNSERVED = {
@@ -57,8 +58,7 @@ def loss_of_probabilities(
         token = token.reshape(-1)  # of one token, too
         tensors = dataclasses.replace(tensors, token_weights=token)
         rows = torch.where((token == 0)[:, None], 0, rows)  # what they hold does not matter
-    grad, bias = torch.is_grad_enabled(), tensors.linear_bias
-    wanted = (grad and x is not None and x.requires_grad for x in (h, w, bias))
+    wanted = wanted_gradients(h, w, tensors.linear_bias)
     step = StepOptions(checks.workspace_bytes(workspace), *wanted)
     losses, lse = torch.ops.cutefce.losses_of_probabilities(
         rows, w, target.reshape(-1, len(w)), *step.pack(), *options.pack(), *tensors.pack()
@@ -73,7 +73,7 @@ def loss_of_probabilities(
     count = tensors.denominator
     if count is None:
         count = losses.new_full((), len(rows)) if token is None else token.to(losses.dtype).sum()
-    return losses.sum() * torch.where(count == 0, 0, 1 / count.to(losses.dtype)), lse
+    return losses.sum() * inverse_of(count, losses.dtype), lse
 
 
 def _refuse(arguments: dict[str, Any]) -> None:

@@ -30,6 +30,13 @@ def can_bypass_dispatcher(h: Tensor, *others: Tensor | None) -> bool:
     return True
 
 
+def wanted_gradients(h: Tensor, w: Tensor, bias: Tensor | None) -> tuple[bool, bool, bool]:
+    """Return whether autograd wants the gradients of hidden states, weight and bias."""
+    if not torch.is_grad_enabled():
+        return False, False, False
+    return h.requires_grad, w.requires_grad, bias is not None and bias.requires_grad
+
+
 def is_autocasting(device_type: str) -> bool:
     """Whether autocast is enabled for devices of this type."""
     return torch_compat.autocast_is_available(device_type) and torch.is_autocast_enabled(

@@ -20,7 +20,8 @@ from cutefce.ops.operators.probabilities import RECORDS
 from cutefce.ops.schema import unpack
 
 
-def _product(w_shape: Sequence[int], rows: Sequence[int]) -> int:
+def product(w_shape: Sequence[int], rows: Sequence[int]) -> int:
+    """Return the FLOP of a product with a weight, of as many rows as `rows` has first."""
     return 2 * rows[0] * w_shape[0] * w_shape[1]
 
 
@@ -32,7 +33,7 @@ def _product(w_shape: Sequence[int], rows: Sequence[int]) -> int:
     ]
 )
 def _forward_flop(h_shape: Any, w_shape: Any, y_shape: Any, *_: Any, out_shape: Any = None) -> int:
-    return _product(w_shape, y_shape)
+    return product(w_shape, y_shape)
 
 
 @register_flop_formula([torch.ops.cutefce.loss_backward, torch.ops.cutefce.loss_backward_into])
@@ -52,12 +53,12 @@ def _backward_flop(
     step: StepOptions
     step, options, *_ = unpack(arguments, *STEP)
     rows = min(options.samples, w_shape[0]) if options.is_sampled else w_shape[0]
-    return (step.grad_hidden + step.grad_weight) * _product((rows, w_shape[1]), y_shape)
+    return (step.grad_hidden + step.grad_weight) * product((rows, w_shape[1]), y_shape)
 
 
 @register_flop_formula(torch.ops.cutefce.losses_of_probabilities)
 def _probabilities_flop(h_shape: Any, w_shape: Any, *_: Any, out_shape: Any = None) -> int:
-    return _product(w_shape, h_shape)
+    return product(w_shape, h_shape)
 
 
 @register_flop_formula(torch.ops.cutefce.losses_of_probabilities_backward)
@@ -67,4 +68,4 @@ def _probabilities_backward_flop(
     _, *arguments = rest
     step: StepOptions
     step, *_ = unpack(arguments, *RECORDS)
-    return (1 + step.grad_weight) * _product(w_shape, h_shape)
+    return (1 + step.grad_weight) * product(w_shape, h_shape)

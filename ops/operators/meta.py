@@ -37,11 +37,19 @@ def loss_backward(
     """Return empty gradients."""
     step, _, tensors, _ = unpack(arguments, StepOptions, *OPTIONS)
     returns_dw = step.grad_weight and tensors.accumulate_into is None
-    bias = w if tensors.linear_bias is None else tensors.linear_bias
+    wanted = step.grad_hidden, returns_dw, step.grad_bias
+    return empty_gradients(h, w, tensors.linear_bias, *wanted)
+
+
+def empty_gradients(
+    h: Tensor, w: Tensor, bias: Tensor | None, hidden: bool, weight: bool, of_bias: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return empty gradients, without rows of what is not wanted."""
+    like = w if bias is None else bias
     return (
-        h.new_empty((h.shape[0] if step.grad_hidden else 0, h.shape[1])),
-        w.new_empty((w.shape[0] if returns_dw else 0, w.shape[1])),
-        bias.new_empty((w.shape[0] if step.grad_bias else 0,)),
+        h.new_empty((h.shape[0] if hidden else 0, h.shape[1])),
+        w.new_empty((w.shape[0] if weight else 0, w.shape[1])),
+        like.new_empty((w.shape[0] if of_bias else 0,)),
     )
 
 

@@ -58,19 +58,29 @@ _OPTIONS = ", ".join(record.schema() for record in OPTIONS)
 _STEP = ", ".join(record.schema() for record in STEP)
 _WRITING = _STEP.replace("Tensor? accumulate_into", "Tensor(a!)? accumulate_into")
 assert _WRITING != _STEP
+_FORWARD = "Tensor h, Tensor w, Tensor y"
+_BACKWARD = "Tensor upstream, Tensor h, Tensor w, Tensor y, Tensor stats"
+_RESULTS, _GRADIENTS = "(Tensor loss, Tensor stats)", "(Tensor dx, Tensor dw, Tensor dbias)"
 # CUDA graphs that a graph compiler makes must not contain them: a first call compiles, and what
 # the forward keeps for the backward is no output
-_TAGS = (torch.Tag.cudagraph_unsafe,) if hasattr(torch.Tag, "cudagraph_unsafe") else ()
-for schema in (
-    f"forward(Tensor h, Tensor w, Tensor y, {_OPTIONS}) -> Tensor",
-    f"loss_forward(Tensor h, Tensor w, Tensor y, {_STEP}) -> (Tensor loss, Tensor stats)",
-    f"loss_forward_into(Tensor h, Tensor w, Tensor y, {_WRITING}) -> (Tensor loss, Tensor stats)",
-    "loss_backward(Tensor upstream, Tensor h, Tensor w, Tensor y, Tensor stats, "
-    f"{_STEP}) -> (Tensor dx, Tensor dw, Tensor dbias)",
-    "loss_backward_into(Tensor upstream, Tensor h, Tensor w, Tensor y, Tensor stats, "
-    f"{_WRITING}) -> (Tensor dx, Tensor dw, Tensor dbias)",
-):
-    LIBRARY.define(schema, tags=_TAGS)
+UNSAFE = (torch.Tag.cudagraph_unsafe,) if hasattr(torch.Tag, "cudagraph_unsafe") else ()
+
+
+def define(
+    function: Callable[..., Any],
+    schema: str,
+    fake: Callable[..., Any],
+    run: Callable[..., Any] | None = None,
+    tags: tuple[torch.Tag, ...] = (),
+) -> None:
+    """Define the operator with the name of `function`, which `run` does if given.
+
+    `fake` returns results of the same shapes and dtypes.
+    """
+    name = function.__name__
+    LIBRARY.define(f"{name}{schema}", tags=tags)
+    LIBRARY.impl(name, run or function, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"cutefce::{name}", fake, lib=LIBRARY)
 
 
 def forward(
@@ -91,7 +101,7 @@ def forward(
     with _compiling_at_once(plan, h, w, y, step, options, tensors, sharding):
         inputs = prepare(shard, h, w, y, options, tensors, plan)
         loss, _, _ = programs.forward(inputs, plan)
-    return restored(loss, inputs.selection, options)
+    return restored(loss, inputs.selection)
 
 
 def loss_forward(
@@ -185,7 +195,7 @@ def _loss_forward(
     if selection is not None and (step.returns_stats or not selection.is_on_device):
         results.stats, stats = stats, stats.restore(selection)
     kept.keep(stats.rows, results)
-    return restored(loss, selection, options), stats.rows
+    return restored(loss, selection), stats.rows
 
 
 def loss_forward_into(*arguments: Any) -> tuple[Tensor, Tensor]:
@@ -200,9 +210,9 @@ def _count_write(tensors: TensorOptions) -> None:
     torch.autograd.graph.increment_version(tensors.accumulate_into)
 
 
-def restored(loss: Tensor, selection: RowSelection | None, options: LossOptions) -> Tensor:
+def restored(loss: Tensor, selection: RowSelection | None) -> Tensor:
     """Return the reduced loss, or those of all tokens, which are no view of the statistics."""
-    if options.is_scalar:
+    if not loss.ndim:
         return loss
     return loss.clone() if selection is None else selection.restore(loss)
 
@@ -315,7 +325,12 @@ def _of_arguments(function: Any) -> Callable[..., Any]:
     return of_arguments
 
 
-for function in IMPLS:
-    LIBRARY.impl(function.__name__, _of_arguments(function), "CompositeExplicitAutograd")
-    fake = getattr(meta, function.__name__)
-    torch.library.register_fake(f"cutefce::{function.__name__}", fake, lib=LIBRARY)
+for function, operands, options, results in (
+    (forward, _FORWARD, _OPTIONS, "Tensor"),
+    (loss_forward, _FORWARD, _STEP, _RESULTS),
+    (loss_forward_into, _FORWARD, _WRITING, _RESULTS),
+    (loss_backward, _BACKWARD, _STEP, _GRADIENTS),
+    (loss_backward_into, _BACKWARD, _WRITING, _GRADIENTS),
+):
+    schema, fake = f"({operands}, {options}) -> {results}", getattr(meta, function.__name__)
+    define(function, schema, fake, _of_arguments(function), UNSAFE)

@@ -19,10 +19,12 @@ from cutefce.ops.dtypes import sum_dtype
 from cutefce.ops.interface.options import LossOptions, StepOptions, TensorOptions
 from cutefce.ops.operators.autograd import differentiate
 from cutefce.ops.operators.context import isolated_context
-from cutefce.ops.operators.operators import IMPLS, LIBRARY
+from cutefce.ops.operators.meta import empty_gradients
+from cutefce.ops.operators.operators import IMPLS, LIBRARY, define
 from cutefce.ops.primitives.dispatch import report
 from cutefce.ops.primitives.portable_gradients import matmul_into
 from cutefce.ops.rows.blocks import blocks
+from cutefce.ops.rows.scaling import largest_of
 from cutefce.ops.schema import unpack
 
 COPIES = 7
@@ -82,9 +84,8 @@ def losses_of_probabilities_backward(
     own, dx = w.to(h.dtype), torch.empty_like(h)
     dw = upstream.new_zeros(len(w) if step.grad_weight else 0, w.shape[1])
     dbias = upstream.new_zeros(len(w) if step.grad_bias else 0)
-    largest = upstream.abs().amax() if len(upstream) else upstream.new_ones(())
     # float16 lacks the range of upstream gradients
-    unit = torch.where(largest == 0, 1, largest).log2().ceil().exp2()
+    unit = largest_of(upstream).log2().ceil().exp2()
     for rows, u, b, z in _blocks(h, w, probs, step, options, tensors):
         g = (upstream[rows] / unit)[:, None]
         total = b.sum(1) + 2 * z * u.logsumexp(1)
@@ -151,9 +152,7 @@ def _fake_backward(
     upstream: Tensor, h: Tensor, w: Tensor, probs: Tensor, *arguments: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     step, _, tensors = unpack(arguments, *RECORDS)
-    like = w if tensors.linear_bias is None else tensors.linear_bias
-    dw = w.new_empty(len(w) if step.grad_weight else 0, w.shape[1])
-    return torch.empty_like(h), dw, like.new_empty(len(w) if step.grad_bias else 0)
+    return empty_gradients(h, w, tensors.linear_bias, True, step.grad_weight, step.grad_bias)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -185,11 +184,8 @@ for function, fake, operands, results in (
         "Tensor, Tensor, Tensor",
     ),
 ):
-    name = function.__name__
-    LIBRARY.define(f"{name}({operands}, {_RECORDS}) -> ({results})")
     IMPLS[function] = isolated_context(function)
-    LIBRARY.impl(name, IMPLS[function], "CompositeExplicitAutograd")
-    torch.library.register_fake(f"cutefce::{name}", fake, lib=LIBRARY)
+    define(function, f"({operands}, {_RECORDS}) -> ({results})", fake, IMPLS[function])
 torch.library.register_autograd(
     "cutefce::losses_of_probabilities", _backward, setup_context=_save, lib=LIBRARY
 )

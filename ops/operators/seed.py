@@ -7,7 +7,7 @@ is random, so that what they compute again is computed with the same seed.
 import torch
 from torch import Tensor
 
-from cutefce.ops.operators.operators import LIBRARY
+from cutefce.ops.operators.operators import define
 
 
 def draw_seed(like: Tensor) -> Tensor:
@@ -19,6 +19,5 @@ def _fake(like: Tensor) -> Tensor:
     return like.new_empty(2, dtype=torch.int32)
 
 
-LIBRARY.define("draw_seed(Tensor like) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))
-LIBRARY.impl("draw_seed", draw_seed, "CompositeExplicitAutograd")
-torch.library.register_fake("cutefce::draw_seed", _fake, lib=LIBRARY)
+_TAGS = (torch.Tag.nondeterministic_seeded,)
+define(draw_seed, "(Tensor like) -> Tensor", _fake, tags=_TAGS)

@@ -25,7 +25,7 @@ from cutefce.cute_kernels.spec import GradGemmSpec
 from cutefce.ops.primitives.cute_projection import Semaphores
 from cutefce.ops.primitives.cute_rowwise import RowwiseSteps, low_bits, with_rank_one
 from cutefce.ops.primitives.portable_gradients import TargetGrad, matmul_into
-from cutefce.ops.primitives.row_selection import gather_rows, row_count, row_range
+from cutefce.ops.primitives.row_selection import gather_rows, row_count, row_order, row_range
 from cutefce.ops.rows.coefficients import RankOne
 from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.targets import Targets
@@ -140,13 +140,13 @@ class CuteGradients(RowwiseSteps):
         If tokens were selected, `h` has the rows of all.
         """
         assert self.kernels.sort_targets is not None
-        index, chosen = targets.index, targets.selection
+        index = targets.index
         order, in_order = torch.empty_like(index), torch.empty_like(coefficient)
         offsets = index.new_empty(targets.vocab + 1, dtype=torch.int32)
-        rows = (index, 0) if chosen is None else (chosen.order, 1)
-        operands = index, coefficient.contiguous(), rows[0], order, offsets, in_order
+        rows, are_selected = row_order(targets.order, index)
+        operands = index, coefficient.contiguous(), rows, order, offsets, in_order
         launch = compiled(self.kernels.sort_targets)
-        launch(*operands, targets.options.ignore_index, rows[1])
+        launch(*operands, targets.options.ignore_index, are_selected)
         return TargetCsr(order, offsets, in_order, h)
 
     def no_target_grad(self, h: Tensor, targets: Targets) -> TargetCsr:

@@ -27,6 +27,7 @@ from cutefce.ops.primitives.row_selection import (
     far_rows,
     gather_rows,
     row_count,
+    row_order,
     row_range,
     with_aligned_rows,
 )
@@ -102,13 +103,13 @@ class CuteProjection(CuteSoftTargetSteps, PortableProjection):
 
     def target_logit(self, h: Tensor, w: Tensor, targets: Targets) -> Tensor:
         kernel = self.kernels.target_logit
-        tokens, chosen = targets.index.shape[0], targets.selection
+        tokens, class_row = targets.index.shape[0], None
         logit = h.new_empty(tokens, dtype=torch.float32)
         count = min(Semaphores.BLOCK, kernel.max_zeros(tokens))
         zeros = h.new_empty(count, dtype=torch.int32)  # faster than torch.empty
         transform = launch_transform(targets, (0, w.shape[0]))
-        order = targets.index if chosen is None else chosen.order
-        numbers, class_row = (targets.options.ignore_index, int(chosen is not None)), None
+        order, is_selected = row_order(targets.order, targets.index)
+        numbers = targets.options.ignore_index, is_selected
         if targets.class_row is not None:
             kernel = replace(kernel, class_row=True)
             class_row = targets.class_row.row, torch.empty_like(logit)

@@ -18,7 +18,7 @@ from cutefce.cute_kernels.spec import (
 from cutefce.cute_kernels.workspace import Coefficient, Move
 from cutefce.ops.primitives.cute_projection import Semaphores
 from cutefce.ops.primitives.portable_gradients import PortableGradients
-from cutefce.ops.primitives.row_selection import row_count
+from cutefce.ops.primitives.row_selection import row_count, row_order
 from cutefce.ops.rows.coefficients import RankOne, RowCoefficients
 from cutefce.ops.rows.scaling import Scaling, scaling_of
 from cutefce.ops.rows.statistics import RowStats
@@ -99,7 +99,7 @@ class RowwiseSteps(PortableGradients):
         spec = kernels.finish_dx if out.dtype == w.dtype else kernels.finish_dx_fp32
         spec, term = with_rank_one(spec, rank_one)
         rows = coefficients.scale.contiguous(), coefficients.target, targets.index
-        compiled(spec)(out, sums, w, *rows, term, *_places(targets, order))
+        compiled(spec)(out, sums, w, *rows, term, *row_order(order, targets.index))
 
     def keep_sums(
         self,
@@ -113,7 +113,7 @@ class RowwiseSteps(PortableGradients):
     ) -> None:
         rows = targets.index, stats.sum_exp_others, targets.options.ignore_index
         spec = with_low_bits(self.kernels.keep_sums, low_bits(kept, low))
-        compiled(spec)(kept, low, sums, w, *rows, *_places(targets, order))
+        compiled(spec)(kept, low, sums, w, *rows, *row_order(order, targets.index))
 
     def scale_kept_rows(self, kept: Tensor, low: Tensor, scale: Tensor) -> None:
         spec = with_low_bits(self.kernels.scale_kept_rows, low_bits(kept, low))
@@ -133,7 +133,7 @@ class RowwiseSteps(PortableGradients):
         kernel = with_low_bits(self.kernels.finish_kept, low_bits(kept, low))
         spec, term = with_rank_one(kernel, rank_one)
         rows = targets.index, coefficients.scale.contiguous(), coefficients.target
-        order, scatters = _places(targets, order)
+        order, scatters = row_order(order, targets.index)
         if scatters and out is kept:
             scatters = OUT_AND_SUMS
         compiled(spec)(out, kept, low, w, *rows, term, order, scatters)
@@ -149,8 +149,3 @@ def with_rank_one(spec: SpecT, rank_one: RankOne | None) -> tuple[SpecT, RankOne
     if rank_one is None:
         return spec, None
     return replace(spec, rank_one=True), (rank_one.factor.contiguous(), rank_one.row)
-
-
-def _places(targets: Targets, order: Tensor | None) -> tuple[Tensor, int]:
-    """Return where a launch has its rows, and whether it reads that; without `order` any int64."""
-    return (targets.index, 0) if order is None else (order, 1)

@@ -44,6 +44,7 @@ from cutefce.ops.primitives.portable_gradients import (
 )
 from cutefce.ops.primitives.weighted_sum import SoftTargetSteps, weighted_sum
 from cutefce.ops.rows.blocks import blocks
+from cutefce.ops.rows.logit_map import LogitMap
 from cutefce.ops.rows.outputs import PartialOutputs
 from cutefce.ops.rows.selection import CountedRows, RowSelection
 from cutefce.ops.rows.statistics import RowStats, reduce_losses
@@ -189,9 +190,7 @@ class PortableProjection(SoftTargetSteps):
 
         `gather` maps a tensor (...) to those of all ranks (R, ...).
         """
-        references = partial.references.amax(1)
-        sums = (partial.sums * _exp_difference(partial.references, references[:, None])).sum(1)
-        shards = gather(torch.stack([sums, references]))
+        shards = gather(torch.stack(joined(partial.sums, partial.references, 1)))
         return PartialSums(shards[:, 0].t(), shards[:, 1].t())
 
     def recompute_exp(
@@ -210,9 +209,8 @@ class PortableProjection(SoftTargetSteps):
         self, partial: Partials, target_logit: Tensor, targets: Targets
     ) -> tuple[RowStats, Tensor]:
         """Reduce the partial sums of every token; also return the reduced loss."""
-        references, sums, active = partial.references, partial.sums, targets.active
-        reference = references.amax(1)
-        row_sum = (sums * _exp_difference(references, reference[:, None])).sum(1)
+        active = targets.active
+        row_sum, reference = joined(partial.sums, partial.references, 1)
         row_sum = torch.where(active, row_sum, 0)  # that of an ignored row may be NaN
         distance = torch.where(active, reference - target_logit, 0)
         # exp(r - ρ) - 1, which is exactly 0 where the target's logit is the reference
@@ -278,11 +276,9 @@ class PortableProjection(SoftTargetSteps):
                 logits = scratch[here]
                 if in_place and copy is not None:
                     logits, copy = copy, None
-                entries = w[first + tile.start : first + tile.stop]
-                matmul_into(logits[:, :valid], h[rows], entries.t(), accumulate=False)
                 classes = slice(first + tile.start, first + tile.stop)
-                if targets.logits is not None:
-                    targets.logits.part(rows, classes).apply_(logits[:, :valid])
+                own = None if targets.logits is None else targets.logits.part(rows, classes)
+                logits_into(logits[:, :valid], h[rows], w[classes], own)
                 logits[:, valid:].fill_(-torch.inf)
                 part = None if out is None else out.rows(rows).columns(parts)
                 run(
@@ -297,6 +293,23 @@ class PortableProjection(SoftTargetSteps):
                     None if part is None else part.of_all,
                     None if part is None else part.largest,
                 )
+
+
+def logits_into(out: Tensor, h: Tensor, w: Tensor, logits: LogitMap | None) -> None:
+    """Write the model's logits of h (R, D) and w (C, D), whose map is given, to `out` (R, C)."""
+    matmul_into(out, h, w.t(), accumulate=False)
+    if logits is not None:
+        logits.apply_(out)
+
+
+def joined(sums: Tensor, references: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """Return sums of exponentials over `dim`, relative to the largest reference, and this.
+
+    Each of `sums` is relative to its own one of `references`.
+    """
+    reference = references.amax(dim)
+    factors = _exp_difference(references, reference.unsqueeze(dim))
+    return (sums * factors).sum(dim), reference
 
 
 def dense(x: Tensor) -> Tensor:

@@ -24,9 +24,25 @@ def select_on_device(arch: str, y: Tensor, ignored: int, chunk: int) -> RowSelec
     return RowSelection(order, targets, counts, chunk, tokens, arch)
 
 
+def select_on_host(y: Tensor, counted: Tensor, ignored: int) -> RowSelection | None:
+    """Return the selection of the targets y (N,) where `counted` (N,) are not `ignored`.
+
+    None if all are.  A GPU is waited for.
+    """
+    order, tokens = (counted != ignored).nonzero()[:, 0], len(y)
+    if len(order) == tokens:
+        return None
+    return RowSelection(order, y.index_select(0, order), None, tokens, tokens)
+
+
 def row_count(selection: RowSelection | None, unused: Tensor) -> tuple[Tensor, int]:
     """Return the fields of a launch's `RowCount`; `unused` are any int32."""
     return (unused, 0) if selection is None else (selection.count, 1 + selection.may_skip)
+
+
+def row_order(order: Tensor | None, unused: Tensor) -> tuple[Tensor, int]:
+    """Return where a launch has its rows, and whether it reads that; `unused` are any int64."""
+    return (unused, 0) if order is None else (order, 1)
 
 
 def far_rows(selection: RowSelection | None, semaphores: Tensor) -> RowSelection | None:
@@ -111,13 +127,12 @@ def select_rows(
         assert problem.arch is not None
         selection = select_on_device(problem.arch, counted, ignored, chunk)
         return selection if counted is y else replace(selection, targets=selection.take(y))
-    (rows, sorts), found = planned, None
+    rows, sorts = planned
     if sorts and not (y.is_cuda and torch.cuda.is_current_stream_capturing()):
+        order = (counted == ignored).to(torch.uint8).argsort(stable=True)
         found = CountedRows.of(counted != ignored)
-    elif rows == tokens:
-        return None
-    order = (counted == ignored).to(torch.uint8).argsort(stable=True)[:rows]
-    return RowSelection(order, y.index_select(0, order), None, chunk, tokens, counted=found)
+        return RowSelection(order, y.index_select(0, order), None, chunk, tokens, counted=found)
+    return None if rows == tokens else select_on_host(y, counted, ignored)
 
 
 def with_aligned_rows(x: Tensor) -> Tensor:

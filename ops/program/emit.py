@@ -1,7 +1,7 @@
 """Programs while they are made: steps in the order in which they run, and the lives of buffers."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from enum import Enum
 
 from cutefce.ops.program.steps import ARENAS, Buffer, Home, Program, Range, Step
@@ -55,6 +55,20 @@ class Emitter(ABC):
             self.program.buffers[scratch] = Buffer(1, size, 1, Home.OUTSIDE)
             lives[scratch] = self.count, self.count
         self.count += 1
+
+    def some(self, ranges: Iterable[Range]) -> Iterator[Range]:
+        """Yield ranges; in a brief program, of many the first, one for those between, and the last.
+
+        Meanwhile `times` says how many of them a step is for.
+        """
+        every, times = [*ranges], self.times
+        if self.brief and len(every) > 3:
+            between = times * (len(every) - 2)
+            for x, self.times in ((every[0], times), (every[1], between), (every[-1], times)):
+                yield x
+            self.times = times
+        else:
+            yield from every
 
     def finished(self) -> Program:
         """Return the program; what is returned lives until its end."""

@@ -55,7 +55,7 @@ def rescale(call: Call, s: Step) -> None:
 def keep_hidden(call: Call, s: Step) -> None:
     """Keep the sums of a chunk; or its rows of dX, for a known upstream gradient."""
     x, rows, stats = call.part(s.rows), slice(*s.rows), call.values["stats"]
-    products, kept, order = rows_of(call, s, "sums"), call.view("dx"), _order(call.part(s.rows))
+    products, kept, order = rows_of(call, s, "sums"), call.view("dx"), x.targets.order
     low = _low_of_kept(call, s)
     out = kept[rows] if order is None else kept
     if s.final:
@@ -79,10 +79,10 @@ def finish_hidden(call: Call, s: Step) -> None:
     sums = "sums" if "sums" in s.reads else "dx"
     if s.low is not None:
         finish_kept, own = x.primitives.gradients.finish_kept, low_of(call, s.low)
-        rows = x.w, x.targets, scaling.dx, class_term(x, scaling.dx), _order(x)
+        rows = x.w, x.targets, scaling.dx, class_term(x, scaling.dx), x.targets.order
         finish_kept(out, call.view(sums), own, *rows)
     else:
-        finish_dx(x, out, call.view(sums), scaling.dx, _order(x))
+        finish_dx(x, out, call.view(sums), scaling.dx, x.targets.order)
 
 
 def finish_chunks(call: Call, s: Step) -> None:
@@ -116,11 +116,6 @@ def _low_of_kept(call: Call, s: Step) -> Tensor | None:
     """Return the low bits of what a chunk keeps; None if that is dX, or has the dtype of sums."""
     hidden = call.inputs.h.shape[1]
     return None if s.low is None else call.view(s.low)[:, : hidden * few_low_bits(hidden) // 8]
-
-
-def _order(x: LossInputs) -> Tensor | None:
-    """Return which tokens the rows are, if kernels have selected them."""
-    return None if x.targets.selection is None else x.targets.selection.order
 
 
 def finish_dx(

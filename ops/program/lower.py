@@ -144,15 +144,8 @@ class Lowering(Emitter):
             self.buffer("class_row", 1, p.hidden + 1, p.sums)
             self.emit(Kind.CLASS_ROW, (), ("class_row",), self.every)
         if self.in_forward:
-            chunks = [*chunks_of(p, self.x)]
-            for number, rows in enumerate(chunks):
-                is_like_others = self.brief and 1 < number < len(chunks) - 1
-                if not is_like_others:
-                    self.times = 1
-                    if self.brief and number == 1 and len(chunks) > 2:
-                        self.times = len(chunks) - 2
-                    self.chunk(rows)
-            self.times = 1
+            for rows in self.some(chunks_of(p, self.x)):
+                self.chunk(rows)
         else:
             states = self.states(self.every)
             self.statistics(self.every, states, [n for n in self.windows if n.is_stored])

@@ -1,18 +1,18 @@
 """From a problem and a budget to the plan of a call: the fastest program that fits."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from cutefce.cute_kernels.integers import ceil_div, round_up
 from cutefce.cute_kernels.problem import LOW_BITS
-from cutefce.ops.planning.budget import MINIMUM, predicted
+from cutefce.ops.planning.budget import predicted
 from cutefce.ops.planning.device import Device
 from cutefce.ops.program.layout import Layout, most_aliased
 from cutefce.ops.program.place import kept, peak
 from cutefce.ops.program.primitives_backend import PrimitivesBackend
 from cutefce.ops.program.problem import Problem
-from cutefce.ops.program.search import fastest_within
+from cutefce.ops.program.search import Costed, fastest_within
 from cutefce.ops.program.steps import Program
 
 LEAST_CHUNK = 512
@@ -27,18 +27,12 @@ SHORT_SUMS = 32
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(Costed):
     """How a call runs: its program is that of a problem and a layout."""
 
     problem: Problem
     layout: Layout
     backend: PrimitivesBackend
-    workspace_bytes: int = 0
-    """Predicted peak memory beyond the inputs and the gradients."""
-    seconds: float = 0.0
-    """Predicted time of forward and backward; for comparing plans of one problem."""
-    budget: int | None = field(default=None, compare=False)
-    """Bytes that were asked for, if no plan takes as few."""
 
     @cached_property
     def program(self) -> Program:
@@ -87,12 +81,6 @@ class Plan:
         """Tokens at a time."""
         return min(self.layout.chunk, max(self.tokens, 1))
 
-    def within(self, budget: int) -> "Plan":
-        """Return a plan that says so if it takes more than `budget` bytes."""
-        if MINIMUM < budget < self.workspace_bytes:
-            return replace(self, budget=budget)
-        return self
-
     def __str__(self) -> str:
         name, x, is_sampled = self.strategy.replace("_", " "), self.layout, self.problem.samples > 0
         cost = predicted(self.workspace_bytes, self.seconds, None if is_sampled else self.budget)
@@ -118,7 +106,8 @@ def planned(p: Problem, x: Layout, backend: PrimitivesBackend, device: Device) -
     """Return the plan of a layout."""
     program = backend.lower(p, x, brief=True)
     size = backend.workspace(p, peak(program), kept(program))
-    return Plan(p, x, backend, size, backend.seconds(program, device))
+    seconds = backend.seconds(program, device)
+    return Plan(p, x, backend, workspace_bytes=size, seconds=seconds)
 
 
 def plan(
@@ -140,8 +129,7 @@ def plan(
         x = replace(like, window=window, low_bits=low)
         return planned(p, x, backend, device).within(budget)
     families = [*_families(p, backend, like is None)]
-    found = fastest_within(families, lambda x: planned(p, x, backend, device), budget)
-    return found.within(budget)
+    return fastest_within(families, lambda x: planned(p, x, backend, device), budget)
 
 
 def _families(

@@ -1,11 +1,12 @@
-"""The fastest layout within a budget.
+"""Plans, seen from their cost, and the fastest one within a budget.
 
 Layouts come in families that store more and more: of each family, the one that stores the most
 within the budget is a candidate.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from cutefce.ops.planning.budget import MINIMUM
 
@@ -13,21 +14,26 @@ WORTH, FREE = (5, 4), 4 << 20
 """Memory that "min" may take, over the least of any program, and bytes that it may take beside:
 so much is often worth half of the time."""
 
-
-class Costed(Protocol):
-    """A plan, seen from its cost."""
-
-    @property
-    def workspace_bytes(self) -> int:
-        """Predicted peak memory beyond the inputs and the gradients."""
-
-    @property
-    def seconds(self) -> float:
-        """Predicted time of forward and backward."""
-
-
 L = TypeVar("L")
-P = TypeVar("P", bound=Costed)
+P = TypeVar("P", bound="Costed")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Costed:
+    """Base of plans: what they are compared by."""
+
+    workspace_bytes: int = 0
+    """Predicted peak memory beyond the inputs and the gradients."""
+    seconds: float = 0.0
+    """Predicted time of forward and backward; for comparing plans of one problem."""
+    budget: int | None = field(default=None, compare=False)
+    """Bytes that were asked for, if no plan takes as few."""
+
+    def within(self: P, budget: int) -> P:
+        """Return a plan that says so if it takes more than `budget` bytes."""
+        if MINIMUM < budget < self.workspace_bytes:
+            return replace(self, budget=budget)
+        return self
 
 
 def fastest_within(families: Sequence[Sequence[L]], planned: Callable[[L], P], budget: int) -> P:
@@ -52,7 +58,7 @@ def fastest_within(families: Sequence[Sequence[L]], planned: Callable[[L], P], b
         limit = least * WORTH[0] // WORTH[1] + FREE if budget == MINIMUM else least
         found = _fastest(families, of, limit)
     assert found is not None, "the least fits"
-    return found
+    return found.within(budget)
 
 
 def _fastest(families: Sequence[Sequence[L]], of: Callable[[L], P], limit: int) -> P | None:

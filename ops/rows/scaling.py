@@ -78,9 +78,8 @@ def scaling_of(
     grad_scale, entries = dx.scale.new_ones(()), targets.soft_entries(stats, dtype)
     if in_reference and entries is not None:
         return _scaling_in_reference(stats, dx, entries, narrow)
-    if narrow and len(dx.scale):
-        grad_scale = dx.scale.abs().amax()
-        grad_scale = torch.where(grad_scale == 0, 1, grad_scale)
+    if narrow:
+        grad_scale = largest_of(dx.scale)
     part = dx.over(grad_scale) if narrow else dx
     own = part.scale, part.target, part.every
     return Scaling(stats, *own, None, grad_scale, dx, entries)
@@ -123,6 +122,12 @@ def _scaling_by_log(
     uniform = replace(dx, scale=torch.where(targets.active, grad_scale, 0))
     own = part.target, None, factor, grad_scale
     return Scaling(stats, None, *own, uniform, entries)
+
+
+def largest_of(factors: Tensor) -> Tensor:
+    """Return () the size of the largest factor, to divide all by; 1 if there is none but 0."""
+    largest = factors.abs().amax() if len(factors) else factors.new_zeros(())
+    return torch.where(largest == 0, 1, largest)
 
 
 def as_probabilities(stats: RowStats) -> RowStats:

@@ -106,6 +106,11 @@ class Targets:
         return self.index.clamp(0, self.vocab - 1)
 
     @property
+    def order(self) -> Tensor | None:
+        """(N,) int64: which rows these are, if kernels have selected them; None for all."""
+        return None if self.selection is None else self.selection.order
+
+    @property
     def divides_by_count(self) -> bool:
         """Whether the reduced loss is the sum over the number of active tokens."""
         return self.options.reduction == "mean" and self.tensors.denominator is None
@@ -143,7 +148,7 @@ class Targets:
             total = torch.where(self.active, weight, 0).sum()
             return torch.where(self.active.any(), total.to(dtype).reciprocal(), 0)
         if denominator is not None:
-            return torch.where(denominator == 0, 0, denominator.to(dtype).reciprocal())
+            return inverse_of(denominator, dtype)
         return torch.ones((), dtype=dtype, device=self.index.device)
 
     def set_class_logits(self, products: Tensor) -> None:
@@ -230,6 +235,11 @@ class Targets:
             assert isinstance(rows, slice)
             part.selection = self.selection.rows(rows)
         return part
+
+
+def inverse_of(denominator: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return () the factor of a loss that a denominator () divides; 0 if that is 0."""
+    return torch.where(denominator == 0, 0, denominator.to(dtype).reciprocal())
 
 
 def make_targets(

@@ -19,7 +19,12 @@ from cutefce.cute_kernels.sampling_set import SamplingKernels, sampling_kernels
 from cutefce.cute_kernels.spec import SparseRowsSpec
 from cutefce.ops.dtypes import dtype_name
 from cutefce.ops.primitives.cute_projection import CuteProjection
-from cutefce.ops.primitives.row_selection import gather_rows, has_aligned_rows, select_on_device
+from cutefce.ops.primitives.row_selection import (
+    gather_rows,
+    has_aligned_rows,
+    row_order,
+    select_on_device,
+)
 from cutefce.ops.program.hidden import class_term, finish_dx
 from cutefce.ops.program.run import Call
 from cutefce.ops.program.steps import Home, Step
@@ -118,7 +123,7 @@ def _fill(
     order: Tensor | None = None,
 ) -> Any:
     """Append the entries of rows, or of rows `order` (N,); return row sums."""
-    maps = targets.index if order is None else order, int(order is not None)
+    maps = row_order(order, targets.index)
     chosen = own.threshold, own.row_hash, own.counts, own.entries, targets.first, *maps
     w, kernel = call.inputs.w, _kernels(call).project_exp
     operands = h, w, (0, len(w)), reference, targets
@@ -163,7 +168,7 @@ def finish_entries(call: Call, s: Step) -> None:
 def sparse_hidden(call: Call, s: Step) -> None:
     """Write s_i Σ (e / q) w_v + c_i w_y of token i to its row of dX."""
     x, factors = call.inputs, call.values["scaling"].dx
-    order = None if x.targets.selection is None else x.targets.selection.order
+    order = x.targets.order
     if class_term(x, factors) is None:
         _sparse_hidden(call, call.view("dx"), factors, order)
         return
@@ -179,7 +184,7 @@ def _sparse_hidden(call: Call, out: Tensor, factors: RowCoefficients, order: Ten
     own, w, index = Entries.of(call), call.inputs.w, call.inputs.targets.index
     spec = _with_result(_kernels(call).grad_hidden, out)
     rows = own.entries, own.counts, factors.scale.contiguous(), factors.target.contiguous()
-    places = index, index if order is None else order, int(order is not None)
+    places = index, *row_order(order, index)
     compiled(spec)(out, w, (*rows, *places))
 
 
@@ -195,10 +200,9 @@ def list_entries(call: Call, s: Step) -> None:
     start = own.threshold.new_empty(1)
     call.values |= {"row": row, "start": start}
     lists, ends, *between = _lists(call, s.writes)
-    order = targets.index if targets.selection is None else targets.selection.order
     rows = own.entries, own.counts, targets.index
     coefficients = factors.scale.contiguous(), factors.target.contiguous()
-    maps = order, int(targets.selection is not None)
+    maps = row_order(targets.order, targets.index)
     # of float16, the reference tells which rows have no gradient
     more = call.values["stats"].reference, targets.options.ignore_index
     results = lists, ends, *between, start

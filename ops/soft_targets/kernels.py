@@ -5,6 +5,7 @@ from torch import Tensor
 
 from cutefce.cute_kernels.jit.cache import compiled
 from cutefce.cute_kernels.kernel_set import KernelSet
+from cutefce.ops.primitives.row_selection import row_order
 from cutefce.ops.primitives.weighted_sum import SoftTargetSteps
 from cutefce.ops.rows.targets import Targets
 
@@ -25,8 +26,7 @@ class CuteSoftTargetSteps(SoftTargetSteps):
     def soft_logits(self, out: Tensor, h: Tensor, w: Tensor, targets: Targets) -> None:
         """Write the raw logits of soft targets to `out` (N, K)."""
         assert targets.soft is not None
-        own, chosen = (*targets.soft.classes, out), targets.selection
-        order = (targets.index, 0) if chosen is None else (chosen.order, 1)
+        own, order = (*targets.soft.classes, out), row_order(targets.order, targets.index)
         compiled(self.kernels.soft_logits)(h, w, own, *order)
 
     def put_soft(self, entries: Tensor | None, exps: Tensor, first: int, targets: Targets) -> None:

@@ -77,13 +77,20 @@ def _joined(index: Tensor, b: Tensor, own: slice) -> tuple[Tensor, Tensor]:
 
     What has no b, or is of another rank, is behind them as class 0.  Sums have a fixed order.
     """
-    last = own.stop - own.start
-    index = index - own.start
-    index = index.masked_fill_((b == 0) | (index < 0) | (index >= last), last)
-    index, order = index.sort(dim=1, stable=True)
+    index, order = sort_own(index, b == 0, own)
     b = sum_equal(index, b.gather(1, order))
-    b.masked_fill_(index == last, 0)
+    b.masked_fill_(index == own.stop - own.start, 0)
     return index.masked_fill_(b == 0, 0), b
+
+
+def sort_own(index: Tensor, absent: Tensor, own: slice) -> tuple[Tensor, Tensor]:
+    """Return the classes (N, K) of `own`, ascending from its first one on, and their places (N, K).
+
+    What is `absent`, or of another rank, is behind them, with the number of all.
+    """
+    vocab = own.stop - own.start
+    index = index - own.start
+    return index.masked_fill_(absent | is_outside(index, vocab), vocab).sort(dim=1, stable=True)
 
 
 def sum_equal(index: Tensor, b: Tensor) -> Tensor:
@@ -102,5 +109,10 @@ def sum_equal(index: Tensor, b: Tensor) -> Tensor:
 
 def is_wrong(indices: Tensor, probs: Tensor, vocab: int) -> Tensor:
     """Return where (..., K) a probability, or its index, is out of range."""
-    outside = (probs != 0) & ((indices < 0) | (indices >= vocab))
+    outside = (probs != 0) & is_outside(indices, vocab)
     return outside | ~((probs >= 0) & (probs <= LARGEST))
+
+
+def is_outside(indices: Tensor, vocab: int) -> Tensor:
+    """Return where classes (..., K) are not in [0, vocab)."""
+    return (indices < 0) | (indices >= vocab)

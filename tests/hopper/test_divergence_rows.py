@@ -269,13 +269,10 @@ def test_factors_of_two_dtypes_have_no_kernel(
     monkeypatch.setattr(row_kernel, "unproven_reason", lambda *_: None)
     monkeypatch.setattr(row_kernel, "gpu_of", lambda device: Gpu(Sm90(), "NVIDIA H200", 132))
     sides = [
-        Side(torch.zeros(4, 8, dtype=dtype), torch.zeros(16, 8, dtype=dtype), None, None, trained)
-        for dtype, trained in (
-            (torch.bfloat16, (True,) * 3),
-            (torch.float16, (trains_both,) * 3),
-        )
+        Side(torch.zeros(4, 8, dtype=dtype), torch.zeros(16, 8, dtype=dtype), None, None)
+        for dtype in (torch.bfloat16, torch.float16)
     ]
-    gradients = [list(side.gradients) for side in sides]
+    gradients = [True] * 3, [trains_both] * 3
     options = Divergence("forward_kl", 0.5, "mean", -100, 0, 1.0, 1.0, None, None, *gradients)
     kernel = row_kernel.RowKernel.of(sides, options, (None, None))
     assert (kernel is None) == trains_both

@@ -14,8 +14,9 @@ from cutefce.cute_kernels.arch import arch_named
 from cutefce.cute_kernels.spec.divergence import logits_kernel
 from cutefce.ops.divergence.factors import FactorRows
 from cutefce.ops.divergence.logits import launch
-from cutefce.ops.divergence.options import DIVERGENCES, Divergence
+from cutefce.ops.divergence.options import Divergence
 from cutefce.ops.divergence.row_kernel import RowKernel
+from cutefce.ops.interface.options import DIVERGENCES
 from cutefce.ops.primitives.cute_projection import CuteProjection
 from cutefce.ops.primitives.primitives import Primitives
 

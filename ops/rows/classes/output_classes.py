@@ -13,16 +13,16 @@ e (a + b log e) first, which contains all factors of a token.
 """
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
-from torch import Tensor, is_tensor
+from torch import Tensor
 
 from cutefce.cute_kernels.workspace import NO_CLASS
 from cutefce.ops.rows.classes.soft_targets import SoftTargets
 from cutefce.ops.rows.logit_map import LogitMap
 from cutefce.ops.rows.loss_terms import GivenTargets
-from cutefce.ops.soft_targets.rows import sum_equal
+from cutefce.ops.soft_targets.rows import is_outside, sort_own, sum_equal
 
 if TYPE_CHECKING:
     from cutefce.ops.rows.statistics import RowStats
@@ -70,9 +70,8 @@ class OutputClasses(SoftTargets):
         index = index.long()
         counts = (index != ignored) & (x.y != ignored)[:, None]
         is_lead = index == x.y[:, None]
-        here = counts & ~is_lead & (index >= own.start) & (index < own.stop)
         vocab = own.stop - own.start
-        index, order = torch.where(here, index - own.start, vocab).sort(dim=1, stable=True)
+        index, order = sort_own(index, ~counts | is_lead, own)
         absent = index == vocab
         return OutputClasses(
             index=index.masked_fill_(absent, 0),
@@ -86,10 +85,10 @@ class OutputClasses(SoftTargets):
 
     def rows(self, rows: slice | Tensor) -> "OutputClasses":
         """Return those of some of the tokens."""
-        own: dict[str, Any] = {name: x[rows] for name, x in vars(self).items() if is_tensor(x)}
+        part = super().rows(rows)
         if self.gradients is not None:
-            own["gradients"] = ClassGradients(*(x[rows] for x in self.gradients))
-        return replace(self, **own)
+            part.gradients = ClassGradients(*(x[rows] for x in self.gradients))
+        return part
 
     def excess_of(self, logits: Tensor, lead: Tensor) -> Tensor:
         """Return this rank's logits (N, K), 0 of other classes: those of all ranks add up."""
@@ -155,8 +154,3 @@ def class_leads(indices: Tensor, vocab: int, ignored: int) -> Tensor:
     wrong = (counts & is_outside(indices, vocab)).any(-1)
     # what is ignored may be `NO_CLASS`
     return torch.where(wrong, NO_CLASS - (ignored == NO_CLASS), lead)
-
-
-def is_outside(indices: Tensor, vocab: int) -> Tensor:
-    """Return where classes (..., K) are not in [0, vocab)."""
-    return (indices < 0) | (indices >= vocab)

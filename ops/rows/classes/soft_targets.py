@@ -21,11 +21,11 @@ the factors of tokens are in the references of exponentials, or applied to these
 before they are rounded.
 """
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_tensor
 
 from cutefce.cute_kernels.workspace import SoftRow
 from cutefce.ops.rows.logit_map import LogitMap
@@ -35,6 +35,7 @@ from cutefce.ops.soft_targets.rows import soft_rows
 if TYPE_CHECKING:
     from cutefce.ops.rows.statistics import RowStats
 
+S = TypeVar("S", bound="SoftTargets")
 WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integers of as many bytes as exponentials."""
 
@@ -77,11 +78,10 @@ class SoftTargets:
         """The kernels' arguments, `index` and `coefficient`."""
         return self.index, self.coefficient
 
-    def rows(self, rows: slice | Tensor) -> "SoftTargets":
+    def rows(self: S, rows: slice | Tensor) -> S:
         """Return those of some of the tokens."""
-        more = (self.logits, self.excess)
-        parts = (None if x is None else x[rows] for x in more)
-        return SoftTargets(self.index[rows], self.coefficient[rows], self.least[rows], *parts)
+        own: dict[str, Any] = {name: x[rows] for name, x in vars(self).items() if is_tensor(x)}
+        return replace(self, **own)
 
     def bounded(self, a: Tensor | float) -> Tensor:
         """Return derivatives a (N,) by the log-sum-exps, moved away from 0."""
