@@ -12,8 +12,12 @@ from cutefce.ops.primitives.elementwise import can_fuse, fused, scale_by_log_
 from tests.support import divergence
 from tests.support.options import LOSSES, OptionsCase, assert_results_as_accurate
 from tests.support.outputs import OUTPUTS, values_case
+from tests.support.tiers import rest_slow
 
 pytestmark = [pytest.mark.gpu, pytest.mark.compiled_rows]
+
+TOGETHER = "class indices, smoothing and all factors", "soft targets, softcap and all factors"
+COMMON = {name: LOSSES[name] for name in ("plain", *TOGETHER)}
 
 
 def scaled(rows: int, columns: int, pitch: int) -> Tensor:
@@ -50,14 +54,14 @@ def test_a_layout_is_compiled_once() -> None:
     assert counters["stats"]["unique_graphs"] <= before + 1
 
 
-@pytest.mark.parametrize("make", LOSSES.values(), ids=LOSSES)
+@pytest.mark.parametrize("make", rest_slow(COMMON | LOSSES, len(COMMON)))
 def test_each_loss(make: Callable[..., OptionsCase], small_tiles: PortableTiles) -> None:
     x = make(150, 48, 333, dtype=torch.float32, device="cuda")
     for workspace in ("max", "min"):
         assert_results_as_accurate(x.ours(workspace=workspace), x)
 
 
-@pytest.mark.parametrize("outputs", [(), *((name,) for name in OUTPUTS), OUTPUTS], ids=str)
+@pytest.mark.parametrize("outputs", rest_slow([OUTPUTS, (), *((name,) for name in OUTPUTS)]))
 @pytest.mark.parametrize("classes", [None, 7])
 def test_each_output(
     classes: int | None, outputs: tuple[str, ...], small_tiles: PortableTiles
@@ -68,7 +72,7 @@ def test_each_output(
     x.check(x.ours(workspace="min"))
 
 
-@pytest.mark.parametrize("form", divergence.FORMS.values(), ids=divergence.FORMS)
+@pytest.mark.parametrize("form", rest_slow(divergence.FORMS))
 def test_each_divergence(form: dict[str, Any]) -> None:
     how: dict[str, Any] = {"dtype": torch.float32, "device": "cuda", "logit_std": 2}
     divergence.assert_as_accurate(divergence.several(150, (48, 40), 333, **how), **form)

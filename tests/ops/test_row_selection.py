@@ -18,7 +18,7 @@ from tests.support.kernel_models import model_of
 from tests.support.layouts import LAYOUTS, Layout, pinned
 from tests.support.options import LOSSES, assert_results_as_accurate
 from tests.support.reference import Case, random_case
-from tests.support.tiers import pairwise
+from tests.support.tiers import pairwise, rest_slow
 
 TOKENS = 150
 
@@ -61,7 +61,7 @@ def test_a_cpu_multiplies_only_rows_that_count(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("loss", [name for name in LOSSES if "probabilities" not in name])
+@pytest.mark.parametrize("loss", rest_slow([x for x in LOSSES if "probabilities" not in x]))
 @pytest.mark.parametrize("workspace", ["min", None])
 def test_products_without_kernels_leave_out_rows(
     loss: str, workspace: str | None, monkeypatch: pytest.MonkeyPatch
