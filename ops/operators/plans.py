@@ -64,8 +64,13 @@ class Request:
         return replace(self, problem=problem, operands=operands, copies=copies)
 
     def sorted(self) -> "Request":
-        """Return the same with the tokens that count first, copied with their dX."""
-        return replace(self.of_tokens(self.problem.tokens), sorts=True)
+        """Return the same with the tokens that count first, in a copy of the hidden states.
+
+        A copy of dX is made when what the call has kept, and this one, are freed.
+        """
+        copied = self.problem.tokens * self.problem.hidden * self.problem.item
+        copies = replace(self.copies, dense=self.copies.dense + copied)
+        return replace(self, copies=copies, sorts=True)
 
 
 SORTED = 1.05
