@@ -8,7 +8,7 @@ from cutefce.ops.program.steps import Step
 
 
 class Backend(Protocol):
-    """A table of functions that run steps, seen from its needs of memory."""
+    """Those who run steps, seen from their needs of memory."""
 
     @property
     def block(self) -> int:

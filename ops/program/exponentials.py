@@ -151,7 +151,7 @@ def finish_loss(call: Call, s: Step) -> None:
 
 
 def coefficients(call: Call, s: Step) -> None:
-    """Choose where the factors of tokens are applied."""
+    """Compute the factors of tokens, and choose where they are applied."""
     if "last factors" in s.writes:
         return
     x, stats = call.part(s.rows), call.values["stats"]

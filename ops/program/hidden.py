@@ -8,7 +8,8 @@ A token's sums over all classes are final after its chunk, but the upstream grad
 them.  They are kept in 20 bits: the relative error is at most 2⁻¹³, 16 times smaller than that of
 the rounding of dX.  Where the upstream gradient is known before the backward, dX itself is kept.
 
-Where kernels select rows, sums are in the order of the selection, kept ones in the call's.
+Where kernels select rows, sums are in the order of the selection.  What a chunk keeps of them in
+fewer bits, or of dX, is in the call's.
 """
 
 from dataclasses import replace

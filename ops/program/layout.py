@@ -27,7 +27,11 @@ class Layout:
     chunk: int
     """Tokens at a time; all of them with gradients in the backward."""
     window: int
-    """Columns at a time of what is computed again, or in a chunk of a frozen weight."""
+    """The most columns at a time of what is computed again, or in a chunk of a frozen weight.
+
+    Where dW's memory can hold exponentials, windows there may be wider, and the others have at most
+    half as many.
+    """
     kept: int = 0
     """Columns whose exponentials have memory from the forward to the backward."""
     aliased: int = 0

@@ -117,10 +117,11 @@ def plan(
     budget: int,
     like: Layout | None = None,
 ) -> Plan:
-    """Return the fastest plan within `budget` bytes, or the one that takes the least.
+    """Return the fastest plan within `budget` bytes; if none fits, the smallest.
 
-    More bytes give no slower plan, nor one that takes less memory; of a few tokens, within 2 %.
-    With a layout `like` there are chunks of as many tokens as in that, or none.
+    The smallest budget allows a little more than the smallest plan, see `search`.  More bytes give
+    no slower plan, nor one that takes less memory; of a few tokens, within 2 %.  `like` fixes the
+    strategy and, if gradients are formed in the forward, the tokens of a chunk.
     """
     if like is not None and like.in_forward:
         every = round_up(p.vocab, backend.block)

@@ -39,8 +39,8 @@ class Costed:
 def fastest_within(families: Sequence[Sequence[L]], planned: Callable[[L], P], budget: int) -> P:
     """Return the fastest plan of a layout within `budget` bytes, or the one that takes the least.
 
-    Each layout of a family takes more memory, and less time, than the one before.  The first and
-    the last may not.
+    Each layout of a family takes more memory, and less time, than the one before, but possibly the
+    second and the last.
     """
     made: dict[L, P] = {}
 

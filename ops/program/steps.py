@@ -51,7 +51,7 @@ class Kind(Enum):
     LOSS = "the loss from the statistics"
     COEFFICIENTS = "factors of rows, and of probabilities, from statistics and upstream gradient"
     ENTRIES = "factors of exponentials, and the terms of other target classes among them"
-    SCALE_EXPS = "s, and these terms with it, to exponentials that dW's product reads"
+    SCALE_EXPS = "multiply exponentials that dW's product reads by s, and the terms in them"
     LIST_TARGETS = "the tokens of each class, for the terms of targets in dW"
     GEMM_HIDDEN = "e @ w, written or added to the sums of dX"
     GEMM_WEIGHT = "eᵀ @ hidden states, written or added; at last the terms of targets, rounded"
@@ -89,7 +89,7 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Step:
-    """One launch, on those of its rows that count."""
+    """One operation: the interpreter calls one function for it, which launches kernels or none."""
 
     kind: Enum
     """A `Kind`, or one of those of another lowering."""
@@ -101,7 +101,11 @@ class Step:
     adds: bool = False
     """Whether it adds to what it writes."""
     far: bool = False
-    """Whether it runs only on rows whose reference has moved, which the device knows."""
+    """Whether it does work again because REDUCE has moved a reference.
+
+    Kernels repair the row blocks where one has; in a window of a chunk they compute all rows, if
+    one has.  Otherwise a launch exits at once.
+    """
     final: bool = False
     """Of dW and the bias: whether the terms of targets and all classes are added too.  Of factors:
     whether they are those of probabilities.  Of dX's sums: whether they are rounded."""

@@ -1,4 +1,4 @@
-"""The tokens that count: those that are not ignored.
+"""The tokens that count: those whose target is not ignored and whose weight is not 0.
 
 All steps between `RowSelection.take` and `RowSelection.restore` see these tokens first, in their
 order; on a CPU no others.  A GPU without kernels of ours computes products of them and few others.
@@ -49,7 +49,8 @@ class CountedRows:
     def of_products(self, rows: int) -> int:
         """Return how many of so many rows products need: a multiple of `ROW_BLOCK`, or all.
 
-        It waits until the GPU has counted, but in the capture of a graph, before which it has.
+        It waits until the GPU has counted.  In the capture of a graph it need not: the GPU has
+        counted before.
         """
         if self.event is not None and not torch.cuda.is_current_stream_capturing():
             self.event.synchronize()
