@@ -111,6 +111,8 @@ class Table:
     versions: Mapping[str, str]
     """Versions with which the kernels were verified, those of `BUILD` among them."""
     entries: Entries = field(default_factory=dict)
+    left_out: int = field(default=0, compare=False)
+    """How many entries a file has whose configuration is none of `candidates`."""
 
     @property
     def build(self) -> dict[str, str | None]:

@@ -51,15 +51,15 @@ def read(path: Path) -> Table:
         arch = arch_named(_text(data, "arch"))
         gpu = Gpu(arch, _text(data, "device"), _integer(data, "num_sms"))
         versions = {name: _text(data["versions"], name) for name in data["versions"]}
-        entries = {
-            _key(arch, item): _entry(candidate, item)
-            for item in data["entries"]
-            for candidate in candidates(arch, _text(item, "kernel", TUNED))
-            if _config_item(candidate) == item["config"]
-        }
+        entries, left_out = dict[Key, Entry](), 0
+        for item in data["entries"]:
+            listed = candidates(arch, _text(item, "kernel", TUNED))
+            found = [each for each in listed if _config_item(each) == item["config"]]
+            left_out += not found
+            entries |= {_key(arch, item): _entry(each, item) for each in found}
     except (LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"a field is missing or has the wrong type: {error}") from error
-    return Table(gpu, versions, entries)
+    return Table(gpu, versions, entries, left_out)
 
 
 def read_like(path: Path, like: Table) -> Table:

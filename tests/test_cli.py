@@ -65,6 +65,7 @@ def test_tune(command: Any, folder: Path) -> None:
     assert lookup.tables(GPU) == (table_io.read(path),)
     assert "not one of 'bfloat16', 'float16'" in command("tune", "--dtype", "float64").output
     assert "expected one of few-tokens" in command("tune", "--shapes", "gpt").output
+    assert command("tune", "--shapes", one, "--budget-minutes", "-1").exit_code == 2
     refused = command("tune", "--shapes", one, "--budget-minutes", "nan")
     assert refused.exit_code == 2
     assert "got nan, expected a number of minutes" in refused.output
@@ -105,9 +106,13 @@ def test_cache_commands(folder: Path, tmp_path: Path) -> None:
     shown = run(main, ["cache", "show"]).output
     assert "8192x4096x131072" in shown
     validated = run(main, ["cache", "validate", str(file)]).output
-    assert "1 entries, of these kernels" in validated
+    assert "1 entries for NVIDIA Test 9000, of these kernels" in validated
     write(file, dataclasses.replace(TABLE, versions=OLD))
-    assert "1 entries, of other kernels" in run(main, ["cache", "validate", str(file)]).output
+    validated = run(main, ["cache", "validate", str(file)]).output
+    assert "1 entries for NVIDIA Test 9000, of other kernels" in validated
+    file.write_text(re.sub(r'"tile_n": \d+', '"tile_n": 176', file.read_text()))
+    validated = run(main, ["cache", "validate", str(file)]).output
+    assert "0 entries" in validated and "left out 1, whose configuration" in validated
     write(file, TABLE)
     into = tmp_path / "joined.json"
     assert run(main, ["cache", "merge", str(file), str(file), "--into", str(into)]).exit_code == 0

@@ -8,11 +8,11 @@ from rich.table import Table
 from cutefce.autotune_cache import lookup, table, table_io
 from cutefce.commands.common import (
     TABLE_FILE,
+    contents,
     describe,
     make_console,
     printable,
     read_table,
-    whose_kernels,
 )
 from cutefce.cute_kernels import cache_files
 
@@ -48,7 +48,8 @@ def show(files: tuple[Path, ...]) -> None:
                 f"{entry.ms:.3f}",
                 f"{entry.default_ms:.3f}",
             )
-    make_console().print(winners)
+    if winners.rows:
+        make_console().print(winners)
     if unusable:
         raise click.ClickException("\n".join(unusable))
 
@@ -64,7 +65,7 @@ def validate(files: tuple[Path, ...]) -> None:
     """Check FILES; fail at the first unusable one."""
     for path in files:
         tuned = read_table(path)
-        click.echo(f"{path}: {len(tuned.entries)} entries, {whose_kernels(tuned)}")
+        click.echo(f"{path}: {contents(tuned)}")
 
 
 @cache.command(short_help="Merge FILES of one GPU model.")
@@ -85,7 +86,7 @@ def merge(files: tuple[Path, ...], into: Path) -> None:
     except ValueError as error:
         raise click.ClickException(printable(str(error))) from error
     tuned = table_io.read(into)
-    click.echo(f"{into}: {len(tuned.entries)} entries, {whose_kernels(tuned)}")
+    click.echo(f"{into}: {contents(tuned)}")
 
 
 @cache.command()

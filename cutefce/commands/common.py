@@ -84,5 +84,15 @@ def describe(candidate: Candidate) -> str:
 
 
 def whose_kernels(table: Table) -> str:
-    """Return whether a table is proof of the installed kernels."""
+    """Return whether a table is proof of the installed kernels, and compiler."""
+    if None in table.build.values():
+        return "of kernels that it does not name; first renew it, with: cutefce verify --table"
     return f"of {'these' if table.build == lookup.current_build() else 'other'} kernels"
+
+
+def contents(table: Table) -> str:
+    """Return what a file has that can be used, and what it has not."""
+    text = f"{len(table.entries)} entries for {printable(table.gpu.name)}, {whose_kernels(table)}"
+    if table.left_out:
+        text += f"; left out {table.left_out}, whose configuration is not listed for the GPU"
+    return text

@@ -1,7 +1,6 @@
 """`cutefce tune`: finds the fastest configurations on this machine's GPU."""
 
 import itertools
-import math
 import time
 from pathlib import Path
 
@@ -30,8 +29,8 @@ from cutefce.cute_kernels.jit.subprocess_worker import SubprocessWorker
 
 
 def _check_minutes(context: click.Context, option: click.Parameter, given: float) -> float:
-    """Refuse what no time is later than."""
-    if math.isnan(given):
+    """Refuse what is no time."""
+    if not given >= 0:
         raise click.BadParameter(f"got {given}, expected a number of minutes")
     return given
 
@@ -61,7 +60,11 @@ def _check_minutes(context: click.Context, option: click.Parameter, given: float
     callback=_check_minutes,
     help="Time after which no further problem is begun.",
 )
-@click.option("--resume", is_flag=True, help="Skip problems that the table has for these kernels.")
+@click.option(
+    "--resume",
+    is_flag=True,
+    help="Skip what the table has, if it is of these kernels and this compiler.",
+)
 @click.option("--dry-run", is_flag=True, help="Show the candidates and exit; needs no GPU.")
 @click.option(
     "--output-dir",
