@@ -14,7 +14,7 @@ from cutefce.commands.common import printable, read_table, whose_kernels
 from cutefce.cute_kernels import cache_files
 from cutefce.cute_kernels.jit import cache as jit_cache
 from cutefce.cute_kernels.problem import ITEM_BYTES
-from cutefce.ops.primitives.dispatch import device_unsupported_reason
+from cutefce.ops.primitives.dispatch import device_unsupported_reason, has_triton
 
 PACKAGES = ("cutefce", "torch", "nvidia-cutlass-dsl", "apache-tvm-ffi", "cuda-python")
 
@@ -36,8 +36,7 @@ def _lines() -> Iterator[tuple[str, str]]:
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     yield "device", torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
     for name in ITEM_BYTES:
-        reason = device_unsupported_reason(device, getattr(torch, name))
-        yield name, "kernels" if reason is None else f"portable path: {reason}"
+        yield name, _served_by(device, getattr(torch, name))
     for path in sorted(lookup.SHIPPED_FOLDER.glob("*.json")):
         yield "tuned table", f"{path.name}: {_shipped_entries(path)}"
     try:
@@ -49,6 +48,15 @@ def _lines() -> Iterator[tuple[str, str]]:
     for folder in sorted(jit_cache.PREBUILT_FOLDER.glob("*")):
         if folder != jit_cache.prebuilt_folder():
             yield "", f"{_libraries(folder)}: built for other versions, not used"
+
+
+def _served_by(device: torch.device, dtype: torch.dtype) -> str:
+    """Return what serves calls of a dtype, and why."""
+    reason = device_unsupported_reason(device, dtype)
+    if reason is None:
+        return "kernels"
+    uses_triton = device.type == "cuda" and dtype.itemsize == 2 and has_triton(device)
+    return f"portable path{', on Triton' if uses_triton else ''}: {reason}"
 
 
 def _shipped_entries(path: Path) -> str:

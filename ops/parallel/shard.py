@@ -201,7 +201,7 @@ def shard_of(sharding: Sharding, h: Tensor, w: Tensor, **same: Any) -> VocabShar
         "hidden size": h.shape[1],
         "dtype of input": str(h.dtype),
         "rows of linear_weight, or shards": list(shards or [w.shape[0]]),
-        # kernels and the portable path exchange sums of different forms
+        # kernels exchange sums of another form, and beside Triton tokens may be in another order
         "primitives": backend_of(h, w, h.shape[0] * parts).name,
         **{name: _known(x) for name, x in same.items()},
     }

@@ -55,7 +55,7 @@ class Backend:
     """Which primitives serve a call."""
 
     name: str
-    """"cute", the kernels, or "torch", the portable path."""
+    """"cute", the kernels, or of the portable path "triton" or "torch"."""
     reason: str
     """Why."""
 
@@ -71,7 +71,7 @@ def backend_of(h: Tensor, w: Tensor, tokens: int | None = None) -> Backend:
     try_compiler(h.device, h.dtype)
     reason = _unsupported_reason(h, w, STEP, tokens)
     if reason is not None:
-        return Backend("torch", reason)
+        return Backend("triton" if triton_serves(h, w) else "torch", reason)
     capability = gpu_of(h.device).arch.capability
     return Backend("cute", f"{h.dtype} on compute capability {capability[0]}.{capability[1]}")
 
@@ -270,11 +270,11 @@ def triton_serves(h: Tensor, w: Tensor) -> bool:
         return False
     if h.shape[0] == 0 or h.shape[1] % 8:
         return False
-    return has_aligned_rows(w) and _has_triton(h.device)
+    return has_aligned_rows(w) and has_triton(h.device)
 
 
 @process_cache
-def _has_triton(device: torch.device) -> bool:
+def has_triton(device: torch.device) -> bool:
     """Whether Triton compiles tensor-core kernels for a GPU, and has descriptors of tensors."""
     is_recent = find_spec("triton") and find_spec("triton.tools.tensor_descriptor")
     return is_recent is not None and torch.cuda.get_device_capability(device) >= (8, 0)

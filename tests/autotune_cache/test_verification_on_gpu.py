@@ -95,7 +95,7 @@ def test_a_fault_ends_with_the_subprocess(
         monkeypatch.setattr(verify, "CHECK_SECONDS", LIMIT_SECONDS)
     case = random_case(300, 64, 1500, dtype=torch.bfloat16, device="cuda")
     backend = cutefce.backend_for(case.h, case.w)
-    assert backend.name == "torch"
+    assert backend.name == "triton"
     assert said in backend.reason.lower()
     (process,) = gate.processes
     assert process.returncode is not None, "it has ended"
