@@ -32,8 +32,6 @@ from cutefce.ops.primitives.portable_gradients import PortableGradients
 from cutefce.ops.primitives.portable_projection import PortableProjection
 from cutefce.ops.primitives.primitives import Primitives
 from cutefce.ops.primitives.row_selection import has_aligned_rows
-from cutefce.ops.primitives.triton_gradients import TritonGradients
-from cutefce.ops.primitives.triton_projection import TritonProjection
 from cutefce.ops.rows.selection import CountedRows
 from cutefce.ops.rows.targets import Targets, variant_of
 from cutefce.ops.sampling.sample_sizes import slots as sample_slots
@@ -150,6 +148,10 @@ def primitives_for(
     tiles = defaults.widest_window(problem)
     if not problem.triton:
         return portable_primitives(tiles)
+    # these import Triton, which no other call needs
+    from cutefce.ops.primitives.triton_gradients import TritonGradients
+    from cutefce.ops.primitives.triton_projection import TritonProjection
+
     widest = tiles.window if window is None else min(window, tiles.window)
     own = counted, weight_rows(problem, widest)
     return Primitives(tiles, TritonProjection(tiles, counted), TritonGradients(*own), counted)

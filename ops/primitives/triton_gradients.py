@@ -1,4 +1,7 @@
-"""`PortableGradients` with Triton's kernel of rows: cuBLAS forms the products."""
+"""`PortableGradients` with Triton's kernel of rows: cuBLAS forms the products.
+
+This module imports Triton.
+"""
 
 from functools import cached_property
 from typing import Any
@@ -7,6 +10,7 @@ import torch
 from torch import Tensor
 
 from cutefce.ops.primitives.portable_gradients import PortableGradients, TargetGrad
+from cutefce.ops.primitives.triton_rows import Kept, Listed, combine
 from cutefce.ops.rows.coefficients import RankOne, RowCoefficients
 from cutefce.ops.rows.selection import CountedRows, RowSelection
 from cutefce.ops.rows.statistics import RowStats
@@ -23,10 +27,8 @@ class ListedTargets:
         self.h, self.target, self.coefficient, self.vocab = h, target, coefficient, vocab
 
     @cached_property
-    def all(self) -> Any:
-        """The tokens of all classes, as `triton_rows.Listed`."""
-        from cutefce.ops.primitives.triton_rows import Listed
-
+    def all(self) -> Listed:
+        """The tokens of all classes."""
         target = torch.where(self.coefficient == 0, self.vocab, self.target)
         target, order = target.sort(stable=True)
         classes = torch.arange(self.vocab + 1, device=target.device)
@@ -55,21 +57,15 @@ class TritonGradients(PortableGradients):
         accumulate: bool,
         selection: RowSelection | None = None,
     ) -> None:
-        from cutefce.ops.primitives.triton_rows import Kept, combine
-
         sums = Kept(kept, low)
         for rows, product in self.hidden_products(kept, exps, w):
             own = sums.rows(rows)
             combine(own, product, joined=own if accumulate else None)
 
     def scale_kept_rows(self, kept: Tensor, low: Tensor, scale: Tensor) -> None:
-        from cutefce.ops.primitives.triton_rows import Kept, combine
-
         combine(Kept(kept, low), joined=Kept(kept, low), scale=scale)
 
     def scale_rows(self, out: Tensor, x: Tensor, scale: Tensor) -> None:
-        from cutefce.ops.primitives.triton_rows import combine
-
         combine(out, x, scale=scale)
 
     def finish_dx(
@@ -82,8 +78,6 @@ class TritonGradients(PortableGradients):
         rank_one: RankOne | None = None,
         order: Tensor | None = None,
     ) -> None:
-        from cutefce.ops.primitives.triton_rows import combine
-
         assert order is None, "these steps run over all rows that they are given"
         combine(out, sums, **_last_step(w, targets, coefficients, rank_one))
 
@@ -97,8 +91,6 @@ class TritonGradients(PortableGradients):
         stats: RowStats,
         order: Tensor | None = None,
     ) -> None:
-        from cutefce.ops.primitives.triton_rows import Kept, combine
-
         assert order is None, "these steps run over all rows that they are given"
         own = RowCoefficients.of_sums(stats, targets)
         combine(Kept(kept, low), sums, **_last_step(w, targets, own, None))
@@ -114,8 +106,6 @@ class TritonGradients(PortableGradients):
         rank_one: RankOne | None = None,
         order: Tensor | None = None,
     ) -> None:
-        from cutefce.ops.primitives.triton_rows import Kept, combine
-
         assert order is None, "these steps run over all rows that they are given"
         combine(out, joined=Kept(kept, low), **_last_step(w, targets, coefficients, rank_one))
 
@@ -137,8 +127,6 @@ class TritonGradients(PortableGradients):
         rank_one: RankOne | None = None,
         selection: RowSelection | None = None,
     ) -> None:
-        from cutefce.ops.primitives.triton_rows import combine
-
         for rows, to, sums in self.products(out, exps, scaled):
             listed = target_grad.rows(first + rows.start, first + rows.stop)
             terms = _terms(listed, rank_one and rank_one.rows(rows))
@@ -158,8 +146,6 @@ class TritonGradients(PortableGradients):
         accumulate: bool,
     ) -> None:
         """More than eight parameters: see the class of plain torch."""
-        from cutefce.ops.primitives.triton_rows import Kept, combine
-
         if low is None:
             self.add_product(kept, exps, scaled, accumulate=accumulate)
             terms = _terms(target_grad.rows(first, first + len(kept)), rank_one)
@@ -174,8 +160,6 @@ class TritonGradients(PortableGradients):
             combine(own, product, joined=own if accumulate else None, **terms)
 
     def finish_kept_dw(self, kept: Tensor, low: Tensor, factor: Tensor) -> None:
-        from cutefce.ops.primitives.triton_rows import Kept, combine
-
         combine(kept, joined=Kept(kept, low), scale=factor.expand(len(kept)))
 
 

@@ -1,7 +1,7 @@
 """`PortableProjection` with Triton's kernel of exponentials: no logits in memory.
 
 It serves GPUs without kernels in CuTe, and what those do not take; the other steps are those of
-plain torch, whose row-wise functions torch compiles.
+plain torch, whose row-wise functions torch compiles.  This module imports Triton.
 """
 
 from typing import Any
@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from cutefce.cute_kernels.config import PortableTiles
+from cutefce.ops.primitives import triton_kernels as kernels
 from cutefce.ops.primitives.portable_projection import PartialSums, PortableProjection
 from cutefce.ops.primitives.row_selection import with_aligned_rows
 from cutefce.ops.rows.selection import CountedRows
@@ -36,8 +37,6 @@ class TritonProjection(PortableProjection):
         exps: Tensor | None,
         out: PartialSums | None,
     ) -> None:
-        from cutefce.ops.primitives import triton_kernels as kernels
-
         transform = launch_transform(targets, window) or (None, None, None)
         own = targets.index, exps, out, transform, self.counted
         kernels.project(h, w, window, reference, *own)
@@ -52,8 +51,6 @@ class TritonProjection(PortableProjection):
         partial: Any,
         stats: RowStats,
     ) -> None:
-        from cutefce.ops.primitives import triton_kernels as kernels
-
         start = first // kernels.BLOCK
         references = partial.references[:, start:]
         kernels.rescale(exps, references, stats.reference, self.counted)
