@@ -12,5 +12,6 @@ nemo_rl.py     NeMo-RL: log-probabilities of Megatron policies, distillation of 
 prime_rl.py    prime-rl: its fused heads
 torchtitan.py  torchtitan: an override of the chunked loss
 trl.py         TRL: SFT, DPO, KTO, GRPO, RLOO, distillation, GKD
+unsloth.py     Unsloth: SFT, preference and RL trainers, GKD
 verl.py        verl: fused log-probabilities and entropies
 """

@@ -19,7 +19,7 @@ class NotServedError(Exception):
 
 def replace(
     path: str, replacement: Callable[..., Any], *, tested: str, found: str | None = None
-) -> None:
+) -> Callable[..., Any]:
     """Replace a function of a framework by one with the same parameters.
 
     If `replacement` raises NotServedError, the one that was there is called instead.  It is also
@@ -31,6 +31,9 @@ def replace(
         tested: the distribution and the versions that the integration was tested with, as
             "trl 1.16.0".  Another version warns once.
         found: the version in use, of a distribution that may be a source tree.
+
+    Returns:
+        The function that was there.
 
     Raises:
         ImportError: if the distribution or the module is not installed.
@@ -55,6 +58,8 @@ def replace(
     setattr(call, _MARK, True)
     is_static = isinstance(vars(owner).get(last), staticmethod)
     setattr(owner, last, staticmethod(call) if is_static else call)
+    own: Callable[..., Any] = current
+    return own
 
 
 def is_replaced(path: str, tested: str) -> bool:
