@@ -1,11 +1,12 @@
-"""The demo's model, a small decoder-only transformer, and one training of it."""
+"""The demo's model, a small decoder-only transformer, and trainings of it and of other examples."""
 
 import gc
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -130,6 +131,37 @@ class Training:
             peak = peak_bytes(lambda: self.evaluate(batch).backward(), batch[0].device)
             self.optimizer.zero_grad()
         return peak
+
+
+def fit(
+    parameters: Iterable[Tensor],
+    loss: Callable[[], Tensor],
+    steps: int,
+    group: dist.ProcessGroup | None = None,
+) -> list[float]:
+    """Take steps of Adam and return the loss before each, of which some are printed.
+
+    Args:
+        parameters: what is trained.
+        loss: returns the loss () of the next batch.
+        steps: how many.
+        group: ranks whose gradients add up, in a loss of all their batches; the first one prints.
+    """
+    trained = [*parameters]
+    optimizer = torch.optim.Adam(trained, lr=1e-2)
+    is_first = group is None or dist.get_rank(group) == 0
+    losses: list[float] = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        value = loss()
+        value.backward()
+        for x in trained if group is not None else ():
+            dist.all_reduce(x.grad, group=group)
+        optimizer.step()
+        losses.append(value.item())
+        if is_first and (step % 10 == 0 or step == steps - 1):
+            print(f"step {step}: loss {losses[-1]:.4f}")
+    return losses
 
 
 def peak_bytes(call: Callable[[], None], device: torch.device) -> int:
