@@ -35,7 +35,7 @@ test-all: .venv/ready
 	$(BIN)/pytest -m "" --ignore=tests/integrations
 
 RESULTS := $(patsubst %,tests/ops/test_%.py,accuracy accumulate_into equal_rows log_probs loss \
-  non_finite options soft_targets triton_kernels triton_rows)
+  non_finite options soft_targets triton_kernels triton_rows triton_weight)
 # on a GPU, which the processes share: what is not slow, and everything, results also without
 # kernels in CuTe
 test-gpu-smoke: .venv/ready

@@ -94,8 +94,7 @@ def _operands(
     if problem.tokens != h.shape[0]:
         problem = replace(problem, tokens=h.shape[0])
     counted = None if selection is None else selection.counted
-    more = plan.backend.device, plan.layout.window, counted
-    own = primitives_for(h, w, problem, targets, *more)
+    own = primitives_for(h, w, problem, targets, plan.backend.device, counted)
     h, w = own.projection.prepare(h, w)
     own_sums = tensors.weight_cast is not None or tensors.accumulate_into is not None
     dw_dtype = sum_dtype(w.dtype) if own_sums else w.dtype

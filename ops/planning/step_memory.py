@@ -142,15 +142,6 @@ def finished_rows(hidden: int, sum_bytes: int, device: str) -> int:
     return max(FINISHED_ROWS, FINISHED_BYTES // max(hidden * sum_bytes, 1))
 
 
-def weight_rows(p: Problem, window: int) -> int:
-    """Return how many rows of dW's sums exist at a time, of a plan's windows of so many columns.
-
-    Beside Triton's kernels these are a quarter: exponentials that are computed again have half of a
-    window's columns, beside stored ones, and half of the bytes of sums.
-    """
-    return ceil_div(window, 4) if p.triton else window
-
-
 def targets_bytes(p: Problem, tokens: int) -> int:
     """Bytes of the targets' part of dW until it is added."""
     if has_weight_kernels(p) or p.triton:

@@ -10,6 +10,7 @@ triton_projection.py       from hidden states to exponentials on Triton's kernel
 triton_gradients.py        those from exponentials to gradients
 triton_kernels.py          Triton: exponentials
 triton_rows.py             Triton: what is done to rows between GEMMs, and to their results
+triton_weight.py           Triton: products of dW, which it rounds or keeps
 primitives.py              one implementation of both
 row_selection.py           which tokens are computed
 elementwise.py             arithmetic between the GEMMs, fused on a GPU

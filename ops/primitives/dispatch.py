@@ -25,7 +25,6 @@ from cutefce.cute_kernels.sampling_set import MAX_SAMPLE_SLOTS
 from cutefce.cute_kernels.variant import PLAIN, KernelVariant
 from cutefce.ops.dtypes import dtype_name
 from cutefce.ops.interface.options import LossOptions, TensorOptions
-from cutefce.ops.planning.step_memory import weight_rows
 from cutefce.ops.primitives.cute_gradients import CublasGradients, CuteGradients
 from cutefce.ops.primitives.cute_projection import CuteProjection, Semaphores
 from cutefce.ops.primitives.portable_gradients import PortableGradients
@@ -124,13 +123,12 @@ def primitives_for(
     problem: Problem,
     targets: Targets | None = None,
     device: torch.device | None = None,
-    window: int | None = None,
     counted: CountedRows | None = None,
 ) -> Primitives:
     """Return the primitives for one call with h (N, D) and w (V, D), and what `targets` ask for.
 
-    Its kernels are those of `device`, if that is not the one of h.  Without kernels of ours the
-    plan has a `window` of columns, if that is narrower than the widest, and `counted` rows count.
+    Its kernels are those of `device`, if that is not the one of h.  In plain torch and in Triton,
+    `counted` rows count.
 
     Raises:
         RuntimeError: in strict mode, if the kernels cannot serve the call.
@@ -152,9 +150,8 @@ def primitives_for(
     from cutefce.ops.primitives.triton_gradients import TritonGradients
     from cutefce.ops.primitives.triton_projection import TritonProjection
 
-    widest = tiles.window if window is None else min(window, tiles.window)
-    own = counted, weight_rows(problem, widest)
-    return Primitives(tiles, TritonProjection(tiles, counted), TritonGradients(*own), counted)
+    steps = TritonProjection(tiles, counted), TritonGradients(tiles.window, counted)
+    return Primitives(tiles, *steps, counted)
 
 
 def options_unsupported_reason(

@@ -1,49 +1,25 @@
-"""`PortableGradients` with Triton's kernel of rows: cuBLAS forms the products.
+"""`PortableGradients` with Triton's kernels of rows and of dW: cuBLAS forms the products of dX.
 
 This module imports Triton.
 """
 
-from functools import cached_property
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from cutefce.ops.primitives.portable_gradients import PortableGradients, TargetGrad
-from cutefce.ops.primitives.triton_rows import Kept, Listed, combine
+from cutefce.ops.primitives.triton_rows import Kept, combine
+from cutefce.ops.primitives.triton_weight import Listed, weight_product
 from cutefce.ops.rows.coefficients import RankOne, RowCoefficients
 from cutefce.ops.rows.selection import CountedRows, RowSelection
 from cutefce.ops.rows.statistics import RowStats
 from cutefce.ops.rows.targets import Targets
 
 
-class ListedTargets:
-    """Targets (N,), with coefficients (N,) and hidden states (N, D), listed by class.
-
-    Tokens whose coefficient is 0 are in no list.
-    """
-
-    def __init__(self, h: Tensor, target: Tensor, coefficient: Tensor, vocab: int) -> None:
-        self.h, self.target, self.coefficient, self.vocab = h, target, coefficient, vocab
-
-    @cached_property
-    def all(self) -> Listed:
-        """The tokens of all classes."""
-        target = torch.where(self.coefficient == 0, self.vocab, self.target)
-        target, order = target.sort(stable=True)
-        classes = torch.arange(self.vocab + 1, device=target.device)
-        bounds = torch.searchsorted(target, classes, out_int32=True)
-        return Listed(order, bounds, self.coefficient.contiguous())
-
-    def rows(self, first: int, last: int) -> dict[str, Any]:
-        """Return arguments of `combine` that add the terms of classes [first, last)."""
-        return {"table": self.h, "index": self.all.rows(first, last)} if len(self.target) else {}
-
-
 class TritonGradients(PortableGradients):
-    """The same steps, with what is done to rows in one launch each."""
+    """The same steps, with dW's products, and what is done to rows, in one launch each."""
 
-    def __init__(self, counted: CountedRows | None, window: int) -> None:
+    def __init__(self, window: int, counted: CountedRows | None) -> None:
         super().__init__(window)
         self.counted = counted
 
@@ -110,11 +86,10 @@ class TritonGradients(PortableGradients):
         combine(out, joined=Kept(kept, low), **_last_step(w, targets, coefficients, rank_one))
 
     def target_grad(self, h: Tensor, coefficient: Tensor, targets: Targets) -> TargetGrad:
-        return ListedTargets(h, targets.safe_index, coefficient, targets.vocab)
+        return Listed.of(h, targets.safe_index, coefficient, targets.vocab)
 
     def no_target_grad(self, h: Tensor, targets: Targets) -> TargetGrad:
-        none = h.new_empty(0, dtype=torch.float32)
-        return ListedTargets(h[:0], targets.index[:0], none, targets.vocab)
+        return None
 
     def finish_dw(
         self,
@@ -127,10 +102,8 @@ class TritonGradients(PortableGradients):
         rank_one: RankOne | None = None,
         selection: RowSelection | None = None,
     ) -> None:
-        for rows, to, sums in self.products(out, exps, scaled):
-            listed = target_grad.rows(first + rows.start, first + rows.stop)
-            terms = _terms(listed, rank_one and rank_one.rows(rows))
-            combine(to, sums, last=grad_scale, **terms)
+        more: Any = {"last": grad_scale, "rank_one": rank_one, "counted": self.counted}
+        weight_product(out, exps, scaled, first, target_grad, **more)
 
     def keep_dw(
         self,
@@ -146,18 +119,9 @@ class TritonGradients(PortableGradients):
         accumulate: bool,
     ) -> None:
         """More than eight parameters: see the class of plain torch."""
-        if low is None:
-            self.add_product(kept, exps, scaled, accumulate=accumulate)
-            terms = _terms(target_grad.rows(first, first + len(kept)), rank_one)
-            if terms:
-                combine(kept, kept, **terms)
-            return
-        sums = Kept(kept, low)
-        for rows, _, product in self.products(kept, exps, scaled):
-            listed = target_grad.rows(first + rows.start, first + rows.stop)
-            terms = _terms(listed, rank_one and rank_one.rows(rows))
-            own = sums.rows(rows)
-            combine(own, product, joined=own if accumulate else None, **terms)
+        out = kept if low is None else Kept(kept, low)
+        more: Any = {"accumulate": accumulate, "rank_one": rank_one, "counted": self.counted}
+        weight_product(out, exps, scaled, first, target_grad, **more)
 
     def finish_kept_dw(self, kept: Tensor, low: Tensor, factor: Tensor) -> None:
         combine(kept, joined=Kept(kept, low), scale=factor.expand(len(kept)))

@@ -31,20 +31,21 @@ class Kept:
         return Kept(self.kept[rows], self.low[rows])
 
 
-@dataclass(frozen=True)
-class Listed:
-    """Tokens of each row: row r has order[bounds[r] : bounds[r + 1]], times `coefficient`."""
+@triton.jit
+def join_pieces(upper, lower, LOW_BITS: tl.constexpr):
+    """Return float32 sums of their larger pieces, int16, and their low bits."""
+    bits = lower.to(tl.int32) << (16 - LOW_BITS)
+    return ((upper.to(tl.int32) << 16) | bits).to(tl.float32, bitcast=True)
 
-    order: Tensor
-    """(N,) int64"""
-    bounds: Tensor
-    """(R + 1,) int32"""
-    coefficient: Tensor
-    """(N,) float32"""
 
-    def rows(self, first: int, last: int) -> "Listed":
-        """Return the tokens of rows [first, last)."""
-        return Listed(self.order, self.bounds[first : last + 1], self.coefficient)
+@triton.jit
+def split_pieces(sums, LOW_BITS: tl.constexpr):
+    """Return the larger pieces of float32 sums, int16, and their low bits; rounds to nearest."""
+    DROPPED: tl.constexpr = 16 - LOW_BITS
+    bits = sums.to(tl.int32, bitcast=True)
+    bits += ((bits >> DROPPED) & 1) + ((1 << (DROPPED - 1)) - 1)
+    bits = tl.where(sums != sums, 0x7FC00000, bits)
+    return (bits >> 16).to(tl.int16), (bits >> DROPPED) & ((1 << LOW_BITS) - 1)
 
 
 @triton.jit
@@ -62,7 +63,6 @@ def _combine(
     table,
     table_pitch,
     index,
-    bounds,
     coefficient,
     factor,
     row,
@@ -75,10 +75,8 @@ def _combine(
     HAS_X: tl.constexpr,
     HAS_SCALE: tl.constexpr,
     HAS_TABLE: tl.constexpr,
-    IS_LISTED: tl.constexpr,
     HAS_FACTOR: tl.constexpr,
     HAS_LAST: tl.constexpr,
-    SKIPS: tl.constexpr,
     CLEARS: tl.constexpr,
 ):
     """Compute some columns of a row of `combine`.
@@ -88,38 +86,26 @@ def _combine(
     r, start = tl.program_id(0).to(tl.int64), tl.program_id(1) * COLUMNS
     c = start + tl.arange(0, COLUMNS)
     exists = c < columns
-    if IS_LISTED:
-        begin, end = tl.load(bounds + r), tl.load(bounds + r + 1)
-        if SKIPS:  # noqa: SIM102  a constant of the kernel, then a number on the device
-            if begin == end:
-                return
     sums = tl.zeros((COLUMNS,), tl.float32)
     if HAS_X:
         sums += tl.load(x + r * x_pitch + c, mask=exists, other=0.0).to(tl.float32)
     if JOINS:
-        upper = tl.load(kept + r * kept_pitch + c, mask=exists, other=0).to(tl.int32) << 16
-        if LOW_BITS == 8:
-            lower = tl.load(low + r * low_pitch + c, mask=exists, other=0).to(tl.int32) << 8
-        else:
-            pair = tl.load(low + r * low_pitch + c // 2, mask=exists, other=0).to(tl.int32)
-            lower = ((pair >> (4 * (c & 1))) & 15) << 12
-        sums += (upper | lower).to(tl.float32, bitcast=True)
+        upper = tl.load(kept + r * kept_pitch + c, mask=exists, other=0)
+        byte = c if LOW_BITS == 8 else c // 2
+        lower = tl.load(low + r * low_pitch + byte, mask=exists, other=0)
+        if LOW_BITS == 4:
+            lower = (lower >> (4 * (c & 1)).to(tl.uint8)) & 15
+        sums += join_pieces(upper, lower, LOW_BITS)
     is_zero = True
     if HAS_SCALE:
         a = tl.load(scale + r * scale_step)
         sums *= a
         is_zero = a == 0
     if HAS_TABLE:
-        if IS_LISTED:
-            for place in range(begin, end):
-                token = tl.load(index + place)
-                values = tl.load(table + token * table_pitch + c, mask=exists, other=0.0)
-                sums += tl.load(coefficient + token) * values.to(tl.float32)
-        else:
-            b, entry = tl.load(coefficient + r), tl.load(index + r)
-            values = tl.load(table + entry * table_pitch + c, mask=exists, other=0.0)
-            sums += b * values.to(tl.float32)
-            is_zero = is_zero & (b == 0)
+        b, entry = tl.load(coefficient + r), tl.load(index + r)
+        values = tl.load(table + entry * table_pitch + c, mask=exists, other=0.0)
+        sums += b * values.to(tl.float32)
+        is_zero = is_zero & (b == 0)
     if HAS_FACTOR:
         g = tl.load(factor + r)
         sums += g * tl.load(row + c, mask=exists, other=0.0)
@@ -129,12 +115,8 @@ def _combine(
     if CLEARS:
         sums = tl.where(is_zero, 0.0, sums)
     if SPLITS:
-        DROPPED: tl.constexpr = 16 - LOW_BITS
-        bits = sums.to(tl.int32, bitcast=True)
-        bits += ((bits >> DROPPED) & 1) + ((1 << (DROPPED - 1)) - 1)
-        bits = tl.where(sums != sums, 0x7FC00000, bits)
-        tl.store(kept + r * kept_pitch + c, (bits >> 16).to(tl.int16), mask=exists)
-        lower = (bits >> DROPPED) & ((1 << LOW_BITS) - 1)
+        upper, lower = split_pieces(sums, LOW_BITS)
+        tl.store(kept + r * kept_pitch + c, upper, mask=exists)
         if LOW_BITS == 8:
             tl.store(low + r * low_pitch + c, lower.to(tl.uint8), mask=exists)
         else:
@@ -153,7 +135,7 @@ def combine(
     joined: Kept | None = None,
     scale: Tensor | None = None,
     table: Tensor | None = None,
-    index: Tensor | Listed | None = None,
+    index: Tensor | None = None,
     coefficient: Tensor | None = None,
     factor: Tensor | None = None,
     row: Tensor | None = None,
@@ -170,10 +152,8 @@ def combine(
         joined: sums that may share memory with `out`, if that is `Kept` or (R, D) 16-bit.
         scale: (R,) float32.
         table: (L, D) of any dtype.
-        index: (R,) int64 in [0, L), with the `coefficient` b (R,) float32; or `Listed` tokens of
-            the table whose coefficients are their own.  Where these are given, and x is `out`, and
-            nothing else, rows without tokens are left alone.
-        coefficient: (R,) float32.
+        index: (R,) int64 in [0, L).
+        coefficient: (R,) float32: b.
         factor: (R,) float32.
         row: (D,) float32.
         last: () float32.
@@ -184,10 +164,6 @@ def combine(
     kept = out if isinstance(out, Kept) else joined
     words = none if kept is None else kept.kept.view(torch.int16)
     low = none if kept is None else kept.low
-    listed = index if isinstance(index, Listed) else None
-    if listed is not None:
-        index, coefficient = listed.order, listed.coefficient
-    others = (joined, scale, factor, last)
     if not rows:
         return
     arguments: Any = (
@@ -204,7 +180,6 @@ def combine(
         none if table is None else table,
         0 if table is None else table.stride(0),
         none if index is None else index,
-        none if listed is None else listed.bounds,
         none if coefficient is None else coefficient,
         none if factor is None else factor,
         none if row is None else row,
@@ -220,10 +195,8 @@ def combine(
         HAS_X=x is not None,
         HAS_SCALE=scale is not None,
         HAS_TABLE=table is not None,
-        IS_LISTED=listed is not None,
         HAS_FACTOR=factor is not None,
         HAS_LAST=last is not None,
-        SKIPS=x is out and all(other is None for other in others),
         CLEARS=clears,
         enable_fp_fusion=True,
     )

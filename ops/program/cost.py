@@ -3,27 +3,28 @@
 It serves to choose among the programs of one call, so what these have in common may be left out.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from cutefce.ops.planning.device import Device
 from cutefce.ops.program.problem import Problem
 from cutefce.ops.program.steps import Kind, Program, Step
 
 
-def seconds(program: Program, device: Device, *, is_fused: bool = True) -> float:
+def seconds(program: Program, device: Device, unfused: Sequence[Kind] = ()) -> float:
     """Return the predicted time of forward and backward.
 
-    Unless they are fused, products that are rounded or kept are written as sums before.
+    Products of `unfused` kinds that are rounded or kept are written as sums before.
     """
-    steps, p, sums = program.steps(), program.problem, 0.0
-    if not is_fused:
-        sums = sum(step.times * _product_bytes(p, step) for step in program.steps()) / device.bytes
-    return sums + sum(step.times * _seconds(p, step, device, program) for step in steps)
+    p, total = program.problem, 0.0
+    for step in program.steps():
+        written = _product_bytes(p, step) if step.kind in unfused else 0
+        total += step.times * (written / device.bytes + _seconds(p, step, device, program))
+    return total
 
 
 def _product_bytes(p: Problem, step: Step) -> int:
     """Return the bytes of a product's sums that are written, and read again to be rounded."""
-    if p.item == p.sums or step.far or step.kind not in (Kind.GEMM_HIDDEN, Kind.GEMM_WEIGHT):
+    if p.item == p.sums or step.far:
         return 0
     is_hidden = step.kind is Kind.GEMM_HIDDEN
     if is_hidden and len(step.writes) == 1:

@@ -32,7 +32,6 @@ from cutefce.ops.planning.step_memory import (
     targets_bytes,
     tile_bytes,
     upcast_bytes,
-    weight_rows,
 )
 from cutefce.ops.program.cost import seconds
 from cutefce.ops.program.layout import Layout
@@ -97,7 +96,8 @@ class PrimitivesBackend:
 
     def seconds(self, program: Program, device: Device) -> float:
         """Return the time of a program."""
-        return seconds(program, device, is_fused=self.is_fused)
+        unfused = () if self.is_fused else (Kind.GEMM_HIDDEN, Kind.GEMM_WEIGHT)
+        return seconds(program, device, unfused[:1] if self.operands.triton else unfused)
 
     def workspace(self, p: Problem, peak: int, kept: int) -> int:
         """Return the workspace of a call whose program takes `peak` bytes, and holds `kept`.
@@ -201,7 +201,8 @@ class PrimitivesBackend:
         if self.is_fused:
             return beside
         wide = accumulates_wider(of) and (len(step.writes) > 1 or p.dw_item < p.sums)
-        window = min(weight_rows(of, min(self.tiles.window, x.window)), columns)
+        wide &= not of.triton  # whose kernel rounds sums, or adds them to kept ones
+        window = min(self.tiles.window, columns)
         sums = beside or self._sums(p, window, columns) * (wide and step.writes != ("into",))
         block = window if sums else columns
         steps = [upcast_bytes(of, block, rows, p.hidden), rows_bytes(of, block, PLAIN)]

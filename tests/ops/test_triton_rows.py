@@ -10,14 +10,12 @@ import torch
 from torch import Tensor
 
 from cutefce.ops.rows.kept_sums import add_to_kept_, joined_sums, scale_kept_, split_, words_of
-from cutefce.ops.rows.target_rows import TargetRows
 from tests.support.tiers import rest_slow
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # the interpreter's numpy has it
 pytest.importorskip("triton")
 kernels = pytest.importorskip("cutefce.ops.primitives.triton_rows")
-gradients = pytest.importorskip("cutefce.ops.primitives.triton_gradients")
 
 SHAPES = [(5, 40), (3, 1100)]
 shapes = pytest.mark.parametrize("shape", rest_slow(SHAPES), ids=str)
@@ -78,24 +76,3 @@ def test_sums_are_kept_as_plain_torch_keeps_them(shape: tuple[int, int], low_bit
         scale_kept_(words_of(second.kept, second.low), second.low, scale)
         torch.testing.assert_close(first.kept, want.to(torch.bfloat16), equal_nan=True)
         assert torch.equal(first.kept.view(torch.int16), second.kept.view(torch.int16))
-
-
-@shapes
-def test_tokens_are_added_to_the_rows_of_their_class(shape: tuple[int, int]) -> None:
-    torch.manual_seed(0)
-    rows, columns = shape
-    h, coefficient = random(50, columns).to(DTYPE), random(50)
-    target = torch.randint(1, 2 * rows, (50,), device=DEVICE)
-    coefficient[::3] = 0
-    h[::3] = torch.nan
-    clean = torch.where(h.isnan(), 0, h)
-    want = torch.zeros(2 * rows, columns, device=DEVICE)
-    TargetRows(clean, target, coefficient, 2 * rows).add_to(want, 0)
-    listed = gradients.ListedTargets(h, target, coefficient, 2 * rows)
-    out = torch.zeros(2 * rows, columns, device=DEVICE)
-    out[0] = torch.nan  # a row without tokens is left alone
-    for first in (0, rows):
-        part = out[first : first + rows]
-        kernels.combine(part, part, **listed.rows(first, first + rows))
-    assert out[0].isnan().all()
-    torch.testing.assert_close(out[1:], want[1:], rtol=1e-4, atol=1e-4)

@@ -17,7 +17,7 @@ from triton.compiler import ASTSource
 
 from cutefce.cute_kernels.problem import SLACK
 from cutefce.ops.primitives import triton_kernels as tiles
-from cutefce.ops.primitives import triton_rows
+from cutefce.ops.primitives import triton_rows, triton_weight
 
 POINTERS = {
     **dict.fromkeys(("reference", "sums", "references", "of_all", "largest"), "*fp32"),
@@ -32,7 +32,10 @@ PROJECTIONS = {"sums": ("SUMS",), "sums, stored, all options": ("SUMS", "STORES"
 ROWS = {
     "kept": ("HAS_X", "JOINS", "SPLITS"),
     "dX": ("HAS_X", "HAS_SCALE", "HAS_TABLE", "HAS_FACTOR", "CLEARS"),
-    "dW": ("HAS_X", "HAS_TABLE", "IS_LISTED", "HAS_LAST"),
+}
+WEIGHTS = {
+    "dW": ("HAS_TARGETS", "HAS_FACTOR", "HAS_LAST", "HAS_COUNT"),
+    "kept dW": ("HAS_TARGETS", "ACCUMULATES"),
 }
 """Flags of the kernels that are compiled."""
 
@@ -45,13 +48,19 @@ def build(capability: int, kernel: Any, types: dict[str, str], constants: dict[s
         name: "constexpr" if name in constants else types.get(name, "i32")
         for name in kernel.arg_names
     }
-    if signature.get("exps_tiles") == "none":
-        signature["exps_tiles"], constants["exps_tiles"] = "constexpr", None
+    for name in [name for name, kind in signature.items() if kind == "none"]:
+        signature[name], constants[name] = "constexpr", None
     options = {"num_warps": 4, "enable_fp_fusion": True}
-    if kernel is tiles._project:
+    if kernel is not triton_rows._combine:
         options |= {"num_warps": tiles.WARPS, "num_stages": tiles.STAGES}
     target = GPUTarget("cuda", capability, 32)
-    built = triton.compile(ASTSource(kernel, signature, constants), target, options)
+    # what a launch finds out: addresses and pitches are multiples of 16
+    aligned = {
+        (number,): [["tt.divisibility", 16]]
+        for number, name in enumerate(kernel.arg_names)
+        if signature[name].startswith("*") or name.endswith("pitch") or name == "hidden"
+    }
+    built = triton.compile(ASTSource(kernel, signature, constants, aligned), target, options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(built.asm["cubin"])
         file.flush()
@@ -63,6 +72,7 @@ def build(capability: int, kernel: Any, types: dict[str, str], constants: dict[s
         "registers": int(usage["REG"]),
         "stack": int(usage["STACK"]),
         "shared": built.metadata.shared,
+        "copies": sum(built.asm["ptx"].count(name) for name in ("cp.async.c", "cp.async.bulk")),
     }
 
 
@@ -70,18 +80,23 @@ def main() -> None:
     """Compile the kernels."""
     capability, shared, names = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
     features = tiles.features_of(shared)
+    has_tma = capability >= 10 * tiles.TMA_CAPABILITY
     found = {}
+
+    def operand(rows: int, columns: int) -> str:
+        return f"tensordesc<bf16[{rows},{columns}]>" if has_tma else "*bf16"
+
     for name, flags in ((name, PROJECTIONS[name]) for name in names if name in PROJECTIONS):
         types = {
             **POINTERS,
-            "h": f"tensordesc<bf16[{tiles.ROWS},{features}]>",
-            "w": f"tensordesc<bf16[{tiles.BLOCK},{features}]>",
+            "h": operand(tiles.ROWS, features),
+            "w": operand(tiles.BLOCK, features),
             "exps_tiles": f"tensordesc<bf16[{tiles.ROWS},{tiles.BLOCK}]>",
         }
         if "STORES" not in flags or features != tiles.HOPPER_FEATURES:
             types["exps_tiles"] = "none"
         sizes = {"ROWS": tiles.ROWS, "BLOCK": tiles.BLOCK, "FEATURES": features}
-        sizes |= {"GROUP": tiles.GROUP, "BLOCKS": 100}
+        sizes |= {"GROUP": tiles.GROUP, "BLOCKS": 100, "HAS_TMA": has_tma}
         if types["exps_tiles"] != "none":
             flags = (*flags, "STORES_TILES")
         found[name] = build(
@@ -91,6 +106,25 @@ def main() -> None:
         sizes = {"COLUMNS": triton_rows.COLUMNS, "LOW_BITS": 8, **dict.fromkeys(flags, True)}
         types = {**POINTERS, "last": "*fp32"}
         found[name] = build(capability, triton_rows._combine, types, sizes)
+    for name, flags in ((name, WEIGHTS[name]) for name in names if name in WEIGHTS):
+        rows, block, is_kept = triton_weight.ROWS, triton_weight.BLOCK, "ACCUMULATES" in flags
+        types = {
+            **POINTERS,
+            "exps": operand(features, rows),
+            "states": operand(features, block),
+            "out_tiles": f"tensordesc<{'i16' if is_kept else 'bf16'}[{rows},{block // 4}]>",
+            "low_tiles": f"tensordesc<u8[{rows},{block // 8}]>" if is_kept else "none",
+            **{"order": "*i64", "h": "*bf16", "last": "*fp32"},
+        }
+        flags = (*flags, "TILES") if has_tma else flags
+        types |= {} if has_tma else dict.fromkeys(("out_tiles", "low_tiles"), "none")
+        sizes = {"ROWS": rows, "BLOCK": block, "TOKENS": features, "GROUP": tiles.GROUP}
+        sizes |= {"BLOCKS": 100, "LOW_BITS": 4 * is_kept, "HAS_TMA": has_tma}
+        sizes |= {"LISTED": triton_weight.LISTED, "PARTS": triton_weight.PARTS}
+        sizes |= {"PIECE": triton_weight.PIECE}
+        types |= {"out": "*i16"} if is_kept else {}
+        constants = {**sizes, **dict.fromkeys(flags, True)}
+        found[name] = build(capability, triton_weight._weight, types, constants)
     print(json.dumps(found))
 
 

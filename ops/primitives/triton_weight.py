@@ -1,0 +1,332 @@
+"""A kernel in Triton for rows of dW: their GEMM, the terms of targets, and what is kept.
+
+This module imports Triton, which comes with torch on Linux.  In the shapes N is tokens, D hidden,
+K the rows of dW, which are the columns of a window of exponentials.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from cutefce.cute_kernels.integers import ceil_div
+from cutefce.ops.primitives.triton_kernels import (
+    GROUP,
+    STAGES,
+    WARPS,
+    device_of,
+    is_aligned,
+    load_tile,
+)
+from cutefce.ops.primitives.triton_rows import Kept, join_pieces, split_pieces
+from cutefce.ops.rows.coefficients import RankOne
+from cutefce.ops.rows.selection import CountedRows
+
+ROWS, BLOCK = 128, 256
+"""Classes and features of a tile."""
+PIECE = tl.bfloat16
+"""The dtype of pieces of targets' terms."""
+PARTS = 4
+"""Parts of a tile that are written one after the other."""
+LISTED = 16
+"""Targets whose terms are added together."""
+
+
+@dataclass(frozen=True)
+class Listed:
+    """The terms of targets in rows of dW: c_i h_i of tokens i, in the order of their targets."""
+
+    order: Tensor
+    """(N,) int64: the tokens."""
+    target: Tensor
+    """(N,) int64: their targets, in order; V for tokens without a term."""
+    bounds: Tensor
+    """(V + 1,) int32: where each class's tokens begin."""
+    coefficient: Tensor
+    """(N,) float32: c, in the same order."""
+    h: Tensor
+    """(N, D)"""
+
+    @staticmethod
+    def of(h: Tensor, target: Tensor, coefficient: Tensor, vocab: int) -> "Listed":
+        """List tokens by their `target` (N,) in [0, V); those whose coefficient is 0 at the end."""
+        target, order = torch.where(coefficient == 0, vocab, target).sort(stable=True)
+        classes = torch.arange(vocab + 1, device=target.device)
+        bounds = torch.searchsorted(target, classes, out_int32=True)
+        return Listed(order, target, bounds, coefficient[order], h)
+
+
+@triton.jit
+def _halves(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Return both halves of the columns of x (ROWS, COLUMNS)."""
+    return tl.split(tl.permute(tl.reshape(x, (ROWS, 2, COLUMNS // 2)), (0, 2, 1)))
+
+
+@triton.jit
+def _put(
+    sums,
+    out_tiles,
+    out,
+    out_pitch,
+    low_tiles,
+    low,
+    low_pitch,
+    top,
+    left,
+    classes,
+    hidden,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    LOW_BITS: tl.constexpr,
+    ACCUMULATES: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    """Write `sums` (ROWS, COLUMNS) to the rows from `top` on, and the columns from `left` on.
+
+    More than eight parameters: operands, pitches, a place and constants of a kernel.
+    """
+    rows, own = top + tl.arange(0, ROWS), left + tl.arange(0, COLUMNS)
+    exist = (rows < classes)[:, None] & (own < hidden)[None, :]
+    to = out + rows.to(tl.int64)[:, None] * out_pitch + own[None, :]
+    if LOW_BITS == 0:
+        if ACCUMULATES:
+            sums += out_tiles.load([top, left]) if TILES else tl.load(to, mask=exist, other=0.0)
+        rounded = sums.to(out.dtype.element_ty)
+        if TILES:
+            out_tiles.store([top, left], rounded)
+        else:
+            tl.store(to, rounded, mask=exist)
+    else:
+        # of two columns in a byte, the first has the lower bits
+        BYTES: tl.constexpr = COLUMNS * LOW_BITS // 8
+        begin = left * LOW_BITS // 8
+        byte = begin + tl.arange(0, BYTES)
+        have = (rows < classes)[:, None] & (byte < hidden * LOW_BITS // 8)[None, :]
+        bytes_to = low + rows.to(tl.int64)[:, None] * low_pitch + byte[None, :]
+        if ACCUMULATES:
+            if TILES:
+                upper, lower = out_tiles.load([top, left]), low_tiles.load([top, begin])
+            else:
+                upper = tl.load(to, mask=exist, other=0)
+                lower = tl.load(bytes_to, mask=have, other=0)
+            if LOW_BITS == 4:
+                lower = tl.reshape(tl.join(lower & 15, lower >> 4), (ROWS, COLUMNS))
+            sums += join_pieces(upper, lower, LOW_BITS)
+        upper, lower = split_pieces(sums, LOW_BITS)
+        if LOW_BITS == 4:
+            even, odd = tl.split(tl.reshape(lower, (ROWS, BYTES, 2)))
+            lower = even | (odd << 4)
+        if TILES:
+            out_tiles.store([top, left], upper)
+            low_tiles.store([top, begin], lower.to(tl.uint8))
+        else:
+            tl.store(to, upper, mask=exist)
+            tl.store(bytes_to, lower.to(tl.uint8), mask=have)
+
+
+@triton.jit
+def _weight(
+    exps,
+    exps_pitch,
+    states,
+    states_pitch,
+    out_tiles,
+    out,
+    out_pitch,
+    low_tiles,
+    low,
+    low_pitch,
+    order,
+    target,
+    bounds,
+    coefficient,
+    h,
+    h_pitch,
+    factor,
+    row,
+    last,
+    count,
+    skipped,
+    tokens,
+    classes,
+    hidden,
+    first,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TOKENS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    LISTED: tl.constexpr,
+    PIECE: tl.constexpr,
+    LOW_BITS: tl.constexpr,
+    ACCUMULATES: tl.constexpr,
+    HAS_TMA: tl.constexpr,
+    TILES: tl.constexpr,
+    PARTS: tl.constexpr,
+    HAS_TARGETS: tl.constexpr,
+    HAS_FACTOR: tl.constexpr,
+    HAS_LAST: tl.constexpr,
+    HAS_COUNT: tl.constexpr,
+):
+    """Compute tiles (ROWS, BLOCK) of dW's rows, one after another.
+
+    `exps` (N, K) and `states` (N, D) are descriptors with HAS_TMA, as `out_tiles` (K, D) and
+    `low_tiles` are with TILES; the other tensors are those of `weight_product`.  A thread block
+    computes every BLOCKS-th tile, and loads the next one's operands under the epilogue of this one.
+    More than eight parameters: operands, sizes and constants of a kernel.
+    """
+    row_tiles, column_tiles = tl.cdiv(classes, ROWS), tl.cdiv(hidden, BLOCK)
+    if HAS_COUNT:
+        tokens = tl.minimum(tokens, tl.maximum(tl.load(count) - skipped, 1))
+    steps = tl.cdiv(tokens, TOKENS)
+    stored = tl.cdiv(classes, 8) * 8  # columns of exponentials: those of no class are not written
+    for tile in tl.range(tl.program_id(0), row_tiles * column_tiles, BLOCKS, flatten=True):
+        group = tile // (GROUP * column_tiles)
+        size = tl.minimum(row_tiles - group * GROUP, GROUP)
+        within = tile % (GROUP * column_tiles)
+        top, column = group * GROUP + within % size, within // size
+        sums = tl.zeros((ROWS, BLOCK), tl.float32)
+        for step in tl.range(steps):
+            k, left = step * TOKENS, column * BLOCK
+            e = load_tile(exps, exps_pitch, k, top * ROWS, tokens, stored, TOKENS, ROWS, HAS_TMA)
+            x = load_tile(states, states_pitch, k, left, tokens, hidden, TOKENS, BLOCK, HAS_TMA)
+            sums = tl.dot(e.T, x, sums)
+        rows, own = top * ROWS + tl.arange(0, ROWS), column * BLOCK + tl.arange(0, BLOCK)
+        if HAS_TARGETS:
+            place = tl.load(bounds + first + top * ROWS)
+            end = tl.load(bounds + first + tl.minimum((top + 1) * ROWS, classes))
+            while place < end:
+                at = place + tl.arange(0, LISTED)
+                listed = at < end
+                token = tl.load(order + at, mask=listed, other=0)
+                y = tl.load(target + at, mask=listed, other=-1) - first
+                c = tl.load(coefficient + at, mask=listed, other=0.0)
+                there = listed[:, None] & (own < hidden)[None, :]
+                x = tl.load(h + token[:, None] * h_pitch + own[None, :], mask=there, other=0.0)
+                is_own = (rows[:, None] == y[None, :]).to(PIECE)
+                rest = x.to(tl.float32) * c[:, None]
+                for _ in tl.static_range(3):  # pieces have the 24 bits of float32
+                    piece = rest.to(PIECE)
+                    sums = tl.dot(is_own, piece, sums)
+                    rest -= piece.to(tl.float32)
+                place += LISTED
+        if HAS_FACTOR:
+            f = tl.load(factor + rows, mask=rows < classes, other=0.0)
+            sums += f[:, None] * tl.load(row + own, mask=own < hidden, other=0.0)[None, :]
+        if HAS_LAST:
+            sums *= tl.load(last)
+        # a part of the features after the other: registers hold few tiles
+        halves, left = _halves(sums, ROWS, BLOCK), column * BLOCK
+        for half in tl.static_range(2):
+            parts = _halves(halves[half], ROWS, BLOCK // 2)
+            for part in tl.static_range(2):
+                _put(
+                    parts[part],
+                    out_tiles,
+                    out,
+                    out_pitch,
+                    low_tiles,
+                    low,
+                    low_pitch,
+                    top * ROWS,
+                    left,
+                    classes,
+                    hidden,
+                    ROWS=ROWS,
+                    COLUMNS=BLOCK // PARTS,
+                    LOW_BITS=LOW_BITS,
+                    ACCUMULATES=ACCUMULATES,
+                    TILES=TILES,
+                )
+                left += BLOCK // PARTS
+
+
+def weight_product(
+    out: Tensor | Kept,
+    exps: Tensor,
+    states: Tensor,
+    first: int,
+    listed: Listed | None,
+    *,
+    accumulate: bool = False,
+    last: Tensor | None = None,
+    rank_one: RankOne | None = None,
+    counted: CountedRows | None = None,
+) -> None:
+    """Write (expsᵀ @ states + terms of targets + `rank_one`) last to `out` (K, D), rounded once.
+
+    Or add it to `out`, if `accumulate`.  More than eight parameters: the parts of a sum.
+
+    Args:
+        out: (K, D) of any dtype, float32 if `accumulate`; or `Kept` sums.
+        exps: (N, K) 16-bit, 0 at targets; rows begin at multiples of 16 bytes.
+        states: (N, D) as `exps`.
+        first: the class of the first row of `out`.
+        listed: the terms of targets; None for none.
+        accumulate: whether to add to `out`.
+        last: () float32; None for 1.
+        rank_one: (K, D); None for 0.
+        counted: which of the first rows of `exps` count; None for all.
+    """
+    to = out.kept if isinstance(out, Kept) else out
+    (tokens, classes), hidden, none = exps.shape, states.shape[1], states
+    device = device_of(exps.device)
+    words = to.view(torch.int16) if isinstance(out, Kept) else to
+    low = out.low if isinstance(out, Kept) else None
+    low_bits = 0 if low is None else 8 * low.shape[1] // hidden
+    tiles = device.has_tma and is_aligned(to) and (low is None or is_aligned(low))
+    low_tile = [ROWS, BLOCK // PARTS * low_bits // 8]
+    arguments: Any = (
+        device.operand(exps, [device.features, ROWS]),
+        exps.stride(0),
+        device.operand(states, [device.features, BLOCK]),
+        states.stride(0),
+        TensorDescriptor.from_tensor(words, [ROWS, BLOCK // PARTS]) if tiles else None,
+        words,
+        words.stride(0),
+        TensorDescriptor.from_tensor(low, low_tile) if tiles and low is not None else None,
+        none if low is None else low,
+        0 if low is None else low.stride(0),
+        none if listed is None else listed.order,
+        none if listed is None else listed.target,
+        none if listed is None else listed.bounds,
+        none if listed is None else listed.coefficient,
+        none if listed is None else listed.h,
+        0 if listed is None else listed.h.stride(0),
+        none if rank_one is None else rank_one.factor,
+        none if rank_one is None else rank_one.row,
+        none if last is None else last,
+        none if counted is None else counted.count,
+        0 if counted is None else counted.first,
+        tokens,
+        classes,
+        hidden,
+        first,
+    )
+    count = ceil_div(classes, ROWS) * ceil_div(hidden, BLOCK)
+    _weight[(min(device.blocks, count),)](
+        *arguments,
+        ROWS=ROWS,
+        BLOCK=BLOCK,
+        TOKENS=device.features,
+        GROUP=GROUP,
+        BLOCKS=device.blocks,
+        LISTED=LISTED,
+        PIECE=PIECE,
+        LOW_BITS=low_bits,
+        ACCUMULATES=accumulate,
+        HAS_TMA=device.has_tma,
+        TILES=tiles,
+        PARTS=PARTS,
+        HAS_TARGETS=listed is not None,
+        HAS_FACTOR=rank_one is not None,
+        HAS_LAST=last is not None,
+        HAS_COUNT=counted is not None,
+        num_stages=STAGES,
+        num_warps=WARPS,
+        enable_fp_fusion=True,
+    )
