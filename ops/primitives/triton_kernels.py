@@ -4,6 +4,7 @@ This module imports Triton, which comes with torch on Linux.  In the shapes N is
 K the columns of a window, P the blocks of columns of which each has a reference of its own.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,13 +30,46 @@ STAGES, WARPS = 3, 8
 HOPPER_SHARED_BYTES, HOPPER_FEATURES = 200 << 10, 64
 """Shared memory of a thread block above which a stage has so many features: that of data-centre
 GPUs since Hopper."""
+TMA_CAPABILITY = 9
+"""The major compute capability from which on GPUs copy tiles by descriptors."""
 RESCALED_ROWS = 32
+
+
+@triton.jit
+def load_tile(
+    x,
+    pitch,
+    row,
+    column,
+    rows,
+    columns,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    IS_DESCRIPTOR: tl.constexpr,
+):
+    """Return a tile (ROWS, COLUMNS) of x (rows, columns), and 0 outside of it.
+
+    x is a descriptor, or an address whose `pitch` and `columns` are multiples of 8: loads are of 16
+    bytes then, which are on their way while others are multiplied.  More than eight parameters: a
+    matrix, a place, and sizes.
+    """
+    if IS_DESCRIPTOR:
+        tile = x.load([row, column])
+    else:
+        pitch, columns = tl.multiple_of(pitch, 8), tl.multiple_of(columns, 8)
+        r, c = row + tl.arange(0, ROWS), column + tl.arange(0, COLUMNS)
+        inside = (r < rows)[:, None] & (c < columns)[None, :]
+        places = x + r.to(tl.int64)[:, None] * pitch + c[None, :]
+        tile = tl.load(places, mask=inside, other=0.0)
+    return tile
 
 
 @triton.jit
 def _project(
     h,
+    h_pitch,
     w,
+    w_pitch,
     exps_tiles,
     exps,
     exps_pitch,
@@ -63,6 +97,7 @@ def _project(
     FEATURES: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCKS: tl.constexpr,
+    HAS_TMA: tl.constexpr,
     IS_WHOLE: tl.constexpr,
     SUMS: tl.constexpr,
     STORES: tl.constexpr,
@@ -76,10 +111,10 @@ def _project(
 ):
     """Compute tiles (ROWS, BLOCK) of exponentials of the columns [first, last), one after another.
 
-    `h` (N, D), `w` (V, D) and `exps_tiles` (N, K) are descriptors; the other tensors are those of
-    `project`.  A thread block computes every BLOCKS-th tile, and loads the next one's operands
-    under the epilogue of this one.  More than eight parameters: operands, sizes and constants of a
-    kernel.
+    `exps_tiles` (N, K) is a descriptor, as `h` (N, D) and `w` (V, D) are with HAS_TMA; the other
+    tensors are those of `project`.  A thread block computes every BLOCKS-th tile, and loads the
+    next one's operands under the epilogue of this one.  More than eight parameters: operands, sizes
+    and constants of a kernel.
     """
     row_tiles, column_tiles = tl.cdiv(tokens, ROWS), tl.cdiv(last - first, BLOCK)
     if HAS_COUNT:
@@ -92,8 +127,10 @@ def _project(
         row, column = group * GROUP + within % size, within // size
         z = tl.zeros((ROWS, BLOCK), tl.float32)
         for step in tl.range(steps):
-            a = h.load([row * ROWS, step * FEATURES])
-            b = w.load([first + column * BLOCK, step * FEATURES])
+            k = step * FEATURES
+            a = load_tile(h, h_pitch, row * ROWS, k, tokens, hidden, ROWS, FEATURES, HAS_TMA)
+            top = first + column * BLOCK
+            b = load_tile(w, w_pitch, top, k, last, hidden, BLOCK, FEATURES, HAS_TMA)
             z = tl.dot(a, b.T, z)
         rows, own = row * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
         exists = rows < tokens
@@ -171,17 +208,20 @@ def project(
     More than eight parameters: operands, results and what makes logits of products.
     """
     tokens, hidden = h.shape
-    blocks, features = _device(h.device)
+    device = device_of(h.device)
+    blocks, features = device.blocks, device.features
     (first, last), none = window, reference  # which stands for tensors that are not read
     columns = last - first
     tiles = ceil_div(tokens, ROWS) * ceil_div(columns, BLOCK)
     # a tile of exponentials beside the next one's operands takes more memory than other GPUs share
-    stores_tiles = exps is not None and features == HOPPER_FEATURES and _is_aligned(exps)
+    stores_tiles = exps is not None and features == HOPPER_FEATURES and is_aligned(exps)
     row_scale, bias, slope = transform
     of_all, largest = (None, None) if out is None else (out.of_all, out.largest)
     arguments: Any = (
-        TensorDescriptor.from_tensor(h, [ROWS, features]),
-        TensorDescriptor.from_tensor(w, [BLOCK, features]),
+        device.operand(h, [ROWS, features]),
+        h.stride(0),
+        device.operand(w, [BLOCK, features]),
+        w.stride(0),
         TensorDescriptor.from_tensor(exps, [ROWS, BLOCK]) if stores_tiles else None,
         none if exps is None else exps,
         0 if exps is None else exps.stride(0),
@@ -212,6 +252,7 @@ def project(
         FEATURES=features,
         GROUP=GROUP,
         BLOCKS=blocks,
+        HAS_TMA=device.has_tma,
         IS_WHOLE=columns % BLOCK == 0,
         SUMS=out is not None,
         STORES=exps is not None,
@@ -286,18 +327,35 @@ def rescale(
     )
 
 
-def _is_aligned(x: Tensor) -> bool:
+def is_aligned(x: Tensor) -> bool:
     """Whether descriptors address x (N, K): rows begin at multiples of 16 bytes."""
     pitch, unit = x.stride()
     return unit == 1 and x.data_ptr() % 16 == 0 and pitch * x.element_size() % 16 == 0
 
 
+@dataclass(frozen=True)
+class Device:
+    """What launches depend on."""
+
+    blocks: int
+    """Thread blocks that run at a time."""
+    features: int
+    """Features, or tokens, of a stage."""
+    has_tma: bool
+    """Whether a thread loads tiles: Hopper and later; else each thread loads its part."""
+
+    def operand(self, x: Tensor, tile: list[int]) -> Any:
+        """Return what a kernel loads tiles of x (N, D) from."""
+        return TensorDescriptor.from_tensor(x, tile) if self.has_tma else x
+
+
 @process_cache
-def _device(device: torch.device) -> tuple[int, int]:
-    """Return the thread blocks of a launch, and the features of a stage."""
+def device_of(device: torch.device) -> Device:
+    """Return what launches on a GPU depend on."""
     properties = torch.cuda.get_device_properties(device)
     shared: int = getattr(properties, "shared_memory_per_block_optin", 0)
-    return properties.multi_processor_count, features_of(shared)
+    has_tma = properties.major >= TMA_CAPABILITY
+    return Device(properties.multi_processor_count, features_of(shared), has_tma)
 
 
 def features_of(shared_bytes: int) -> int:

@@ -26,10 +26,10 @@ SIZES = [(130, 64, 300), (1, 72, 256), (70, 128, 600), (128, 64, 100)]
 """Tokens, hidden and classes: tiles that are partly or wholly in range."""
 
 
-@pytest.fixture(autouse=True)
-def a_small_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    if DEVICE == "cpu":
-        monkeypatch.setattr(kernels, "_device", lambda device: (3, 64))
+@pytest.fixture(autouse=True, params=[True, False], ids=["descriptors", "addresses"])
+def a_small_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    features = kernels.HOPPER_FEATURES if request.param else 32
+    monkeypatch.setattr(kernels, "device_of", lambda _: kernels.Device(3, features, request.param))
 
 
 def operands(sizes: tuple[int, int, int], std: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:

@@ -45,13 +45,19 @@ def build(capability: int, kernel: Any, types: dict[str, str], constants: dict[s
         name: "constexpr" if name in constants else types.get(name, "i32")
         for name in kernel.arg_names
     }
-    if signature.get("exps_tiles") == "none":
-        signature["exps_tiles"], constants["exps_tiles"] = "constexpr", None
+    for name in [name for name, kind in signature.items() if kind == "none"]:
+        signature[name], constants[name] = "constexpr", None
     options = {"num_warps": 4, "enable_fp_fusion": True}
-    if kernel is tiles._project:
+    if kernel is not triton_rows._combine:
         options |= {"num_warps": tiles.WARPS, "num_stages": tiles.STAGES}
     target = GPUTarget("cuda", capability, 32)
-    built = triton.compile(ASTSource(kernel, signature, constants), target, options)
+    # what a launch finds out: addresses and pitches are multiples of 16
+    aligned = {
+        (number,): [["tt.divisibility", 16]]
+        for number, name in enumerate(kernel.arg_names)
+        if signature[name].startswith("*") or name.endswith("pitch") or name == "hidden"
+    }
+    built = triton.compile(ASTSource(kernel, signature, constants, aligned), target, options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(built.asm["cubin"])
         file.flush()
@@ -63,6 +69,7 @@ def build(capability: int, kernel: Any, types: dict[str, str], constants: dict[s
         "registers": int(usage["REG"]),
         "stack": int(usage["STACK"]),
         "shared": built.metadata.shared,
+        "copies": sum(built.asm["ptx"].count(name) for name in ("cp.async.c", "cp.async.bulk")),
     }
 
 
@@ -70,18 +77,23 @@ def main() -> None:
     """Compile the kernels."""
     capability, shared, names = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
     features = tiles.features_of(shared)
+    has_tma = capability >= 10 * tiles.TMA_CAPABILITY
     found = {}
+
+    def operand(rows: int, columns: int) -> str:
+        return f"tensordesc<bf16[{rows},{columns}]>" if has_tma else "*bf16"
+
     for name, flags in ((name, PROJECTIONS[name]) for name in names if name in PROJECTIONS):
         types = {
             **POINTERS,
-            "h": f"tensordesc<bf16[{tiles.ROWS},{features}]>",
-            "w": f"tensordesc<bf16[{tiles.BLOCK},{features}]>",
+            "h": operand(tiles.ROWS, features),
+            "w": operand(tiles.BLOCK, features),
             "exps_tiles": f"tensordesc<bf16[{tiles.ROWS},{tiles.BLOCK}]>",
         }
         if "STORES" not in flags or features != tiles.HOPPER_FEATURES:
             types["exps_tiles"] = "none"
         sizes = {"ROWS": tiles.ROWS, "BLOCK": tiles.BLOCK, "FEATURES": features}
-        sizes |= {"GROUP": tiles.GROUP, "BLOCKS": 100}
+        sizes |= {"GROUP": tiles.GROUP, "BLOCKS": 100, "HAS_TMA": has_tma}
         if types["exps_tiles"] != "none":
             flags = (*flags, "STORES_TILES")
         found[name] = build(
