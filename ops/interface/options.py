@@ -16,7 +16,7 @@ import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
 
@@ -260,10 +260,6 @@ class TensorOptions(OperatorRecord):
                 f'grad_output: got one with reduction={reduction!r}, expected "mean" or "sum"'
             )
 
-    def computed_weight(self, w: Tensor) -> Tensor:
-        """Return the weight that products are computed with, where w (V, D) was given."""
-        return w if self.weight_cast is None else self.weight_cast
-
     def prepared(self, h: Tensor) -> "TensorOptions":
         """Return the same with tokens' values as vectors (N,), scalars as () on h's device."""
         given: dict[str, Any] = dict(self.soft_targets)
@@ -350,6 +346,31 @@ class StepOptions(OperatorRecord):
     returns_stats: bool = argument(
         BOOL, False, None, "whether somebody reads the statistics, in the order of the tokens"
     )
+
+    @property
+    def trains(self) -> bool:
+        """Whether a gradient is computed."""
+        return self.grad_hidden or self.grad_weight or self.grad_bias
+
+
+class LossCall(NamedTuple):
+    """A call of a loss whose arguments are right, as its operators take them."""
+
+    h: Tensor
+    """(N, D)"""
+    w: Tensor
+    """(V, D) of h's dtype, or float32 beside the `weight_cast` of the tensors."""
+    y: Tensor
+    """(N,) integers; (...) before the operators."""
+    step: StepOptions
+    options: LossOptions
+    tensors: TensorOptions
+    sharding: Sharding
+
+    def computed(self) -> "LossCall":
+        """Return the same with the weight that products are computed with."""
+        cast = self.tensors.weight_cast
+        return self if cast is None else self._replace(w=cast)
 
 
 OPTIONS = LossOptions, TensorOptions, Sharding
