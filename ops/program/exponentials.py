@@ -4,7 +4,6 @@ import copy
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from cutefce.ops.primitives.portable_gradients import scale_by_log
 from cutefce.ops.primitives.row_selection import clear_first_rows
@@ -71,7 +70,7 @@ def project(call: Call, s: Step) -> None:
     if "logits" in s.reads:
         given: Any = states, x.w, s.columns, call.values["logits"], x.targets, exps
         call.values["partials"].append(projection.project_exp(*given))
-        leave_out_entries(call, s, exps)
+        leave_out_entries(call, s)
         return
     assert exps is not None
     stats, targets = call.values["stats"], x.targets
@@ -86,17 +85,15 @@ def project(call: Call, s: Step) -> None:
     is_early = s.far or "stats" in s.reads
     reference = stats.reference if is_early else call.values["scaling"].reference
     projection.recompute_exp(states, x.w, s.columns, reference, targets, exps)
-    if call.program.in_forward:
-        leave_out_entries(call, s, exps)
+    leave_out_entries(call, s)
 
 
-def leave_out_entries(call: Call, s: Step, exps: Tensor | None) -> None:
+def leave_out_entries(call: Call, s: Step) -> None:
     """Clear exponentials of a chunk's window that become entries, which all columns' sums tell."""
     x = call.part(s.rows)
-    if exps is not None and x.targets.soft is not None and s.columns != (0, x.w.shape[0]):
-        put = x.primitives.projection.put_soft
-        if call.program.in_forward:
-            put(None, exps[:, : s.columns[1] - s.columns[0]], s.columns[0], x.targets)
+    is_window = call.program.in_forward and s.columns != (0, x.w.shape[0])
+    if is_window and x.targets.soft is not None:
+        x.primitives.projection.put_soft(None, exps_of(call, s), s.columns[0], x.targets)
 
 
 def reduce(call: Call, s: Step) -> None:

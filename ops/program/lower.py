@@ -1,12 +1,12 @@
 """From a problem and a layout to a program: loops that emit steps."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from cutefce.cute_kernels.integers import round_up
 from cutefce.cute_kernels.workspace import NUM_STATS, low_bytes
 from cutefce.ops.program.backend import Backend
 from cutefce.ops.program.emit import Emitter
-from cutefce.ops.program.layout import Layout, Window, alike, chunks_of, even_windows, windows_of
+from cutefce.ops.program.layout import Layout, Window, alike, chunks_of, windows_of
 from cutefce.ops.program.place import place, token_bytes
 from cutefce.ops.program.problem import Problem, Upstream
 from cutefce.ops.program.steps import Home, Kind, Program, Range, Step
@@ -55,8 +55,6 @@ class Lowering(Emitter):
         self.windows = list(windows_of(p, x, backend.block))
         if brief:
             self.windows = list(alike(self.windows))
-        if self.in_forward:
-            self.windows = [Window((0, p.vocab), True)]
         self.order = ("order",) if p.selects else ()
         self.class_row = ("class_row",) if p.every_class else ()
         narrow = p.keeps_sums and x.low_bits > 0 and p.dx_item == p.item
@@ -89,6 +87,14 @@ class Lowering(Emitter):
         """Whether a buffer is no scratch in the memory of a gradient."""
         return not name.startswith(("exps", "scaled", "states", "plain"))
 
+    def each(self, windows: Sequence[Window]) -> Iterator[Window]:
+        """Yield windows; meanwhile `times` says how many like one a step is for."""
+        times = self.times
+        for n in windows:
+            self.times = times * n.times
+            yield n
+        self.times = times
+
     # -- names of what several steps share --------------------------------------------------------
 
     def dx(self) -> str:
@@ -102,9 +108,7 @@ class Lowering(Emitter):
     def exps(self, n: Window, rows: Range) -> str:
         """Name the exponentials of a window; those that are not stored share a buffer."""
         name = "exps" if n.home is None and not n.is_stored else f"exps of {n.columns[0]}"
-        columns = n.columns[1] - n.columns[0]
-        if n.home is None:
-            columns = round_up(columns, self.backend.block)
+        columns = n.width if n.home is not None else round_up(n.width, self.backend.block)
         tokens = self.x.chunk if self.in_forward else self.p.tokens
         return self.buffer(name, tokens, columns, self.p.item, n.home, n.offset)
 
@@ -148,7 +152,7 @@ class Lowering(Emitter):
                 self.chunk(rows)
         else:
             states = self.states(self.every)
-            self.statistics(self.every, states, [n for n in self.windows if n.is_stored])
+            self.statistics(self.every, states, self.stored)
         self.emit(Kind.LOSS, (*self.order, self.stats(), *self.parts), (), self.every)
 
     def states(self, rows: Range) -> tuple[str, ...]:
@@ -168,26 +172,26 @@ class Lowering(Emitter):
         count = n.times * self.backend.partial_sums(self.p, rows[1] - rows[0], n.width)
         return self.buffer(f"partial of {n.columns[0]}", self.x.chunk, count, self.p.sums)
 
-    def statistics(self, rows: Range, states: Sequence[str], stored: Sequence[Window]) -> None:
-        """Emit the row sums of all columns, what is stored, and the statistics."""
-        summed = list(stored)
-        done = stored[-1].columns[1] if stored else 0
-        if done < self.p.vocab or not stored:
-            summed.append(Window((done, self.p.vocab), False))
-        parts = []
-        chunks = self.times
-        for n in summed:
-            self.times = chunks * n.times
+    def statistics(self, rows: Range, states: Sequence[str], windows: Sequence[Window]) -> None:
+        """Emit the row sums of all columns, the exponentials of `windows`, and the statistics.
+
+        Several windows of a chunk have one memory: their products are added at once, and again
+        where references move.
+        """
+        done, parts = windows[-1].columns[1] if windows else 0, list[str]()
+        rest = [Window((done, self.p.vocab), False)] if done < self.p.vocab or not windows else []
+        for n in self.each([*windows, *rest]):
             parts.append(self.sums_of(n, rows))
-            out = (parts[-1], self.exps(n, rows)) if n.is_stored else (parts[-1],)
+            out = (parts[-1],) if n in rest else (parts[-1], self.exps(n, rows))
             reads = (*states, "logits", *self.order)
             self.emit(Kind.PROJECT, reads, out, rows, n.columns)
-        self.times = chunks
+            if self.has_windows:
+                self.add_hidden(rows, n)
         self.reduce(rows, parts)
-        for n in stored:
-            self.times = chunks * n.times
+        for n in self.each(windows):
             self.project_again(rows, n, states, self.stats(), far=True)
-        self.times = chunks
+            if self.has_windows:
+                self.add_hidden(rows, n, far=True)
 
     def reduce(self, rows: Range, parts: Sequence[str]) -> None:
         """Emit the statistics of rows from partial sums."""
@@ -214,12 +218,11 @@ class Lowering(Emitter):
         p = self.p
         if p.selects and p.grad_weight and (rows[0] == 0 or rows[1] == p.tokens):
             self.emit(Kind.CLEAR, (), (self.exps(self.windows[0], rows),), rows)
-        states = self.states(rows)
-        if self.has_windows:
-            self.chunk_in_windows(rows, states)
-        else:
-            self.statistics(rows, states, self.windows)
-        (n,) = self.windows
+        states, n = self.states(rows), self.windows[0]
+        self.statistics(rows, states, self.windows)
+        if p.soft and self.has_windows:
+            sums = self.hidden_sums()
+            self.emit(Kind.ENTRIES, (*self.order, self.stats(), *sums), sums, rows)
         factors: tuple[str, ...] = ()
         if p.grad_weight or p.grad_bias or self.rounds_hidden:
             factors = self.factors(rows, "factors")
@@ -228,7 +231,7 @@ class Lowering(Emitter):
         if p.grad_bias:
             self.add_bias(rows, n, *factors)
         if p.grad_hidden and not self.has_windows:
-            self.add_hidden(rows, n, first=True)
+            self.add_hidden(rows, n)
         if p.grad_hidden:
             self.keep_hidden(rows, factors if self.rounds_hidden else ())
         if p.grad_weight:
@@ -241,29 +244,6 @@ class Lowering(Emitter):
                 self.list_targets((), *factors)
             every = states if p.every_class else ()
             self.add_weight(rows, n, scaled, factors[0], every)
-
-    def chunk_in_windows(self, rows: Range, states: Sequence[str]) -> None:
-        """Emit windows whose products are added at once, and again where references move."""
-        cut = even_windows(0, self.p.vocab, self.x.window, self.backend.block)
-        windows = [Window(columns, False) for columns in cut]
-        windows, parts = list(alike(windows)) if self.brief else windows, list[str]()
-        chunks = self.times
-        for n in windows:
-            self.times = chunks * n.times
-            parts.append(self.sums_of(n, rows))
-            reads = (*states, "logits", *self.order)
-            self.emit(Kind.PROJECT, reads, (parts[-1], self.exps(n, rows)), rows, n.columns)
-            self.add_hidden(rows, n, first=n is windows[0])
-        self.times = chunks
-        self.reduce(rows, parts)
-        for n in windows:
-            self.times = chunks * n.times
-            self.project_again(rows, n, states, self.stats(), far=True)
-            self.add_hidden(rows, n, first=n is windows[0], far=True)
-        self.times = chunks
-        if self.p.soft:
-            sums = self.hidden_sums()
-            self.emit(Kind.ENTRIES, (*self.order, self.stats(), *sums), sums, rows)
 
     def keep_hidden(self, rows: Range, factors: Sequence[str]) -> None:
         """Emit what is kept of a chunk's sums of dX until the factors of tokens are known."""
@@ -294,10 +274,10 @@ class Lowering(Emitter):
         own = self.dx() if self.sums_in_dx else self.buffer("sums", p.tokens, p.hidden, item)
         return (own, *low)
 
-    def add_hidden(self, rows: Range, n: Window, *, first: bool, far: bool = False) -> None:
+    def add_hidden(self, rows: Range, n: Window, *, far: bool = False) -> None:
         """Emit a product of dX's sums, of which the first one is written."""
-        reads, sums = (*self.order, self.exps(n, rows)), self.hidden_sums()
-        self.emit(Kind.GEMM_HIDDEN, reads, sums, rows, n.columns, adds=not first, far=far)
+        reads, sums, adds = (*self.order, self.exps(n, rows)), self.hidden_sums(), n.columns[0] > 0
+        self.emit(Kind.GEMM_HIDDEN, reads, sums, rows, n.columns, adds=adds, far=far)
 
     @property
     def factors_in_exps(self) -> bool:
@@ -305,8 +285,12 @@ class Lowering(Emitter):
 
         Entries among narrow exponentials that the forward has stored are rounded once, with them.
         """
-        stored = self.in_forward or any(n.is_stored for n in self.windows)
-        return self.p.scales_exps or (self.p.soft > 0 and self.p.keeps_sums and stored)
+        return self.p.scales_exps or (self.p.soft > 0 and self.p.keeps_sums and bool(self.stored))
+
+    @property
+    def stored(self) -> list[Window]:
+        """The windows whose exponentials the forward stores."""
+        return [n for n in self.windows if n.is_stored]
 
     def entries(self, rows: Range, n: Window, *factors: str) -> None:
         """Emit the terms of other target classes among exponentials."""
@@ -389,7 +373,7 @@ class Lowering(Emitter):
         p = self.p
         early = [n for n in self.windows if n.is_stored or not p.is_uniform]
         late = [n for n in self.windows if n not in early]
-        is_relative = p.soft > 0 and p.keeps_sums and not any(n.is_stored for n in early)
+        is_relative = p.soft > 0 and p.keeps_sums and not self.stored
         """Whether soft targets' factors are in the references of exponentials."""
         names = "factors", *["numbers"] * bool(late)
         factors, *numbers = self.factors(self.every, *names, final=is_relative)
@@ -405,25 +389,21 @@ class Lowering(Emitter):
             scaled = self.gather("scaled", self.every, (factors,), home)
         if not all(n.is_stored for n in early) or (p.grad_weight and early and in_exps):
             plain = self.gather("plain", self.every, home=home if in_exps else None)
-        for n in early:
-            self.times = n.times
+        for n in self.each(early):
             if not n.is_stored:
                 reference = factors if is_relative else self.stats()
                 self.project_again(self.every, n, plain, reference)
             if p.soft or p.scales_exps:
                 self.entries(self.every, n, factors)
             self.products(n, plain if in_exps else scaled, factors)
-        self.times = 1
         if early and late and p.grad_hidden:
             sums = self.hidden_sums()
             self.emit(Kind.RESCALE, (*self.order, self.stats(), *sums), sums, self.every)
         if late:
             plain = self.gather("states of late", self.every, home=home)
-        for n in late:
-            self.times = n.times
+        for n in self.each(late):
             self.project_again(self.every, n, plain, *numbers)
             self.products(n, plain, *numbers)
-        self.times = 1
         if p.grad_hidden:
             self.finish_hidden(numbers[0] if numbers else factors, self.hidden_sums())
         if p.grad_bias:
@@ -434,7 +414,7 @@ class Lowering(Emitter):
         if self.p.grad_bias:
             self.add_bias(self.every, n, factors)
         if self.p.grad_hidden:
-            self.add_hidden(self.every, n, first=n.columns[0] == 0)
+            self.add_hidden(self.every, n)
         if self.p.grad_weight:
             if self.factors_in_exps and not self.p.scales_exps:
                 self.scale_exps(self.every, n, factors)

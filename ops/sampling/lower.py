@@ -74,9 +74,9 @@ class _SampledLowering(Lowering):
 class _PortableLowering(_SampledLowering):
     """Plain torch: the program of exact gradients, whose exponentials few entries replace."""
 
-    def statistics(self, rows: Range, states: Sequence[str], stored: Sequence[Window]) -> None:
+    def statistics(self, rows: Range, states: Sequence[str], windows: Sequence[Window]) -> None:
         self.estimate(states)
-        super().statistics(rows, states, stored)
+        super().statistics(rows, states, windows)
         tokens = self.p.tokens
         kept = (
             self.buffer("deciding", 1, tokens, self.p.sums),
@@ -103,7 +103,7 @@ class _KernelLowering(_SampledLowering):
     chosen: tuple[str, ...]
     """Names of what a backward is left."""
 
-    def statistics(self, rows: Range, states: Sequence[str], stored: Sequence[Window]) -> None:
+    def statistics(self, rows: Range, states: Sequence[str], windows: Sequence[Window]) -> None:
         p, kind = self.p, SampleKind
         entries = self.buffer("entries", p.tokens, slots(p.samples, p.vocab) * INDEX, 1)
         self.chosen = entries, self.buffer("drawn", 3, p.tokens, WORD)
