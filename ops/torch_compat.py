@@ -1,6 +1,5 @@
 """Every private or unstable name of torch that the package uses, for all supported versions."""
 
-import contextlib
 import functools
 import inspect
 import itertools
@@ -373,8 +372,3 @@ def autocast_is_available(device_type: str) -> bool:
 @process_cache
 def _autocast_is_available(device_type: str) -> bool:
     return torch.amp.is_autocast_available(device_type)
-
-
-def disabled_autocast(device_type: str) -> contextlib.AbstractContextManager[None]:
-    """Return a region in which operators on `device_type` do not cast their inputs."""
-    return cast(contextlib.AbstractContextManager[None], torch.autocast(device_type, enabled=False))

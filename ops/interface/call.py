@@ -134,7 +134,7 @@ def _evaluate(
     h, w, y, step, options, tensors, sharding = call
     if tensors.target_indices is not None and tensors.target_probs is not None:
         soft = tensors.target_indices, tensors.target_probs
-        direct = can_bypass_dispatcher(h, w, y, *tensors.given().values())
+        direct = can_bypass_dispatcher(h, w, y, *tensors.given.values())
         arch = None  # graph compilers know no kernels
         if direct:
             try_compiler(h.device, h.dtype)  # no operator chooses the classes, and falls back

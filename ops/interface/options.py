@@ -161,7 +161,7 @@ class LossOptions(OperatorRecord):
     def check(self) -> None:
         """Raise ValueError for a value out of its range, NotImplementedError for a combination."""
         own = self.arguments()
-        for name, value in self.given().items():
+        for name, value in self.given.items():
             if not (name == "reduction" and self.outputs):
                 checks.check_value(name, value, own[name].type)
         check_outputs(self.output_names)
@@ -222,10 +222,6 @@ class TensorOptions(OperatorRecord):
         """Whether none is given."""
         return all(tensor is None for tensor in self.pack())
 
-    def given(self) -> dict[str, Tensor]:
-        """Return those that are given, by name."""
-        return {} if self.is_plain else super().given()
-
     @property
     def scales_rows(self) -> bool:
         """Whether tokens differ in the factors of their losses or logits."""
@@ -245,7 +241,7 @@ class TensorOptions(OperatorRecord):
 
     def check(self, of: Operands, reduction: str) -> None:
         """Raise TypeError or ValueError that names the argument."""
-        check_tensors(self.given(), of)
+        check_tensors(self.given, of)
         if self.denominator is not None:
             check_divides(reduction)
         buffer = self.accumulate_into

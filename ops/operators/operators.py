@@ -135,7 +135,7 @@ def kernels_of(plan: Plan, x: LossCall) -> list[KernelSpec]:
 
     with jit_cache.recording() as found:
         h, w, y = map(shape, x[:3])
-        tensors = TensorOptions(**{name: shape(t) for name, t in x.tensors.given().items()})
+        tensors = TensorOptions(**{name: shape(t) for name, t in x.tensors.given.items()})
         records = x.step, x.options, tensors, Sharding()
         loss, stats = _loss_forward(plan, LossCall(h, w, y, *records))
         if any(plan.gradients):
@@ -185,7 +185,7 @@ def run_forward(inputs: LossInputs, plan: Plan) -> tuple[Tensor, RowStats, Kept]
     loss, stats, left = programs.forward(inputs, plan)
     targets = inputs.targets
     targets.drop_forward(keeps_soft=not plan.in_forward)
-    return loss, stats, Kept(plan, targets, inputs.selection, None, inputs.class_row, left=left)
+    return loss, stats, Kept(plan, left, targets, inputs.selection, None, inputs.class_row)
 
 
 def loss_backward(
@@ -205,14 +205,14 @@ def loss_backward(
             "grad_output: got a backward that does not find what its forward has kept, expected "
             "None where what a graph saves is moved or computed again"
         )
-    left = results.take_left() if results else None
-    runs_again = left is None
+    memory = results.left.take() if results else None
+    runs_again = memory is None
     same = {} if x.sharding.group is None else agreed_backward(upstream, stats, runs_again)
     shard = shard_of(x.sharding, x.h, x.w, **same)
-    if runs_again:
+    if memory is None:
         inputs = prepare(shard, x, plan)
         _, rows, results = run_forward(inputs, plan)
-        left = results.take_left()
+        memory = results.left.take()
     else:
         assert results is not None
         inputs = resume(shard, x, results)
@@ -220,7 +220,7 @@ def loss_backward(
     selection = inputs.selection
     if selection is not None and upstream.ndim:
         upstream = selection.take(upstream)
-    assert left is not None
+    assert memory is not None
     if options.reduction == OUTPUTS and len(upstream) == tensors.output_classes + 1:
         upstream = torch.cat([upstream, torch.zeros_like(upstream[:1])])
         inputs.targets.options = options.without_entropy()
@@ -231,8 +231,8 @@ def loss_backward(
     if plan.in_forward and plan.problem.grad_hidden:
         inputs.targets.selection = None  # all rows of the sums are defined
         selection, of_chunks = None, selection
-    dx, dw, dbias = programs.backward(left, inputs, upstream, rows, of_chunks)
-    del inputs, left  # freed before a copy of dX
+    dx, dw, dbias = programs.backward(plan, memory, inputs, upstream, rows, of_chunks)
+    del inputs, memory  # freed before a copy of dX
     if dx is not None:
         if selection is not None and not selection.is_on_device:
             dx = selection.restore(dx, 0)

@@ -88,8 +88,8 @@ def plan_for(x: LossCall, counted: int | None = None, leaves_out: bool = False) 
     one of their dX it takes no more memory than the plan for all.
     """
     h, w, _, step, options, tensors, sharding = x
-    operands = layout_of(h), layout_of(w), *map(layout_of, tensors.given().values())
-    records = step, options, *tensors.given(), sharding.group, *(sharding.shards or ())
+    operands = layout_of(h), layout_of(w), *map(layout_of, tensors.given.values())
+    records = step, options, *tensors.given, sharding.group, *(sharding.shards or ())
     key = operands, records, sharding.sequence_parallel, counted, leaves_out
     found = _plans.get(key)
     if found is None:

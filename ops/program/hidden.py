@@ -96,8 +96,9 @@ def finish_chunks(call: Call, s: Step) -> None:
     gradients, targets, order = x.primitives.gradients, x.targets, None
     if selection is not None and selection.is_on_device:
         order = selection.order
-    is_placed = order is not None and (call.values["rounds"] or low is not None)
-    if call.values["rounds"]:
+    rounded = call.program.problem.rounds_hidden
+    is_placed = order is not None and (rounded or low is not None)
+    if rounded:
         upstream = torch.where(upstream.isnan(), upstream, 1)
         factor = torch.where(targets.active, upstream.to(stats.rows.dtype), 0)
         gradients.scale_rows(out, out, factor if order is None else selection.restore(factor))

@@ -8,7 +8,7 @@ from cutefce.ops.program.backend import Backend
 from cutefce.ops.program.emit import Emitter
 from cutefce.ops.program.layout import Layout, Window, alike, chunks_of, windows_of
 from cutefce.ops.program.place import place, token_bytes
-from cutefce.ops.program.problem import Problem, Upstream
+from cutefce.ops.program.problem import Problem
 from cutefce.ops.program.steps import Home, Kind, Program, Range, Step
 
 ORDER_BYTES = 16
@@ -24,8 +24,9 @@ VALUES = (
     "last factors",
     "partial of",
     "shares",
+    "listed",
 )
-"""Names of buffers of numbers of tokens, and of the class row."""
+"""Names of buffers of numbers of tokens, of their lists, and of the class row."""
 
 
 def lower(p: Problem, x: Layout, backend: Backend, *, brief: bool = False) -> Program:
@@ -224,7 +225,7 @@ class Lowering(Emitter):
             sums = self.hidden_sums()
             self.emit(Kind.ENTRIES, (*self.order, self.stats(), *sums), sums, rows)
         factors: tuple[str, ...] = ()
-        if p.grad_weight or p.grad_bias or self.rounds_hidden:
+        if p.grad_weight or p.grad_bias or p.rounds_hidden:
             factors = self.factors(rows, "factors")
         if p.soft and not self.has_windows:
             self.entries(rows, n)
@@ -233,7 +234,7 @@ class Lowering(Emitter):
         if p.grad_hidden and not self.has_windows:
             self.add_hidden(rows, n)
         if p.grad_hidden:
-            self.keep_hidden(rows, factors if self.rounds_hidden else ())
+            self.keep_hidden(rows, factors if p.rounds_hidden else ())
         if p.grad_weight:
             scaled = states
             if self.factors_in_exps:
@@ -248,19 +249,14 @@ class Lowering(Emitter):
     def keep_hidden(self, rows: Range, factors: Sequence[str]) -> None:
         """Emit what is kept of a chunk's sums of dX until the factors of tokens are known."""
         reads = (*self.order, *self.hidden_sums(), *factors)
-        self.emit(Kind.KEEP_HIDDEN, reads, self.kept_hidden(), rows, final=self.rounds_hidden)
+        self.emit(Kind.KEEP_HIDDEN, reads, self.kept_hidden(), rows, final=self.p.rounds_hidden)
 
     def kept_hidden(self) -> tuple[str, ...]:
         """Name what is kept of dX: it or its larger pieces in its memory."""
-        rounded = self.rounds_hidden or self.p.dx_item == self.p.sums
+        rounded = self.p.rounds_hidden or self.p.dx_item == self.p.sums
         # a sum over all classes is rounded once
         few = self.backend.few_low_bits(self.p)
         return (self.dx(), *(() if rounded else self.low("low of dx", self.p.tokens, few)))
-
-    @property
-    def rounds_hidden(self) -> bool:
-        """Whether a chunk's rows of dX are final, as the upstream gradient is known."""
-        return self.p.upstream is Upstream.KNOWN
 
     # -- products ---------------------------------------------------------------------------------
 
@@ -313,8 +309,7 @@ class Lowering(Emitter):
 
     def list_targets(self, states: Sequence[str], factors: str) -> None:
         """Emit the lists of the tokens of each class."""
-        home = None if self.backend.places_values else Home.OUTSIDE
-        self.buffer("listed", 1, self.backend.listed_targets(self.p, self.in_forward), 1, home)
+        self.buffer("listed", 1, self.backend.listed_targets(self.p, self.in_forward), 1)
         self.emit(Kind.LIST_TARGETS, (*self.order, *states, factors), ("listed",), self.every)
 
     def add_weight(
