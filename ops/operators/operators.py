@@ -47,9 +47,6 @@ from cutefce.ops.rows.statistics import RowStats
 from cutefce.ops.rows.targets import OUTPUTS
 from cutefce.ops.schema import unpack
 
-Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
-"""dX (N, D), dW (V, D) and the bias' gradient (V,); None where not computed."""
-
 NOTHING = contextlib.nullcontext()
 LIBRARY = torch.library.Library("cutefce", "DEF")
 STEP = (StepOptions, *OPTIONS)
@@ -190,8 +187,8 @@ def run_forward(inputs: LossInputs, plan: Plan) -> tuple[Tensor, RowStats, Kept]
 
 def loss_backward(
     upstream: Tensor, h: Tensor, w: Tensor, y: Tensor, stats: Tensor, *records: Any
-) -> Gradients:
-    """Return dX (N, D), dW (V, D) and the bias' gradient (V,), None where not computed.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return dX (N, D), dW (V, D) and the bias' gradient (V,), without rows where not computed.
 
     `stats` are those of `loss_forward`, and so are the other arguments.  `upstream` is () or (N,),
     or of outputs (K + 2, N), without its last row if entropy has no gradient.
@@ -237,12 +234,15 @@ def loss_backward(
         if selection is not None and not selection.is_on_device:
             dx = selection.restore(dx, 0)
         dx = shard.finish_dx(dx, h.dtype)
-    if dbias is not None and tensors.linear_bias is not None:
-        dbias = dbias.to(tensors.linear_bias.dtype)
-    return dx, dw, dbias
+    bias = w if tensors.linear_bias is None else tensors.linear_bias
+    return (
+        h.new_empty(0, h.shape[1]) if dx is None else dx,
+        w.new_empty(0, w.shape[1]) if dw is None else dw,
+        bias.new_empty(0) if dbias is None else dbias.to(bias.dtype),
+    )
 
 
-def loss_backward_into(*arguments: Any) -> Gradients:
+def loss_backward_into(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Do what `loss_backward` does of arguments with `accumulate_into`."""
     _count_write(arguments[-2])
     return loss_backward(*arguments)
@@ -257,25 +257,12 @@ IMPLS: dict[Callable[..., Any], Callable[..., Any]] = {
 
 
 def _of_arguments(function: Any) -> Callable[..., Any]:
-    """Return an implementation as the dispatcher calls it: with fields of records one by one.
-
-    Gradients that are not computed have no rows.
-    """
+    """Return an implementation as the dispatcher calls it: with fields of records one by one."""
     run, is_backward = IMPLS[function], function in (loss_backward, loss_backward_into)
     operands, kinds = 5 if is_backward else 3, OPTIONS if function is forward else STEP
 
     def of_arguments(*arguments: Any) -> Any:
-        records = unpack(arguments[operands:], *kinds)
-        results = run(*arguments[:operands], *records)
-        if not is_backward:
-            return results
-        (_, h, w, *_), (*_, tensors, _), (dx, dw, dbias) = arguments, records, results
-        bias = w if tensors.linear_bias is None else tensors.linear_bias
-        return (
-            h.new_empty(0, h.shape[1]) if dx is None else dx,
-            w.new_empty(0, w.shape[1]) if dw is None else dw,
-            bias.new_empty(0) if dbias is None else dbias,
-        )
+        return run(*arguments[:operands], *unpack(arguments[operands:], *kinds))
 
     return of_arguments
 
