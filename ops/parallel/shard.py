@@ -115,10 +115,6 @@ class VocabShard:
             )
         return torch.where(ignored, torch.inf, torch.where(wrong, torch.nan, logit))
 
-    def soft_excess(self, excess: Tensor) -> Tensor:
-        """Return that of the classes of all ranks."""
-        return self.all_reduce_(excess)
-
     def partial_outputs(self, own: PartialOutputs) -> PartialOutputs:
         """Return those of all ranks, one part each."""
         own = own.combined()

@@ -104,7 +104,7 @@ def reduce(call: Call, s: Step) -> None:
     if targets.soft is not None and targets.soft.excess is None:
         # launched behind a product, it takes no CPU time for which a GPU waits
         excess = projection.soft_excess(x.h, x.w, targets, logit)
-        targets.soft.excess = excess if x.ranks is None else x.ranks.soft_excess(excess)
+        targets.soft.excess = excess if x.ranks is None else x.ranks.all_reduce_(excess)
     if x.ranks is None:
         partial = projection.concat_partials(call.values.pop("partials"))
         stats, loss = projection.reduce_partials(partial, logit, targets)
