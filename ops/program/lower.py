@@ -1,15 +1,18 @@
 """From a problem and a layout to a program: loops that emit steps."""
 
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from cutefce.cute_kernels.integers import round_up
 from cutefce.cute_kernels.workspace import NUM_STATS, low_bytes
-from cutefce.ops.program.backend import Backend
 from cutefce.ops.program.emit import Emitter
 from cutefce.ops.program.layout import Layout, Window, alike, chunks_of, windows_of
 from cutefce.ops.program.place import place, token_bytes
 from cutefce.ops.program.problem import Problem
 from cutefce.ops.program.steps import Home, Kind, Program, Range, Step
+
+if TYPE_CHECKING:
+    from cutefce.ops.program.primitives_backend import PrimitivesBackend
 
 ORDER_BYTES = 16
 """Bytes of a token's place and of its target, in the order of the rows that count."""
@@ -29,7 +32,7 @@ VALUES = (
 """Names of buffers of numbers of tokens, of their lists, and of the class row."""
 
 
-def lower(p: Problem, x: Layout, backend: Backend, *, brief: bool = False) -> Program:
+def lower(p: Problem, x: Layout, backend: "PrimitivesBackend", *, brief: bool = False) -> Program:
     """Return the program of a call, with a place for every buffer.
 
     A `brief` one has one of many equal chunks and windows, with the memory of all: it serves to
@@ -41,7 +44,7 @@ def lower(p: Problem, x: Layout, backend: Backend, *, brief: bool = False) -> Pr
 class Lowering(Emitter):
     """The steps of a loss and of its gradients."""
 
-    def __init__(self, p: Problem, x: Layout, backend: Backend, brief: bool) -> None:
+    def __init__(self, p: Problem, x: Layout, backend: "PrimitivesBackend", brief: bool) -> None:
         program = Program(p, x.in_forward, x.low_bits)
         program.gradients, program.token_bytes = p.gradient_bytes(), token_bytes(p)
         super().__init__(program, brief=brief)
@@ -106,7 +109,7 @@ class Lowering(Emitter):
         """Name the statistics of tokens."""
         return self.buffer("stats", self.p.tokens, NUM_STATS, self.p.sums, Home.STATS)
 
-    def exps(self, n: Window, rows: Range) -> str:
+    def exps(self, n: Window) -> str:
         """Name the exponentials of a window; those that are not stored share a buffer."""
         name = "exps" if n.home is None and not n.is_stored else f"exps of {n.columns[0]}"
         columns = n.width if n.home is not None else round_up(n.width, self.backend.block)
@@ -183,7 +186,7 @@ class Lowering(Emitter):
         rest = [Window((done, self.p.vocab), False)] if done < self.p.vocab or not windows else []
         for n in self.each([*windows, *rest]):
             parts.append(self.sums_of(n, rows))
-            out = (parts[-1],) if n in rest else (parts[-1], self.exps(n, rows))
+            out = (parts[-1],) if n in rest else (parts[-1], self.exps(n))
             reads = (*states, "logits", *self.order)
             self.emit(Kind.PROJECT, reads, out, rows, n.columns)
             if self.has_windows:
@@ -207,7 +210,7 @@ class Lowering(Emitter):
         self, rows: Range, n: Window, states: Sequence[str], reference: str, *, far: bool = False
     ) -> str:
         """Emit the exponentials of a window relative to a reference that is known by now."""
-        exps = self.exps(n, rows)
+        exps = self.exps(n)
         reads = (*states, reference, *self.order)
         self.emit(Kind.PROJECT, reads, (exps,), rows, n.columns, far=far)
         return exps
@@ -218,7 +221,7 @@ class Lowering(Emitter):
         """Emit a chunk: its statistics, and what it adds to the gradients."""
         p = self.p
         if p.selects and p.grad_weight and (rows[0] == 0 or rows[1] == p.tokens):
-            self.emit(Kind.CLEAR, (), (self.exps(self.windows[0], rows),), rows)
+            self.emit(Kind.CLEAR, (), (self.exps(self.windows[0]),), rows)
         states, n = self.states(rows), self.windows[0]
         self.statistics(rows, states, self.windows)
         if p.soft and self.has_windows:
@@ -272,7 +275,7 @@ class Lowering(Emitter):
 
     def add_hidden(self, rows: Range, n: Window, *, far: bool = False) -> None:
         """Emit a product of dX's sums, of which the first one is written."""
-        reads, sums, adds = (*self.order, self.exps(n, rows)), self.hidden_sums(), n.columns[0] > 0
+        reads, sums, adds = (*self.order, self.exps(n)), self.hidden_sums(), n.columns[0] > 0
         self.emit(Kind.GEMM_HIDDEN, reads, sums, rows, n.columns, adds=adds, far=far)
 
     @property
@@ -290,21 +293,21 @@ class Lowering(Emitter):
 
     def entries(self, rows: Range, n: Window, *factors: str) -> None:
         """Emit the terms of other target classes among exponentials."""
-        exps = self.exps(n, rows)
+        exps = self.exps(n)
         self.emit(
             Kind.ENTRIES, (*self.order, self.stats(), exps, *factors), (exps,), rows, n.columns
         )
 
     def scale_exps(self, rows: Range, n: Window, factors: str) -> None:
         """Emit the factors of tokens, to exponentials."""
-        exps = self.exps(n, rows)
+        exps = self.exps(n)
         self.emit(Kind.SCALE_EXPS, (*self.order, exps, factors), (exps,), rows, n.columns)
 
     def add_bias(self, rows: Range, n: Window, factors: str) -> None:
         """Emit the sums of the bias' gradient."""
         sums = self.buffer("sums of bias", 1, self.p.vocab, self.p.sums)
         flags = {"adds": rows[0] > 0, "final": rows[1] == self.p.tokens}
-        reads = (*self.order, self.exps(n, rows), factors)
+        reads = (*self.order, self.exps(n), factors)
         self.emit(Kind.BIAS, reads, (sums,), rows, n.columns, **flags)
 
     def list_targets(self, states: Sequence[str], factors: str) -> None:
@@ -327,7 +330,7 @@ class Lowering(Emitter):
         p = self.p
         flags = {"adds": rows[0] > 0, "final": rows[1] == p.tokens}
         listed = ("listed",) if flags["final"] else ()
-        reads = (*self.order, self.exps(n, rows), *states, factors, *listed)
+        reads = (*self.order, self.exps(n), *states, factors, *listed)
         reads += tuple(name for name in every if name not in reads)
         if self.in_forward and not p.adds_in_forward:
             out = self.weight_sums()

@@ -1,10 +1,10 @@
 """From a problem with sampled gradients to its program."""
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from cutefce.cute_kernels.problem import Problem as Operands
 from cutefce.ops.planning.step_memory import added_rows
-from cutefce.ops.program.backend import Backend
 from cutefce.ops.program.layout import Layout, Window, even_windows
 from cutefce.ops.program.lower import Lowering
 from cutefce.ops.program.problem import Problem
@@ -12,11 +12,14 @@ from cutefce.ops.program.steps import Home, Program, Range
 from cutefce.ops.sampling.sample_sizes import estimate_count, slots
 from cutefce.ops.sampling.steps import SampleKind
 
+if TYPE_CHECKING:
+    from cutefce.ops.program.primitives_backend import PrimitivesBackend
+
 WORD, INDEX = 4, 8
 """Bytes of a number of 32 bits, and of one of 64, in which kernels have an entry."""
 
 
-def lower(p: Problem, x: Layout, backend: Backend, of: Operands) -> Program:
+def lower(p: Problem, x: Layout, backend: "PrimitivesBackend", of: Operands) -> Program:
     """Return the program of a call with sampled gradients, with a place for every buffer.
 
     `of` says which kernels serve it, on which device.
@@ -28,7 +31,7 @@ def lower(p: Problem, x: Layout, backend: Backend, of: Operands) -> Program:
 class _SampledLowering(Lowering):
     """A forward that estimates log-sum-exps; it stores no exponentials."""
 
-    def __init__(self, p: Problem, x: Layout, backend: Backend, of: Operands) -> None:
+    def __init__(self, p: Problem, x: Layout, backend: "PrimitivesBackend", of: Operands) -> None:
         super().__init__(p, x, backend, brief=False)
         # the same ones whatever is trained
         cut = even_windows(0, p.vocab, x.window, backend.block)
@@ -87,7 +90,7 @@ class _PortableLowering(_SampledLowering):
     def project_again(
         self, rows: Range, n: Window, states: Sequence[str], reference: str, *, far: bool = False
     ) -> str:
-        exps = self.exps(n, rows)
+        exps = self.exps(n)
         self.step(
             SampleKind.PROJECT_SAMPLES,
             (*states, reference, "deciding", "hashes"),
