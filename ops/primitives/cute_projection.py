@@ -25,7 +25,6 @@ from cutefce.ops.primitives.portable_projection import PortableProjection
 from cutefce.ops.primitives.row_selection import (
     clear_rows,
     far_rows,
-    gather_rows,
     row_count,
     row_order,
     row_range,
@@ -118,15 +117,6 @@ class CuteProjection(CuteSoftTargetSteps, PortableProjection):
         if class_row is not None:
             targets.set_class_logits(class_row[1])
         return logit
-
-    def select(
-        self,
-        h: Tensor,
-        selection: RowSelection,
-        scale: Tensor | None = None,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        return gather_rows(self.kernels, h, selection, scale, out)
 
     def project_exp(
         self,
