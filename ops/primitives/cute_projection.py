@@ -87,8 +87,6 @@ class PartialLse:
 class CuteProjection(CuteSoftTargetSteps, PortableProjection):
     """The same steps on the kernels of one device, dtype and configuration."""
 
-    is_portable = False
-
     def __init__(
         self, kernels: KernelSet, num_sms: int, semaphores: Semaphores, clears: bool = False
     ) -> None:

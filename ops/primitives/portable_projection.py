@@ -87,8 +87,6 @@ Partials: TypeAlias = Any
 class PortableProjection(SoftTargetSteps):
     """The steps of the forward; `Partials` are row sums in the form of one class of steps."""
 
-    is_portable = True
-    """Whether the steps run in plain torch."""
     counted: CountedRows | None = None
     """How many rows count, where others' exponentials and row sums may be undefined."""
 

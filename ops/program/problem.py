@@ -88,7 +88,7 @@ class Problem:
         """
         one = self.upstream is not Upstream.ROWS and not self.scales_rows
         one &= not self.soft and not self.scales_exps
-        return one and self.grad_weight and not self.into and self.dw_item == self.item
+        return one and self.dw_holds_exps
 
     @property
     def keeps_sums(self) -> bool:

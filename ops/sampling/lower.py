@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from cutefce.cute_kernels.problem import Problem as Operands
 from cutefce.ops.planning.step_memory import added_rows
 from cutefce.ops.program.layout import Layout, Window, even_windows
 from cutefce.ops.program.lower import Lowering
@@ -19,24 +18,20 @@ WORD, INDEX = 4, 8
 """Bytes of a number of 32 bits, and of one of 64, in which kernels have an entry."""
 
 
-def lower(p: Problem, x: Layout, backend: "PrimitivesBackend", of: Operands) -> Program:
-    """Return the program of a call with sampled gradients, with a place for every buffer.
-
-    `of` says which kernels serve it, on which device.
-    """
-    lowering = _PortableLowering if of.arch is None else _KernelLowering
-    return lowering(p, x, backend, of).lowered()
+def lower(p: Problem, x: Layout, backend: "PrimitivesBackend") -> Program:
+    """Return the program of a call with sampled gradients, with a place for every buffer."""
+    lowering = _PortableLowering if backend.operands.arch is None else _KernelLowering
+    return lowering(p, x, backend).lowered()
 
 
 class _SampledLowering(Lowering):
     """A forward that estimates log-sum-exps; it stores no exponentials."""
 
-    def __init__(self, p: Problem, x: Layout, backend: "PrimitivesBackend", of: Operands) -> None:
+    def __init__(self, p: Problem, x: Layout, backend: "PrimitivesBackend") -> None:
         super().__init__(p, x, backend, brief=False)
         # the same ones whatever is trained
         cut = even_windows(0, p.vocab, x.window, backend.block)
         self.windows = [Window(columns, False) for columns in cut]
-        self.of = of
 
     def step(
         self,
@@ -136,7 +131,7 @@ class _KernelLowering(_SampledLowering):
             return
         if p.every_class or not p.grad_weight or (p.into and not p.adds_in_place):
             # sums are formed beside dW, some rows at a time
-            room = min(added_rows(p.hidden, p.sums, self.of.device), p.vocab)
+            room = min(added_rows(p.hidden, p.sums, self.backend.operands.device), p.vocab)
             rows.append(self.buffer("room", room, p.hidden, p.sums))
         listed = [*self.chosen, self.stats(), factors]
         if p.every_class and p.grad_weight:
