@@ -108,11 +108,10 @@ def loss_forward(h: Tensor, w: Tensor, y: Tensor, *records: Any) -> tuple[Tensor
 def _compiling_at_once(plan: Plan, x: LossCall) -> contextlib.AbstractContextManager[None]:
     """Return a region in which a kernel that is missing is compiled with all others of a call.
 
-    Later calls of a plan miss none.  Ranks of a group, which would wait for each other, compile one
-    kernel after the other.
+    Ranks of a group, which would wait for each other, compile one kernel after the other.
     """
     has_kernels = plan.backend.operands.arch is not None and not x.h.is_meta
-    if plan.is_lowered or not has_kernels or x.sharding.group is not None:
+    if not has_kernels or x.sharding.group is not None:
         return NOTHING
 
     def make(missed: KernelSpec) -> None:

@@ -99,8 +99,7 @@ def plan_for(x: LossCall, counted: int | None = None, leaves_out: bool = False) 
         if sharding.group is not None:
             widest = max(sharding.shards) if sharding.shards else own.problem.vocab
             leading = own.of_ranks(widest, tensors.grad_output is not None)
-        made = _plan_like(leading, own, (h.device, step.budget), counted, leaves_out)
-        found = replace(made)  # without a program: its first call is the first one of this key
+        found = _plan_like(leading, own, (h.device, step.budget), counted, leaves_out)
         # kernels that do not serve a call in a graph's capture may serve the next one
         if not (h.is_cuda and torch.cuda.is_current_stream_capturing()):
             if len(_plans) >= MAX_ENTRIES:

@@ -39,11 +39,6 @@ class Plan(Costed):
         """What runs."""
         return self.backend.lower(self.problem, self.layout)
 
-    @property
-    def is_lowered(self) -> bool:
-        """Whether there is a program, as the first call of a plan makes it."""
-        return "program" in vars(self)
-
     @cached_property
     def without_entropy(self) -> "Plan":
         """The same, but that exponentials have no factors of their own in the backward."""
