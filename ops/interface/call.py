@@ -132,6 +132,7 @@ def _evaluate(
     """Return the loss, and further results of `loss_forward` if they are wanted."""
     call = checked_call(input, linear_weight, target, workspace, arguments, with_stats)
     h, w, y, step, options, tensors, sharding = call
+    grads = step.gradients
     if tensors.target_indices is not None and tensors.target_probs is not None:
         soft = tensors.target_indices, tensors.target_probs
         direct = can_bypass_dispatcher(h, w, y, *tensors.given.values())
@@ -143,13 +144,13 @@ def _evaluate(
     elif tensors.target_indices is not None:
         given = tensors.target_indices, sharding.vocab(w), options.ignore_index
         y = class_leads(*given).reshape(y.shape)
-    if options.is_sampled and step.trains:
+    if options.is_sampled and any(grads):
         seed = (draw_seed if can_bypass_dispatcher(y) else torch.ops.cutefce.draw_seed)(y)
         tensors = dataclasses.replace(tensors, seed=seed)
     rows = y if y.ndim == 1 else y.reshape(-1)  # which takes CPU time even if it does nothing
     result: Tensor
     rest: Sequence[Tensor] = ()
-    if not step.trains and not with_stats:
+    if not any(grads) and not with_stats:
         result = run(forward, (h, w, rows), (options, tensors, sharding))
     else:
         trained = RowOutputs if options.reduction == OUTPUTS else LinearCrossEntropy

@@ -344,9 +344,9 @@ class StepOptions(OperatorRecord):
     )
 
     @property
-    def trains(self) -> bool:
-        """Whether a gradient is computed."""
-        return self.grad_hidden or self.grad_weight or self.grad_bias
+    def gradients(self) -> tuple[bool, bool, bool]:
+        """Whether dX, dW and the gradient of the bias are computed."""
+        return self.grad_hidden, self.grad_weight, self.grad_bias
 
 
 class LossCall(NamedTuple):

@@ -16,16 +16,12 @@ RUNS_AGAIN = "backward through what an earlier backward freed"
 
 def agreed_forward(x: LossCall) -> dict[str, Any]:
     """Return what all ranks must agree on in a forward."""
-    given, step = x.tensors.by_name(), x.step
+    given = x.tensors.by_name()
     own = {name: given.pop(name) for name in TensorOptions.OF_CLASSES}
     del given["seed"]  # all ranks take that of the first one
     return {
         "operator": "forward",
-        "requires_grad of (input, linear_weight, linear_bias)": [
-            step.grad_hidden,
-            step.grad_weight,
-            step.grad_bias,
-        ],
+        "requires_grad of (input, linear_weight, linear_bias)": list(x.step.gradients),
         **({} if x.tensors.soft_targets else {"target": x.y}),
         **x.options.by_name(),
         **given,

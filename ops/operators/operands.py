@@ -90,9 +90,7 @@ def _operands(
     dw_dtype = sum_dtype(w.dtype) if own_sums else w.dtype
     buffer = tensors.accumulate_into if plan.problem.grad_weight else None
     dtypes = shard.dx_dtype(h.dtype), dw_dtype
-    inputs = LossInputs(own, h, w, targets, *dtypes, buffer, ranks=shard.ranks())
-    inputs.selection = selection
-    return inputs
+    return LossInputs(own, h, w, targets, *dtypes, buffer, ranks=shard.ranks(), selection=selection)
 
 
 def plan_of(x: LossCall) -> Plan:

@@ -134,7 +134,7 @@ def kernels_of(plan: Plan, x: LossCall) -> list[KernelSpec]:
         tensors = TensorOptions(**{name: shape(t) for name, t in x.tensors.given.items()})
         records = x.step, x.options, tensors, Sharding()
         loss, stats = _loss_forward(plan, LossCall(h, w, y, *records))
-        if any(plan.gradients):
+        if plan.problem.needs_gradients:
             loss_backward(loss, h, w, y, stats, *records)
     return list(found)
 

@@ -145,7 +145,7 @@ def request_of(x: LossCall) -> Request:
     h, w, _, step, options, tensors, sharding = x
     ranks = sharding.ranks()
     tokens = h.shape[0] * ranks if sharding.sequence_parallel else None
-    operands = problem_of(h, w, step.grad_hidden, step.grad_weight, step.grad_bias, tokens)
+    operands = problem_of(h, w, *step.gradients, tokens)
     buffer = tensors.accumulate_into if step.grad_weight else None
     wide = tensors.weight_cast is not None or buffer is not None
     # copies of a tile of logits that options make in plain torch
@@ -154,7 +154,7 @@ def request_of(x: LossCall) -> Request:
         operands = replace(operands, wide_grad_weight=wide, tile_copies=copies)
     if sharding.group is not None:
         operands = replace(operands, ranks=ranks, sequence_parallel=sharding.sequence_parallel)
-    is_sampled = options.is_sampled and step.trains
+    is_sampled = options.is_sampled and any(step.gradients)
     if operands.arch is not None:
         given = h.device, options, tensors, is_sampled
         if options_unsupported_reason(operands, *given) is not None:

@@ -62,11 +62,6 @@ class Plan(Costed):
         return self.in_forward and self.problem.adds_in_forward
 
     @property
-    def gradients(self) -> tuple[bool, bool, bool]:
-        """Which of dX, dW and the bias' gradient are computed."""
-        return self.problem.grad_hidden, self.problem.grad_weight, self.problem.grad_bias
-
-    @property
     def tokens(self) -> int:
         """Tokens that are computed."""
         return self.problem.tokens
