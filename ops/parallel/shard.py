@@ -130,9 +130,7 @@ class VocabShard:
 
         That of sums in a group: dX is rounded after the ranks' parts are added.
         """
-        if not self.group:
-            return dtype
-        return sum_dtype(dtype)
+        return sum_dtype(dtype) if self.group else dtype
 
     def reduce_dx(self, dx: Tensor) -> Tensor:
         """Return the rows of the sum of all ranks' parts of dX (N, D) that this rank rounds.
@@ -153,8 +151,6 @@ class VocabShard:
 
     def finish_dx(self, dx: Tensor, dtype: torch.dtype) -> Tensor:
         """Return dX of this rank's tokens from its part (N, D)."""
-        if not self.group:
-            return dx
         return self.gather_dx(self.reduce_dx(dx).to(dtype), len(dx))
 
     def all_gather(self, x: Tensor) -> Tensor:
