@@ -68,15 +68,12 @@ def user_folder() -> Path:
     return cache_files.base_folder() / "tuning"
 
 
-@process_cache
-def dsl_version() -> str:
-    """Return the version of the installed compiler, "none" without one."""
-    return jit_cache.package_version(DSL_PACKAGE)
-
-
 def current_build() -> dict[str, str]:
     """Return the kernels' source fingerprint and the compiler's version, as tables name them."""
-    return {"kernels": jit_cache.source_fingerprint(), DSL_PACKAGE: dsl_version()}
+    return {
+        "kernels": jit_cache.source_fingerprint(),
+        DSL_PACKAGE: jit_cache.package_version(DSL_PACKAGE),
+    }
 
 
 def tables(gpu: Gpu) -> tuple[Table, ...]:

@@ -94,12 +94,9 @@ class OperatorRecord:
         """Return the arguments by name, in the schema's order."""
         return dict(zip(self.names(), self.pack(), strict=True))
 
-    def given(self) -> dict[str, Any]:
-        """Return the arguments that are not at their defaults, by name."""
-        return self._given
-
     @cached_property
-    def _given(self) -> dict[str, Any]:
+    def given(self) -> dict[str, Any]:
+        """The arguments that are not at their defaults, by name."""
         given = {}
         for (name, default), x in zip(_defaults(cast(Any, type(self))), self.pack(), strict=True):
             if x is not default and (default is None or x != default):
@@ -110,7 +107,7 @@ class OperatorRecord:
     def kinds(self) -> set[Any]:
         """Those of the arguments that are not at their defaults."""
         own = self.arguments()
-        return {own[name].kind for name in self.given()}
+        return {own[name].kind for name in self.given}
 
     @classmethod
     def from_keywords(cls: type[R], keywords: Mapping[str, Any]) -> R:

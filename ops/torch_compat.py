@@ -1,6 +1,5 @@
 """Every private or unstable name of torch that the package uses, for all supported versions."""
 
-import contextlib
 import functools
 import inspect
 import itertools
@@ -19,8 +18,6 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.fx import traceback
 from torch.utils import checkpoint
-
-from cutefce.cute_kernels.process_cache import process_cache
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store as Store
@@ -364,17 +361,7 @@ def constant_in_graphs(function: Function) -> Function:
     return function
 
 
-@constant_in_graphs  # torch.compile does not look into caches
+@constant_in_graphs
 def autocast_is_available(device_type: str) -> bool:
     """Whether torch has autocast for devices of this type."""
-    return _autocast_is_available(device_type)
-
-
-@process_cache
-def _autocast_is_available(device_type: str) -> bool:
     return torch.amp.is_autocast_available(device_type)
-
-
-def disabled_autocast(device_type: str) -> contextlib.AbstractContextManager[None]:
-    """Return a region in which operators on `device_type` do not cast their inputs."""
-    return cast(contextlib.AbstractContextManager[None], torch.autocast(device_type, enabled=False))

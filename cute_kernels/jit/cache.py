@@ -155,6 +155,7 @@ def source_fingerprint(folder: Path = SOURCES) -> str:
     return digest.hexdigest()[:16]
 
 
+@process_cache
 def package_version(package: str) -> str:
     """Return the version of an installed package, "none" if it is not installed."""
     try:

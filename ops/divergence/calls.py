@@ -34,7 +34,7 @@ def forward(x: Operands) -> tuple[Tensor, Left]:
     call.allocate(Home.KEPT)
     _allocate_gradients(call, call.program.homes_of_forward)
     call.run(call.program.forward, Home.FORWARD, TABLE)
-    return stats, Left(x.plan, call.memory)
+    return stats, Left(x.plan.program, call.memory)
 
 
 def backward(x: Operands, left: Left | None, stats: Tensor, upstream: Tensor) -> list[Tensor]:
@@ -42,9 +42,11 @@ def backward(x: Operands, left: Left | None, stats: Tensor, upstream: Tensor) ->
 
     Factors that were kept and are not `left` are computed again, by the forward.
     """
-    if left is None and x.plan.kept:
+    memory = None if left is None else left.take()
+    if memory is None and x.plan.kept:
         _, left = forward(x)
-    call = Call(x.plan.program, x, {} if left is None else left.taken())
+        memory = left.take()
+    call = Call(x.plan.program, x, memory or {})
     del left
     upstream, trained = upstream.to(x.dtype), call.program.problem.trained
     scales = {i: x.sides[i].scales(upstream, x.loss_scale) for i in trained}

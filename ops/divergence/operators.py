@@ -58,7 +58,7 @@ def divergence(*arguments: Any) -> tuple[Tensor, Tensor]:
     values = x.options.values(rows)
     loss = values if x.loss_scale is None else values.sum() * x.loss_scale
     stats = rows if x.selection is None else x.selection.restore(rows)
-    kept.keep(stats, kept.KeptProgram(left=left))
+    kept.keep(stats, left)
     return restored(loss, x.selection), stats
 
 
@@ -69,9 +69,7 @@ def divergence_backward(upstream: Tensor, stats: Tensor, *arguments: Any) -> tup
     `divergence`.
     """
     x = _operands(arguments, upstream, stats)
-    found = kept.kept_with(stats)
-    left = None if found is None else found.take_left()
-    del found
+    left = kept.kept_with(stats)
     if x.selection is not None:
         stats = x.selection.take(stats)
         upstream = x.selection.take(upstream) if upstream.ndim else upstream

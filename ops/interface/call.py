@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from cutefce.ops import torch_compat
 from cutefce.ops.interface import checks, heads
 from cutefce.ops.interface.options import (
     OPTIONS,
+    LossCall,
     LossOptions,
     Sharding,
     StepOptions,
@@ -129,31 +130,29 @@ def _evaluate(
     with_stats: bool = False,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Return the loss, and further results of `loss_forward` if they are wanted."""
-    call = checked_call(input, linear_weight, target, workspace, arguments)
-    h, w, y, _, grads, options, tensors, sharding = call
-    needs_grad = True in grads
+    call = checked_call(input, linear_weight, target, workspace, arguments, with_stats)
+    h, w, y, step, options, tensors, sharding = call
+    grads = step.gradients
     if tensors.target_indices is not None and tensors.target_probs is not None:
         soft = tensors.target_indices, tensors.target_probs
-        direct = can_bypass_dispatcher(h, w, y, *tensors.given().values())
-        w_rows = tensors.computed_weight(w)
+        direct = can_bypass_dispatcher(h, w, y, *tensors.given.values())
         arch = None  # graph compilers know no kernels
         if direct:
             try_compiler(h.device, h.dtype)  # no operator chooses the classes, and falls back
-            arch = arch_of(h, w_rows, SOFT_TARGETS)
+            arch = arch_of(h, call.computed().w, SOFT_TARGETS)
         y = chosen_leads(*soft, sharding.vocab(w), options.ignore_index, arch).reshape(y.shape)
     elif tensors.target_indices is not None:
         given = tensors.target_indices, sharding.vocab(w), options.ignore_index
         y = class_leads(*given).reshape(y.shape)
-    if options.is_sampled and needs_grad:
+    if options.is_sampled and any(grads):
         seed = (draw_seed if can_bypass_dispatcher(y) else torch.ops.cutefce.draw_seed)(y)
         tensors = dataclasses.replace(tensors, seed=seed)
     rows = y if y.ndim == 1 else y.reshape(-1)  # which takes CPU time even if it does nothing
     result: Tensor
     rest: Sequence[Tensor] = ()
-    if not needs_grad and not with_stats:
+    if not any(grads) and not with_stats:
         result = run(forward, (h, w, rows), (options, tensors, sharding))
     else:
-        step = call.step(input, linear_weight, with_stats)
         trained = RowOutputs if options.reduction == OUTPUTS else LinearCrossEntropy
         records = step, options, tensors, sharding
         operands = h, w, tensors.linear_bias, rows, records
@@ -163,43 +162,18 @@ def _evaluate(
     return result, (*rest,)
 
 
-class CheckedCall(NamedTuple):
-    """A call whose arguments are right, as operators take them."""
-
-    h: Tensor
-    """(N, D)"""
-    w: Tensor
-    """(V, D) of h's dtype, or float32 beside the `weight_cast` of the tensors."""
-    y: Tensor
-    """(...)"""
-    budget: int
-    """Bytes that it may take."""
-    grads: tuple[bool, bool, bool]
-    """Whether dX, dW and the gradient of the bias are computed."""
-    options: LossOptions
-    tensors: TensorOptions
-    sharding: Sharding
-
-    def step(self, input: Tensor, linear_weight: Tensor, with_stats: bool = False) -> StepOptions:
-        """Return what its plan depends on, where these tensors were given.
-
-        `with_stats` says that somebody reads its statistics.
-        """
-        w = self.tensors.computed_weight(self.w)
-        copied = copied_item_bytes(input, self.h), copied_item_bytes(linear_weight, w)
-        return StepOptions(self.budget, *self.grads, *copied, with_stats)
-
-
 def checked_call(
     input: Tensor,
     linear_weight: Tensor,
     target: Tensor | None,
     workspace: int | str | None,
     arguments: dict[str, Any],
-) -> CheckedCall:
+    with_stats: bool = False,
+) -> LossCall:
     """Return a call of class indices or soft targets; raise an error that names an argument.
 
-    The arguments are those of `loss`, `arguments` the others by name.
+    The arguments are those of `loss`, `arguments` the others by name.  `with_stats` says that
+    somebody reads its statistics.
     """
     options, tensors, sharding = DEFAULTS
     if arguments:  # the dispatcher leaves out arguments at their defaults
@@ -239,7 +213,9 @@ def checked_call(
             tensors = dataclasses.replace(tensors, grad_output=None)
         budget = checks.workspace_bytes(workspace)
     rows = h if h.ndim == 2 else h.reshape(-1, w.shape[1])
-    return CheckedCall(rows, own, target, budget, grads, options, tensors, sharding)
+    copied = copied_item_bytes(input, rows), copied_item_bytes(linear_weight, w)
+    step = StepOptions(budget, *grads, *copied, with_stats)
+    return LossCall(rows, own, target, step, options, tensors, sharding)
 
 
 def needs_operator(h: Tensor, w: Tensor, y: Tensor, *, is_plain: bool) -> bool:

@@ -16,7 +16,7 @@ import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
 
@@ -161,7 +161,7 @@ class LossOptions(OperatorRecord):
     def check(self) -> None:
         """Raise ValueError for a value out of its range, NotImplementedError for a combination."""
         own = self.arguments()
-        for name, value in self.given().items():
+        for name, value in self.given.items():
             if not (name == "reduction" and self.outputs):
                 checks.check_value(name, value, own[name].type)
         check_outputs(self.output_names)
@@ -222,10 +222,6 @@ class TensorOptions(OperatorRecord):
         """Whether none is given."""
         return all(tensor is None for tensor in self.pack())
 
-    def given(self) -> dict[str, Tensor]:
-        """Return those that are given, by name."""
-        return {} if self.is_plain else super().given()
-
     @property
     def scales_rows(self) -> bool:
         """Whether tokens differ in the factors of their losses or logits."""
@@ -245,7 +241,7 @@ class TensorOptions(OperatorRecord):
 
     def check(self, of: Operands, reduction: str) -> None:
         """Raise TypeError or ValueError that names the argument."""
-        check_tensors(self.given(), of)
+        check_tensors(self.given, of)
         if self.denominator is not None:
             check_divides(reduction)
         buffer = self.accumulate_into
@@ -259,10 +255,6 @@ class TensorOptions(OperatorRecord):
             raise ValueError(
                 f'grad_output: got one with reduction={reduction!r}, expected "mean" or "sum"'
             )
-
-    def computed_weight(self, w: Tensor) -> Tensor:
-        """Return the weight that products are computed with, where w (V, D) was given."""
-        return w if self.weight_cast is None else self.weight_cast
 
     def prepared(self, h: Tensor) -> "TensorOptions":
         """Return the same with tokens' values as vectors (N,), scalars as () on h's device."""
@@ -350,6 +342,31 @@ class StepOptions(OperatorRecord):
     returns_stats: bool = argument(
         BOOL, False, None, "whether somebody reads the statistics, in the order of the tokens"
     )
+
+    @property
+    def gradients(self) -> tuple[bool, bool, bool]:
+        """Whether dX, dW and the gradient of the bias are computed."""
+        return self.grad_hidden, self.grad_weight, self.grad_bias
+
+
+class LossCall(NamedTuple):
+    """A call of a loss whose arguments are right, as its operators take them."""
+
+    h: Tensor
+    """(N, D)"""
+    w: Tensor
+    """(V, D) of h's dtype, or float32 beside the `weight_cast` of the tensors."""
+    y: Tensor
+    """(N,) integers; (...) before the operators."""
+    step: StepOptions
+    options: LossOptions
+    tensors: TensorOptions
+    sharding: Sharding
+
+    def computed(self) -> "LossCall":
+        """Return the same with the weight that products are computed with."""
+        cast = self.tensors.weight_cast
+        return self if cast is None else self._replace(w=cast)
 
 
 OPTIONS = LossOptions, TensorOptions, Sharding

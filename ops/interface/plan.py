@@ -71,10 +71,7 @@ def _plan(
         sharding = Sharding.from_keywords(local)
         tokens = token_shape(part.h, sharding.ranks() if sharding.sequence_parallel else 1)
         y = some.new_empty(tokens)
-    call = checked_call(part.h, part.w, y, workspace, local)
-    w = call.tensors.computed_weight(call.w)
-    step = call.step(part.h, part.w)
-    return plan_for(call.h, w, step, call.options, call.tensors, call.sharding)
+    return plan_for(checked_call(part.h, part.w, y, workspace, local).computed())
 
 
 @runs(_plan)

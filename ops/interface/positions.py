@@ -60,24 +60,21 @@ def _checked_target(
 ) -> Tensor:
     """Return the target; raise an error that names the argument unless all fit together."""
     one_class(target, given)
-    if target is None or "target_indices" in given or "target_probs" in given:
-        raise NotImplementedError(
-            f"target_indices: got soft targets with linear_weight of shape "
-            f"{tuple(linear_weight.shape)}, expected target with losses of K dimensions"
-        )
-    if is_probabilities(target):
-        raise NotImplementedError(
-            f"target: got probabilities with linear_weight of shape "
-            f"{tuple(linear_weight.shape)}, expected class indices with losses of K dimensions"
-        )
+    is_soft = target is None or "target_indices" in given or "target_probs" in given
+    for name, is_given, got, expected in (
+        ("target_indices", is_soft, "soft targets", "target"),
+        ("target", is_probabilities(target), "probabilities", "class indices"),
+        ("accumulate_into", given.get("accumulate_into") is not None, "a buffer", "None"),
+    ):
+        if is_given:
+            raise NotImplementedError(
+                f"{name}: got {got} with linear_weight of shape {tuple(linear_weight.shape)}, "
+                f"expected {expected} with losses of K dimensions"
+            )
+    assert target is not None
     check_types(input=input, target=target)
     for name, x in (("input", input), ("linear_weight", linear_weight), ("target", target)):
         checks.check_layout(name, x)
-    if given.get("accumulate_into") is not None:
-        raise NotImplementedError(
-            f"accumulate_into: got a buffer with linear_weight of shape "
-            f"{tuple(linear_weight.shape)}, expected None with losses of K dimensions"
-        )
     sizes = linear_weight.shape[1:-1]
     if 0 in sizes:
         raise ValueError(

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from cutefce.cute_kernels.workspace import Stat
-from cutefce.ops.interface.options import LossOptions, TensorOptions
-from cutefce.ops.operators.operands import NO_GRADIENTS
+from cutefce.ops.interface.options import LossCall, TensorOptions
 
 UPSTREAM_TOLERANCE = 2.0**-7
 """How far, relative to it, a known upstream gradient may be from the backward's: one that passes
@@ -15,23 +14,18 @@ through a loss in 16 bits is rounded to these."""
 RUNS_AGAIN = "backward through what an earlier backward freed"
 
 
-def agreed_forward(
-    y: Tensor,
-    options: LossOptions,
-    tensors: TensorOptions,
-    grads: tuple[bool, ...] = NO_GRADIENTS,
-) -> dict[str, Any]:
+def agreed_forward(x: LossCall) -> dict[str, Any]:
     """Return what all ranks must agree on in a forward."""
-    given = tensors.by_name()
+    given = x.tensors.by_name()
     own = {name: given.pop(name) for name in TensorOptions.OF_CLASSES}
     del given["seed"]  # all ranks take that of the first one
     return {
         "operator": "forward",
-        "requires_grad of (input, linear_weight, linear_bias)": list(grads),
-        **({} if tensors.soft_targets else {"target": y}),
-        **options.by_name(),
+        "requires_grad of (input, linear_weight, linear_bias)": list(x.step.gradients),
+        **({} if x.tensors.soft_targets else {"target": x.y}),
+        **x.options.by_name(),
         **given,
-        **{f"{name} given": x is not None for name, x in own.items()},
+        **{f"{name} given": value is not None for name, value in own.items()},
     }
 
 

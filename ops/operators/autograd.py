@@ -110,7 +110,7 @@ def _save(ctx: Any, h: Tensor, w: Tensor, y: Tensor, stats: Tensor, records: Rec
     ctx.group = ctx.sharding.group
     # other backwards may write it in between, which autograd takes for an error in what is saved
     ctx.accumulate_into = tensors.accumulate_into
-    given = tensors.given()
+    given = tensors.given
     ctx.given = [name for name in given if name != "accumulate_into"]
     ctx.save_for_backward(h, w, y, stats, *map(given.get, ctx.given))
 
@@ -172,7 +172,7 @@ def run(operator: Callable[..., Any], operands: tuple[Any, ...], records: tuple[
         return dispatch(operator, operands, records)
     tensors = [x for x in operands if isinstance(x, Tensor)]
     if records:
-        tensors += records[-2].given().values()
+        tensors += records[-2].given.values()
     if can_bypass_dispatcher(*tensors):
         return IMPLS[operator](*operands, *records)
     return dispatch(operator, operands, records)

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -68,7 +68,8 @@ def outside_autocast(device_type: str) -> contextlib.AbstractContextManager[None
     """Return a region where operators on devices of this type do not cast their inputs."""
     if not is_autocasting(device_type):
         return contextlib.nullcontext()
-    return torch_compat.disabled_autocast(device_type)
+    off = torch.autocast(device_type, enabled=False)
+    return cast(contextlib.AbstractContextManager[None], off)
 
 
 def is_mixed(h: Tensor, w: Tensor) -> bool:
@@ -87,10 +88,7 @@ def isolated_context(function: Callable[..., Any]) -> Callable[..., Any]:
         if first.is_cuda and first.get_device() != torch.cuda.current_device():
             with torch.cuda.device(first.device):
                 return run(first, *rest, **more)
-        kind = first.device.type
-        if not is_autocasting(kind):
-            return function(first, *rest, **more)
-        with torch_compat.disabled_autocast(kind):
+        with outside_autocast(first.device.type):
             return function(first, *rest, **more)
 
     return run

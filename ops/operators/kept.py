@@ -21,25 +21,12 @@ from cutefce.ops.rows.statistics import RowStats
 from cutefce.ops.rows.targets import Targets
 
 
-@dataclass(kw_only=True)
-class KeptProgram:
-    """What the program of a forward has left for its backward."""
-
-    left: Left | None = None
-
-    def take_left(self) -> Left | None:
-        """Return what a program has left; later backwards get None of what this one overwrites."""
-        left = self.left
-        if left is not None and left.plan.program.is_spent:
-            left = vars(self).pop("left", None)  # one step, for threads that share a graph
-        return left
-
-
 @dataclass
-class Kept(KeptProgram):
+class Kept:
     """The results of a forward that its backward uses."""
 
     plan: Plan
+    left: Left
     targets: Targets
     """Those of the tokens that were computed, with the logits of soft ones."""
     selection: RowSelection | None = None

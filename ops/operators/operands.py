@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from cutefce.ops.dtypes import sum_dtype
-from cutefce.ops.interface.options import LossOptions, Sharding, StepOptions, TensorOptions
+from cutefce.ops.interface.options import LossCall, TensorOptions
 from cutefce.ops.operators.kept import Kept
 from cutefce.ops.operators.plans import plan_for
 from cutefce.ops.parallel.class_row import set_class_row
@@ -21,22 +21,13 @@ from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.targets import Targets, make_targets
 from cutefce.ops.sampling.samples import Sampling
 
-NO_GRADIENTS = False, False, False
 
-
-def prepare(
-    shard: VocabShard,
-    h: Tensor,
-    w: Tensor,
-    y: Tensor,
-    options: LossOptions,
-    tensors: TensorOptions,
-    plan: Plan,
-) -> LossInputs:
+def prepare(shard: VocabShard, x: LossCall, plan: Plan) -> LossInputs:
     """Return the operands of a forward, as programs take them."""
-    h, problem, vocab = shard.gather_hidden(h), plan.backend.operands, shard.total_vocab(w)
-    check_soft_values(y, options, tensors, vocab)
-    y, ignored = without_weightless(y.long(), options, tensors).contiguous(), options.ignore_index
+    h, problem, vocab = shard.gather_hidden(x.h), plan.backend.operands, shard.total_vocab(x.w)
+    options, tensors, ignored = x.options, x.tensors, x.options.ignore_index
+    check_soft_values(x.y, options, tensors, vocab)
+    y = without_weightless(x.y.long(), options, tensors).contiguous()
     counted = shard.counted(y, ignored) if problem.selects_rows else y
     chunk = plan.layout.chunk if plan.in_forward else y.shape[0]
     tokens = plan.tokens, plan.backend.sorts
@@ -49,7 +40,7 @@ def prepare(
     targets = make_targets(*given, problem.arch, selection, shard.classes())
     if selection is not None and selection.is_on_device:
         targets.selection = selection
-    inputs = _operands(shard, h, w, targets, tensors, plan, selection)
+    inputs = _operands(shard, h, x.w, targets, tensors, plan, selection)
     if plan.problem.every_class:
         inputs.class_row = set_class_row(shard, inputs.w, targets)
     if plan.problem.samples:
@@ -60,22 +51,20 @@ def prepare(
     return inputs
 
 
-def resume(
-    shard: VocabShard, h: Tensor, w: Tensor, tensors: TensorOptions, kept: Kept
-) -> LossInputs:
+def resume(shard: VocabShard, x: LossCall, kept: Kept) -> LossInputs:
     """Return the operands of a backward whose forward has `kept` the others.
 
     If that has the sums of the gradients, the hidden states are those given: what is left of the
     backward does not read them.
     """
-    selection = kept.selection
+    h, w, selection = x.h, x.w, kept.selection
     if not kept.plan.in_forward:
         h = shard.gather_hidden(h)
         if selection is not None and not selection.is_on_device:
             h = h.index_select(0, selection.order)
     if kept.plan.backend.operands.arch is not None:
         w = with_aligned_rows(w)  # hooks of saved tensors may restore another layout
-    inputs = _operands(shard, h, w, copy(kept.targets), tensors, kept.plan, selection)
+    inputs = _operands(shard, h, w, copy(kept.targets), x.tensors, kept.plan, selection)
     inputs.class_row = kept.class_row
     return inputs
 
@@ -100,33 +89,22 @@ def _operands(
     dw_dtype = sum_dtype(w.dtype) if own_sums else w.dtype
     buffer = tensors.accumulate_into if plan.problem.grad_weight else None
     dtypes = shard.dx_dtype(h.dtype), dw_dtype
-    inputs = LossInputs(own, h, w, targets, *dtypes, buffer, ranks=shard.ranks())
-    inputs.selection = selection
-    return inputs
+    return LossInputs(own, h, w, targets, *dtypes, buffer, ranks=shard.ranks(), selection=selection)
 
 
-def plan_of(
-    h: Tensor,
-    w: Tensor,
-    y: Tensor,
-    step: StepOptions,
-    options: LossOptions,
-    tensors: TensorOptions,
-    sharding: Sharding,
-) -> Plan:
+def plan_of(x: LossCall) -> Plan:
     """Return the plan of a step, which on a CPU may leave out tokens that do not count.
 
     Outside of a group it always does where what these hold would reach the gradients of the weight.
     """
-    given = h, w, step, options, tensors, sharding
-    if y.device.type != "cpu":
-        return plan_for(*given)
-    counts = without_weightless(y.long(), options, tensors) != options.ignore_index
-    plan = plan_for(*given, int(counts.sum()))
-    sums_tokens = (step.grad_weight or step.grad_bias) and sharding.group is None
-    if not sums_tokens or plan.tokens < len(y) or bool(counts.all()):
+    if x.y.device.type != "cpu":
+        return plan_for(x)
+    counts = without_weightless(x.y.long(), x.options, x.tensors) != x.options.ignore_index
+    plan = plan_for(x, int(counts.sum()))
+    sums_tokens = (x.step.grad_weight or x.step.grad_bias) and x.sharding.group is None
+    if not sums_tokens or plan.tokens < len(x.y) or bool(counts.all()):
         return plan
     # a sum that overflows is taken for a bad value, which costs memory alone
-    if bool(h.sum(1).isfinite().masked_fill_(counts, True).all()):
+    if bool(x.h.sum(1).isfinite().masked_fill_(counts, True).all()):
         return plan
-    return plan_for(*given, int(counts.sum()), leaves_out=True)
+    return plan_for(x, int(counts.sum()), leaves_out=True)

@@ -26,7 +26,7 @@ from cutefce.cute_kernels.jit import cache as jit_cache
 from cutefce.cute_kernels.spec import KernelSpec
 from cutefce.ops.interface.options import (
     OPTIONS,
-    LossOptions,
+    LossCall,
     Sharding,
     StepOptions,
     TensorOptions,
@@ -35,7 +35,7 @@ from cutefce.ops.operators import kept, meta
 from cutefce.ops.operators.agreement import agreed_backward, agreed_forward, agreed_upstream
 from cutefce.ops.operators.context import isolated_context, refuse_tangents
 from cutefce.ops.operators.kept import Kept
-from cutefce.ops.operators.operands import NO_GRADIENTS, plan_of, prepare, resume
+from cutefce.ops.operators.operands import plan_of, prepare, resume
 from cutefce.ops.parallel.shard import shard_of
 from cutefce.ops.planning.budget import MINIMUM
 from cutefce.ops.primitives.dispatch import falls_back
@@ -46,9 +46,6 @@ from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.statistics import RowStats
 from cutefce.ops.rows.targets import OUTPUTS
 from cutefce.ops.schema import unpack
-
-Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
-"""dX (N, D), dW (V, D) and the bias' gradient (V,); None where not computed."""
 
 NOTHING = contextlib.nullcontext()
 LIBRARY = torch.library.Library("cutefce", "DEF")
@@ -83,76 +80,47 @@ def define(
     torch.library.register_fake(f"cutefce::{name}", fake, lib=LIBRARY)
 
 
-def forward(
-    h: Tensor,
-    w: Tensor,
-    y: Tensor,
-    options: LossOptions,
-    tensors: TensorOptions,
-    sharding: Sharding,
-) -> Tensor:
-    """Return the reduced loss."""
-    w = tensors.computed_weight(w)
+def forward(h: Tensor, w: Tensor, y: Tensor, *records: Any) -> Tensor:
+    """Return the reduced loss of h (N, D), w (V, D), y (N,) and the `OPTIONS`."""
     refuse_tangents()
-    same = {} if sharding.group is None else agreed_forward(y, options, tensors)
-    shard = shard_of(sharding, h, w, **same)
-    step = StepOptions(MINIMUM, *NO_GRADIENTS)
-    plan = plan_of(h, w, y, step, options, tensors, sharding)
-    with _compiling_at_once(plan, h, w, y, step, options, tensors, sharding):
-        inputs = prepare(shard, h, w, y, options, tensors, plan)
+    x = LossCall(h, w, y, StepOptions(MINIMUM, False, False, False), *records).computed()
+    same = {} if x.sharding.group is None else agreed_forward(x)
+    shard = shard_of(x.sharding, x.h, x.w, **same)
+    plan = plan_of(x)
+    with _compiling_at_once(plan, x):
+        inputs = prepare(shard, x, plan)
         loss, _, _ = programs.forward(inputs, plan)
     return restored(loss, inputs.selection)
 
 
-def loss_forward(
-    h: Tensor,
-    w: Tensor,
-    y: Tensor,
-    step: StepOptions,
-    options: LossOptions,
-    tensors: TensorOptions,
-    sharding: Sharding,
-) -> tuple[Tensor, Tensor]:
-    """Return the reduced loss and statistics (NUM_STATS, N).
+def loss_forward(h: Tensor, w: Tensor, y: Tensor, *records: Any) -> tuple[Tensor, Tensor]:
+    """Return the reduced loss and statistics (NUM_STATS, N), of the records `STEP`.
 
-    These are in the order of the tokens if `step` says that somebody reads them.
+    These are in the order of the tokens if the first record says that somebody reads them.
     """
     refuse_tangents()
-    w = tensors.computed_weight(w)
-    plan = plan_of(h, w, y, step, options, tensors, sharding)
-    with _compiling_at_once(plan, h, w, y, step, options, tensors, sharding):
-        return _loss_forward(plan, h, w, y, step, options, tensors, sharding)
+    x = LossCall(h, w, y, *records).computed()
+    plan = plan_of(x)
+    with _compiling_at_once(plan, x):
+        return _loss_forward(plan, x)
 
 
-def _compiling_at_once(
-    plan: Plan, h: Tensor, *given: Any
-) -> contextlib.AbstractContextManager[None]:
+def _compiling_at_once(plan: Plan, x: LossCall) -> contextlib.AbstractContextManager[None]:
     """Return a region in which a kernel that is missing is compiled with all others of a call.
 
-    Later calls of a plan miss none.  `given` are the other arguments of the call, the last one its
-    `Sharding`: ranks of a group, which would wait for each other, compile one kernel after the
-    other.
+    Ranks of a group, which would wait for each other, compile one kernel after the other.
     """
-    *own, sharding = given
-    has_kernels = plan.backend.operands.arch is not None and not h.is_meta
-    if plan.is_lowered or not has_kernels or sharding.group is not None:
+    has_kernels = plan.backend.operands.arch is not None and not x.h.is_meta
+    if not has_kernels or x.sharding.group is not None:
         return NOTHING
 
     def make(missed: KernelSpec) -> None:
-        build.build(build.missing([missed, *kernels_of(plan, h, *own)]))
+        build.build(build.missing([missed, *kernels_of(plan, x)]))
 
     return jit_cache.made_by(make)
 
 
-def kernels_of(
-    plan: Plan,
-    h: Tensor,
-    w: Tensor,
-    y: Tensor,
-    step: StepOptions,
-    options: LossOptions,
-    tensors: TensorOptions,
-) -> list[KernelSpec]:
+def kernels_of(plan: Plan, x: LossCall) -> list[KernelSpec]:
     """Return the kernels that forward and backward of a call on one device launch.
 
     They run without data, and launch nothing.
@@ -162,37 +130,28 @@ def kernels_of(
         return torch.empty_like(x, device="meta")
 
     with jit_cache.recording() as found:
-        h, w, y = shape(h), shape(w), shape(y)
-        tensors = TensorOptions(**{name: shape(x) for name, x in tensors.given().items()})
-        records = step, options, tensors, Sharding()
-        loss, stats = _loss_forward(plan, h, w, y, *records)
-        if any(plan.gradients):
+        h, w, y = map(shape, x[:3])
+        tensors = TensorOptions(**{name: shape(t) for name, t in x.tensors.given.items()})
+        records = x.step, x.options, tensors, Sharding()
+        loss, stats = _loss_forward(plan, LossCall(h, w, y, *records))
+        if plan.problem.needs_gradients:
             loss_backward(loss, h, w, y, stats, *records)
     return list(found)
 
 
-def _loss_forward(
-    plan: Plan,
-    h: Tensor,
-    w: Tensor,
-    y: Tensor,
-    step: StepOptions,
-    options: LossOptions,
-    tensors: TensorOptions,
-    sharding: Sharding,
-) -> tuple[Tensor, Tensor]:
+def _loss_forward(plan: Plan, x: LossCall) -> tuple[Tensor, Tensor]:
     """Return what `loss_forward` does, by a plan."""
     same = {}  # one device has nobody to agree with
-    if sharding.group is not None:
-        same = agreed_forward(y, options, tensors, plan.gradients)
-        same["workspace"] = step.budget
+    if x.sharding.group is not None:
+        same = agreed_forward(x)
+        same["workspace"] = x.step.budget
         same["workspace, as (strategy, chunk)"] = [plan.strategy, plan.chunk]
-    shard = shard_of(sharding, h, w, **same)
-    inputs = prepare(shard, h, w, y, options, tensors, plan)
+    shard = shard_of(x.sharding, x.h, x.w, **same)
+    inputs = prepare(shard, x, plan)
     loss, stats, results = run_forward(inputs, plan)
     selection = inputs.selection
     # a backward takes them in either order, but graph compilers know their shape
-    if selection is not None and (step.returns_stats or not selection.is_on_device):
+    if selection is not None and (x.step.returns_stats or not selection.is_on_device):
         results.stats, stats = stats, stats.restore(selection)
     kept.keep(stats.rows, results)
     return restored(loss, selection), stats.rows
@@ -222,50 +181,42 @@ def run_forward(inputs: LossInputs, plan: Plan) -> tuple[Tensor, RowStats, Kept]
     loss, stats, left = programs.forward(inputs, plan)
     targets = inputs.targets
     targets.drop_forward(keeps_soft=not plan.in_forward)
-    return loss, stats, Kept(plan, targets, inputs.selection, None, inputs.class_row, left=left)
+    return loss, stats, Kept(plan, left, targets, inputs.selection, None, inputs.class_row)
 
 
 def loss_backward(
-    upstream: Tensor,
-    h: Tensor,
-    w: Tensor,
-    y: Tensor,
-    stats: Tensor,
-    step: StepOptions,
-    options: LossOptions,
-    tensors: TensorOptions,
-    sharding: Sharding,
-) -> Gradients:
-    """Return dX (N, D), dW (V, D) and the bias' gradient (V,), None where not computed.
+    upstream: Tensor, h: Tensor, w: Tensor, y: Tensor, stats: Tensor, *records: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return dX (N, D), dW (V, D) and the bias' gradient (V,), without rows where not computed.
 
-    `stats` are those of `loss_forward`.  `upstream` is () or (N,), or of outputs (K + 2, N),
-    without its last row if entropy has no gradient.  More than eight parameters: operands and the
-    records of a step.
+    `stats` are those of `loss_forward`, and so are the other arguments.  `upstream` is () or (N,),
+    or of outputs (K + 2, N), without its last row if entropy has no gradient.
     """
-    w, upstream = tensors.computed_weight(w), agreed_upstream(upstream, tensors)
+    x = LossCall(h, w, y, *records).computed()
+    upstream, options, tensors = agreed_upstream(upstream, x.tensors), x.options, x.tensors
     results = kept.kept_with(stats)
-    plan = results.plan if results else plan_of(h, w, y, step, options, tensors, sharding)
+    plan = results.plan if results else plan_of(x)
     if plan.adds_in_forward and results is None:
         raise RuntimeError(
             "grad_output: got a backward that does not find what its forward has kept, expected "
             "None where what a graph saves is moved or computed again"
         )
-    left = results.take_left() if results else None
-    runs_again = left is None
-    same = {} if sharding.group is None else agreed_backward(upstream, stats, runs_again)
-    shard = shard_of(sharding, h, w, **same)
-    if runs_again:
-        inputs = prepare(shard, h, w, y, options, tensors, plan)
+    memory = results.left.take() if results else None
+    runs_again = memory is None
+    same = {} if x.sharding.group is None else agreed_backward(upstream, stats, runs_again)
+    shard = shard_of(x.sharding, x.h, x.w, **same)
+    if memory is None:
+        inputs = prepare(shard, x, plan)
         _, rows, results = run_forward(inputs, plan)
-        left = results.take_left()
+        memory = results.left.take()
     else:
         assert results is not None
-        inputs = resume(shard, h, w, tensors, results)
+        inputs = resume(shard, x, results)
         rows = results.stats or RowStats(stats)
     selection = inputs.selection
     if selection is not None and upstream.ndim:
         upstream = selection.take(upstream)
-    assert left is not None
+    assert memory is not None
     if options.reduction == OUTPUTS and len(upstream) == tensors.output_classes + 1:
         upstream = torch.cat([upstream, torch.zeros_like(upstream[:1])])
         inputs.targets.options = options.without_entropy()
@@ -276,18 +227,21 @@ def loss_backward(
     if plan.in_forward and plan.problem.grad_hidden:
         inputs.targets.selection = None  # all rows of the sums are defined
         selection, of_chunks = None, selection
-    dx, dw, dbias = programs.backward(left, inputs, upstream, rows, of_chunks)
-    del inputs, left  # freed before a copy of dX
+    dx, dw, dbias = programs.backward(plan, memory, inputs, upstream, rows, of_chunks)
+    del inputs, memory  # freed before a copy of dX
     if dx is not None:
         if selection is not None and not selection.is_on_device:
             dx = selection.restore(dx, 0)
         dx = shard.finish_dx(dx, h.dtype)
-    if dbias is not None and tensors.linear_bias is not None:
-        dbias = dbias.to(tensors.linear_bias.dtype)
-    return dx, dw, dbias
+    bias = w if tensors.linear_bias is None else tensors.linear_bias
+    return (
+        h.new_empty(0, h.shape[1]) if dx is None else dx,
+        w.new_empty(0, w.shape[1]) if dw is None else dw,
+        bias.new_empty(0) if dbias is None else dbias.to(bias.dtype),
+    )
 
 
-def loss_backward_into(*arguments: Any) -> Gradients:
+def loss_backward_into(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Do what `loss_backward` does of arguments with `accumulate_into`."""
     _count_write(arguments[-2])
     return loss_backward(*arguments)
@@ -302,25 +256,12 @@ IMPLS: dict[Callable[..., Any], Callable[..., Any]] = {
 
 
 def _of_arguments(function: Any) -> Callable[..., Any]:
-    """Return an implementation as the dispatcher calls it: with fields of records one by one.
-
-    Gradients that are not computed have no rows.
-    """
+    """Return an implementation as the dispatcher calls it: with fields of records one by one."""
     run, is_backward = IMPLS[function], function in (loss_backward, loss_backward_into)
     operands, kinds = 5 if is_backward else 3, OPTIONS if function is forward else STEP
 
     def of_arguments(*arguments: Any) -> Any:
-        records = unpack(arguments[operands:], *kinds)
-        results = run(*arguments[:operands], *records)
-        if not is_backward:
-            return results
-        (_, h, w, *_), (*_, tensors, _), (dx, dw, dbias) = arguments, records, results
-        bias = w if tensors.linear_bias is None else tensors.linear_bias
-        return (
-            h.new_empty(0, h.shape[1]) if dx is None else dx,
-            w.new_empty(0, w.shape[1]) if dw is None else dw,
-            bias.new_empty(0) if dbias is None else dbias,
-        )
+        return run(*arguments[:operands], *unpack(arguments[operands:], *kinds))
 
     return of_arguments
 

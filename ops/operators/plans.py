@@ -16,7 +16,7 @@ from cutefce.cute_kernels.problem import Problem as Operands
 from cutefce.cute_kernels.process_cache import MAX_ENTRIES, on_reset, process_cache
 from cutefce.ops import torch_compat
 from cutefce.ops.dtypes import sum_dtype
-from cutefce.ops.interface.options import LossOptions, Sharding, StepOptions, TensorOptions
+from cutefce.ops.interface.options import LossCall
 from cutefce.ops.planning.device import device_of
 from cutefce.ops.primitives.dispatch import (
     options_unsupported_reason,
@@ -80,36 +80,26 @@ _plans: dict[Any, Plan] = {}
 on_reset(_plans.clear)
 
 
-def plan_for(
-    h: Tensor,
-    w: Tensor,
-    step: StepOptions,
-    options: LossOptions,
-    tensors: TensorOptions,
-    sharding: Sharding,
-    counted: int | None = None,
-    leaves_out: bool = False,
-) -> Plan:
-    """Return the plan of this rank's part of a step with h (N, D) and w (V, D).
+def plan_for(x: LossCall, counted: int | None = None, leaves_out: bool = False) -> Plan:
+    """Return the plan of this rank's part of a call.
 
     It is made once for a layout of operands.  `counted` tokens count, if the host knows that.  The
     plan computes them alone, if `leaves_out` says so, or if with a copy of their hidden states and
-    one of their dX it takes no more memory than the plan for all.  More than eight parameters: the
-    arguments of a call, by kind.
+    one of their dX it takes no more memory than the plan for all.
     """
-    operands = layout_of(h), layout_of(w), *map(layout_of, tensors.given().values())
-    records = step, options, *tensors.given(), sharding.group, *(sharding.shards or ())
+    h, w, _, step, options, tensors, sharding = x
+    operands = layout_of(h), layout_of(w), *map(layout_of, tensors.given.values())
+    records = step, options, *tensors.given, sharding.group, *(sharding.shards or ())
     key = operands, records, sharding.sequence_parallel, counted, leaves_out
     found = _plans.get(key)
     if found is None:
         if sharding.group is not None:  # ranks cannot fall back once they have agreed
             try_compiler(h.device, h.dtype)
-        leading = own = request_of(h, w, step, options, tensors, sharding)
+        leading = own = request_of(x)
         if sharding.group is not None:
             widest = max(sharding.shards) if sharding.shards else own.problem.vocab
             leading = own.of_ranks(widest, tensors.grad_output is not None)
-        made = _plan_like(leading, own, (h.device, step.budget), counted, leaves_out)
-        found = replace(made)  # without a program: its first call is the first one of this key
+        found = _plan_like(leading, own, (h.device, step.budget), counted, leaves_out)
         # kernels that do not serve a call in a graph's capture may serve the next one
         if not (h.is_cuda and torch.cuda.is_current_stream_capturing()):
             if len(_plans) >= MAX_ENTRIES:
@@ -150,18 +140,12 @@ def _plan_like(
     return made if leading == own else _plan(own, *more, made.layout)
 
 
-def request_of(
-    h: Tensor,
-    w: Tensor,
-    step: StepOptions,
-    options: LossOptions,
-    tensors: TensorOptions,
-    sharding: Sharding,
-) -> Request:
-    """Return what this rank's part of a step with h (N, D) and w (V, D) is planned by."""
+def request_of(x: LossCall) -> Request:
+    """Return what this rank's part of a call is planned by."""
+    h, w, _, step, options, tensors, sharding = x
     ranks = sharding.ranks()
     tokens = h.shape[0] * ranks if sharding.sequence_parallel else None
-    operands = problem_of(h, w, step.grad_hidden, step.grad_weight, step.grad_bias, tokens)
+    operands = problem_of(h, w, *step.gradients, tokens)
     buffer = tensors.accumulate_into if step.grad_weight else None
     wide = tensors.weight_cast is not None or buffer is not None
     # copies of a tile of logits that options make in plain torch
@@ -170,14 +154,14 @@ def request_of(
         operands = replace(operands, wide_grad_weight=wide, tile_copies=copies)
     if sharding.group is not None:
         operands = replace(operands, ranks=ranks, sequence_parallel=sharding.sequence_parallel)
-    is_sampled = options.is_sampled and any((step.grad_hidden, step.grad_weight, step.grad_bias))
+    is_sampled = options.is_sampled and any(step.gradients)
     if operands.arch is not None:
         given = h.device, options, tensors, is_sampled
         if options_unsupported_reason(operands, *given) is not None:
             operands = replace(operands, arch=None, triton=triton_serves(h, w))
     if is_sampled:  # what is sampled are tiles of logits
         operands = replace(operands, triton=False)
-    problem = _problem(h, operands, options, tensors, buffer, sharding.group is not None)
+    problem = _problem(x, operands, buffer)
     if is_sampled:
         problem = replace(problem, samples=options.samples, stores=False)
         if buffer is not None and operands.arch is not None:
@@ -186,17 +170,10 @@ def request_of(
     return Request(problem, operands, _copies(operands, h, w, copied))
 
 
-def _problem(
-    h: Tensor,
-    of: Operands,
-    options: LossOptions,
-    tensors: TensorOptions,
-    buffer: Tensor | None,
-    in_group: bool,
-) -> Problem:
-    """Return what a program of a call depends on."""
-    sums = sum_dtype(h.dtype)
-    in_place = buffer is None or can_add_in_place(buffer, h.dtype, sums)
+def _problem(x: LossCall, of: Operands, buffer: Tensor | None) -> Problem:
+    """Return what a program of a call depends on, with the buffer that it adds dW to, if any."""
+    options, tensors, in_group = x.options, x.tensors, x.sharding.group is not None
+    in_place = buffer is None or can_add_in_place(buffer, x.h.dtype, sum_dtype(x.h.dtype))
     upstream = Upstream.SCALAR if options.is_scalar else Upstream.ROWS
     if buffer is not None and in_place and tensors.grad_output is not None:
         upstream = Upstream.KNOWN

@@ -115,10 +115,6 @@ class VocabShard:
             )
         return torch.where(ignored, torch.inf, torch.where(wrong, torch.nan, logit))
 
-    def soft_excess(self, excess: Tensor) -> Tensor:
-        """Return that of the classes of all ranks."""
-        return self.all_reduce_(excess)
-
     def partial_outputs(self, own: PartialOutputs) -> PartialOutputs:
         """Return those of all ranks, one part each."""
         own = own.combined()
@@ -134,9 +130,7 @@ class VocabShard:
 
         That of sums in a group: dX is rounded after the ranks' parts are added.
         """
-        if not self.group:
-            return dtype
-        return sum_dtype(dtype)
+        return sum_dtype(dtype) if self.group else dtype
 
     def reduce_dx(self, dx: Tensor) -> Tensor:
         """Return the rows of the sum of all ranks' parts of dX (N, D) that this rank rounds.
@@ -157,8 +151,6 @@ class VocabShard:
 
     def finish_dx(self, dx: Tensor, dtype: torch.dtype) -> Tensor:
         """Return dX of this rank's tokens from its part (N, D)."""
-        if not self.group:
-            return dx
         return self.gather_dx(self.reduce_dx(dx).to(dtype), len(dx))
 
     def all_gather(self, x: Tensor) -> Tensor:

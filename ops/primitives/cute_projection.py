@@ -25,7 +25,6 @@ from cutefce.ops.primitives.portable_projection import PortableProjection
 from cutefce.ops.primitives.row_selection import (
     clear_rows,
     far_rows,
-    gather_rows,
     row_count,
     row_order,
     row_range,
@@ -88,8 +87,6 @@ class PartialLse:
 class CuteProjection(CuteSoftTargetSteps, PortableProjection):
     """The same steps on the kernels of one device, dtype and configuration."""
 
-    is_portable = False
-
     def __init__(
         self, kernels: KernelSet, num_sms: int, semaphores: Semaphores, clears: bool = False
     ) -> None:
@@ -118,15 +115,6 @@ class CuteProjection(CuteSoftTargetSteps, PortableProjection):
         if class_row is not None:
             targets.set_class_logits(class_row[1])
         return logit
-
-    def select(
-        self,
-        h: Tensor,
-        selection: RowSelection,
-        scale: Tensor | None = None,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        return gather_rows(self.kernels, h, selection, scale, out)
 
     def project_exp(
         self,

@@ -37,11 +37,7 @@ from cutefce.ops.primitives.elementwise import (
     gathered_dot_,
     scale_rows_in_place_,
 )
-from cutefce.ops.primitives.portable_gradients import (
-    apply_rowwise,
-    matmul_into,
-    scale_rows,
-)
+from cutefce.ops.primitives.portable_gradients import apply_rowwise, matmul_into
 from cutefce.ops.primitives.weighted_sum import SoftTargetSteps, weighted_sum
 from cutefce.ops.rows.blocks import blocks
 from cutefce.ops.rows.logit_map import LogitMap
@@ -91,8 +87,6 @@ Partials: TypeAlias = Any
 class PortableProjection(SoftTargetSteps):
     """The steps of the forward; `Partials` are row sums in the form of one class of steps."""
 
-    is_portable = True
-    """Whether the steps run in plain torch."""
     counted: CountedRows | None = None
     """How many rows count, where others' exponentials and row sums may be undefined."""
 
@@ -102,23 +96,6 @@ class PortableProjection(SoftTargetSteps):
     def prepare(self, h: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
         """Return h and w in a layout that the other steps accept, copied if necessary."""
         return dense(h), dense(w)
-
-    def select(
-        self,
-        h: Tensor,
-        selection: RowSelection,
-        scale: Tensor | None = None,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        """Return the rows (M, D) of h (N, D) in the order of `selection`, times `scale` (M,).
-
-        Rows of tokens that do not count are 0.  They are written to `out` if given.
-        """
-        out = h.new_empty(len(selection.order), h.shape[1]) if out is None else out
-        torch.index_select(h, 0, selection.order, out=out)
-        if scale is not None:
-            scale_rows(out, out, scale)
-        return out
 
     def target_logit(self, h: Tensor, w: Tensor, targets: Targets) -> Tensor:
         """Return r (N,): +inf for ignored tokens alone, NaN for targets outside [0, V).

@@ -6,7 +6,6 @@ from torch import Tensor
 
 from cutefce.ops.program.inputs import LossInputs
 from cutefce.ops.program.plan import Plan
-from cutefce.ops.program.problem import Upstream
 from cutefce.ops.program.run import Call, Left
 from cutefce.ops.program.steps import Home
 from cutefce.ops.program.table import TABLE
@@ -20,7 +19,7 @@ def forward(inputs: LossInputs, plan: Plan) -> tuple[Tensor, RowStats, Left]:
     call.allocate(Home.KEPT)
     allocate_gradients(call, call.program.homes_of_forward)
     call.run(call.program.forward, Home.FORWARD, TABLE)
-    return call.values["loss"], call.values["stats"], Left(plan, call.memory)
+    return call.values["loss"], call.values["stats"], Left(plan.program, call.memory)
 
 
 def allocate_gradients(call: Call, homes: Collection[Home | None]) -> None:
@@ -33,7 +32,8 @@ def allocate_gradients(call: Call, homes: Collection[Home | None]) -> None:
 
 
 def backward(
-    left: Left,
+    plan: Plan,
+    memory: dict[Home, Tensor],
     inputs: LossInputs,
     upstream: Tensor,
     stats: RowStats,
@@ -41,15 +41,14 @@ def backward(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Return dX, dW and, in the dtype of sums, the bias' gradient; what is not computed is None.
 
-    `selection` is that of the tokens, which the targets of a program in chunks have not.
+    `memory` is what the forward has left.  `selection` is that of the tokens, which the targets of
+    a program in chunks have not.
     """
-    program, options = left.plan.program, inputs.targets.options
-    if options.scales_exps != program.problem.scales_exps:  # entropy has no gradient after all
-        program = left.plan.without_entropy.program
-    call = Call(program, inputs, left.taken())
-    p = program.problem
+    if inputs.targets.options.scales_exps != plan.problem.scales_exps:
+        plan = plan.without_entropy  # entropy has no gradient after all
+    program = plan.program
+    call = Call(program, inputs, memory)
     call.values |= {"upstream": upstream, "stats": stats, "selection": selection}
-    call.values["rounds"] = p.upstream is Upstream.KNOWN
     allocate_gradients(call, program.homes - call.memory.keys())
     call.run(call.program.backward, Home.BACKWARD, TABLE)
     dx, dw = call.memory.pop(Home.DX, None), call.memory.pop(Home.DW, None)

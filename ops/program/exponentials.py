@@ -4,10 +4,10 @@ import copy
 from typing import Any
 
 import torch
-from torch import Tensor
 
+from cutefce.ops.primitives.cute_projection import CuteProjection
 from cutefce.ops.primitives.portable_gradients import scale_by_log
-from cutefce.ops.primitives.row_selection import clear_first_rows
+from cutefce.ops.primitives.row_selection import clear_first_rows, gather_rows
 from cutefce.ops.primitives.weighted_sum import add_soft_rows
 from cutefce.ops.program.run import Call
 from cutefce.ops.program.steps import Step
@@ -23,7 +23,9 @@ def gather(call: Call, s: Step) -> None:
     x, out = call.part(s.rows), rows_of(call, s, s.writes[0])
     scale, selection = scale_of(call) if "factors" in s.reads else None, x.targets.selection
     if selection is not None:
-        x.primitives.projection.select(x.h, selection, scale, out)
+        projection = x.primitives.projection
+        assert isinstance(projection, CuteProjection), "others compute all rows that they are given"
+        gather_rows(projection.kernels, x.h, selection, scale, out)
     else:
         assert scale is not None, "else the hidden states themselves are read"
         x.primitives.gradients.scale_rows(out, x.h, scale)
@@ -71,7 +73,7 @@ def project(call: Call, s: Step) -> None:
     if "logits" in s.reads:
         given: Any = states, x.w, s.columns, call.values["logits"], x.targets, exps
         call.values["partials"].append(projection.project_exp(*given))
-        leave_out_entries(call, s, exps)
+        leave_out_entries(call, s)
         return
     assert exps is not None
     stats, targets = call.values["stats"], x.targets
@@ -86,17 +88,15 @@ def project(call: Call, s: Step) -> None:
     is_early = s.far or "stats" in s.reads
     reference = stats.reference if is_early else call.values["scaling"].reference
     projection.recompute_exp(states, x.w, s.columns, reference, targets, exps)
-    if call.program.in_forward:
-        leave_out_entries(call, s, exps)
+    leave_out_entries(call, s)
 
 
-def leave_out_entries(call: Call, s: Step, exps: Tensor | None) -> None:
+def leave_out_entries(call: Call, s: Step) -> None:
     """Clear exponentials of a chunk's window that become entries, which all columns' sums tell."""
     x = call.part(s.rows)
-    if exps is not None and x.targets.soft is not None and s.columns != (0, x.w.shape[0]):
-        put = x.primitives.projection.put_soft
-        if call.program.in_forward:
-            put(None, exps[:, : s.columns[1] - s.columns[0]], s.columns[0], x.targets)
+    is_window = call.program.in_forward and s.columns != (0, x.w.shape[0])
+    if is_window and x.targets.soft is not None:
+        x.primitives.projection.put_soft(None, exps_of(call, s), s.columns[0], x.targets)
 
 
 def reduce(call: Call, s: Step) -> None:
@@ -107,7 +107,7 @@ def reduce(call: Call, s: Step) -> None:
     if targets.soft is not None and targets.soft.excess is None:
         # launched behind a product, it takes no CPU time for which a GPU waits
         excess = projection.soft_excess(x.h, x.w, targets, logit)
-        targets.soft.excess = excess if x.ranks is None else x.ranks.soft_excess(excess)
+        targets.soft.excess = excess if x.ranks is None else x.ranks.all_reduce_(excess)
     if x.ranks is None:
         partial = projection.concat_partials(call.values.pop("partials"))
         stats, loss = projection.reduce_partials(partial, logit, targets)

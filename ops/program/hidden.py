@@ -76,14 +76,9 @@ def finish_hidden(call: Call, s: Step) -> None:
     if call.program.in_forward:
         finish_chunks(call, s)
         return
-    x, out, scaling = call.inputs, call.view(s.writes[0]), call.values["scaling"]
-    sums = "sums" if "sums" in s.reads else "dx"
-    if s.low is not None:
-        finish_kept, own = x.primitives.gradients.finish_kept, low_of(call, s.low)
-        rows = x.w, x.targets, scaling.dx, class_term(x, scaling.dx), x.targets.order
-        finish_kept(out, call.view(sums), own, *rows)
-    else:
-        finish_dx(x, out, call.view(sums), scaling.dx, x.targets.order)
+    x, sums = call.inputs, call.view("sums" if "sums" in s.reads else "dx")
+    low = None if s.low is None else low_of(call, s.low)
+    finish_dx(x, call.view("dx"), sums, call.values["scaling"].dx, x.targets.order, low)
 
 
 def finish_chunks(call: Call, s: Step) -> None:
@@ -96,8 +91,9 @@ def finish_chunks(call: Call, s: Step) -> None:
     gradients, targets, order = x.primitives.gradients, x.targets, None
     if selection is not None and selection.is_on_device:
         order = selection.order
-    is_placed = order is not None and (call.values["rounds"] or low is not None)
-    if call.values["rounds"]:
+    rounded = call.program.problem.rounds_hidden
+    is_placed = order is not None and (rounded or low is not None)
+    if rounded:
         upstream = torch.where(upstream.isnan(), upstream, 1)
         factor = torch.where(targets.active, upstream.to(stats.rows.dtype), 0)
         gradients.scale_rows(out, out, factor if order is None else selection.restore(factor))
@@ -105,11 +101,7 @@ def finish_chunks(call: Call, s: Step) -> None:
         dx = gradients.scaling(x.h.dtype, targets, stats, upstream, in_reference=False).dx
         # what the target has beyond the part that the sums contain
         dx = replace(dx, target=dx.target + dx.scale * stats.sum_exp_others)
-        if low is not None:
-            rows = x.w, targets, dx, class_term(x, dx), order
-            gradients.finish_kept(out, out, low, *rows)
-        else:
-            finish_dx(x, out, out, dx)
+        finish_dx(x, out, out, dx, order if is_placed else None, low)
     call.values["dx"] = restore_rows(None if is_placed else selection, out)
 
 
@@ -125,13 +117,19 @@ def finish_dx(
     sums: Tensor,
     coefficients: RowCoefficients,
     order: Tensor | None = None,
+    low: Tensor | None = None,
 ) -> None:
     """Write dX (N, D) of its `sums` to `out`, which may be `sums`.
 
-    With `order` (N,), row i of `sums` becomes row order_i of `out`, which is not `sums` then.
+    With `order` (N,), row i of `sums` becomes row order_i of `out`.  With `low`, `sums` are the
+    larger pieces of kept ones; if they are `out`, they are in these places, too.
     """
     gradients, every = inputs.primitives.gradients, class_term(inputs, coefficients)
-    gradients.finish_dx(out, sums, inputs.w, inputs.targets, coefficients, every, order)
+    rows = inputs.w, inputs.targets, coefficients, every, order
+    if low is None:
+        gradients.finish_dx(out, sums, *rows)
+    else:
+        gradients.finish_kept(out, sums, low, *rows)
 
 
 def class_term(inputs: LossInputs, coefficients: RowCoefficients) -> RankOne | None:

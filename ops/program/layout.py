@@ -74,7 +74,14 @@ def most_aliased(p: Problem, window: int, block: int) -> int:
 
 
 def windows_of(p: Problem, x: Layout, block: int) -> Iterator[Window]:
-    """Yield the windows of all tokens: in dW, stored apart, and those that are computed again."""
+    """Yield the windows of all tokens: in dW, stored apart, and those that are computed again.
+
+    Those of a chunk are stored for its gradients if they are one.
+    """
+    if x.in_forward:
+        cut = even_windows(0, p.vocab, x.window, block)
+        yield from (Window(columns, x.window >= p.vocab) for columns in cut)
+        return
     yield from _aliased(p, x.aliased, block)
     done = min(x.aliased + x.kept, p.vocab)
     if x.aliased < done:

@@ -1,15 +1,18 @@
 """From a problem and a layout to a program: loops that emit steps."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from cutefce.cute_kernels.integers import round_up
 from cutefce.cute_kernels.workspace import NUM_STATS, low_bytes
-from cutefce.ops.program.backend import Backend
 from cutefce.ops.program.emit import Emitter
-from cutefce.ops.program.layout import Layout, Window, alike, chunks_of, even_windows, windows_of
+from cutefce.ops.program.layout import Layout, Window, alike, chunks_of, windows_of
 from cutefce.ops.program.place import place, token_bytes
-from cutefce.ops.program.problem import Problem, Upstream
+from cutefce.ops.program.problem import Problem
 from cutefce.ops.program.steps import Home, Kind, Program, Range, Step
+
+if TYPE_CHECKING:
+    from cutefce.ops.program.primitives_backend import PrimitivesBackend
 
 ORDER_BYTES = 16
 """Bytes of a token's place and of its target, in the order of the rows that count."""
@@ -24,11 +27,12 @@ VALUES = (
     "last factors",
     "partial of",
     "shares",
+    "listed",
 )
-"""Names of buffers of numbers of tokens, and of the class row."""
+"""Names of buffers of numbers of tokens, of their lists, and of the class row."""
 
 
-def lower(p: Problem, x: Layout, backend: Backend, *, brief: bool = False) -> Program:
+def lower(p: Problem, x: Layout, backend: "PrimitivesBackend", *, brief: bool = False) -> Program:
     """Return the program of a call, with a place for every buffer.
 
     A `brief` one has one of many equal chunks and windows, with the memory of all: it serves to
@@ -40,7 +44,7 @@ def lower(p: Problem, x: Layout, backend: Backend, *, brief: bool = False) -> Pr
 class Lowering(Emitter):
     """The steps of a loss and of its gradients."""
 
-    def __init__(self, p: Problem, x: Layout, backend: Backend, brief: bool) -> None:
+    def __init__(self, p: Problem, x: Layout, backend: "PrimitivesBackend", brief: bool) -> None:
         program = Program(p, x.in_forward, x.low_bits)
         program.gradients, program.token_bytes = p.gradient_bytes(), token_bytes(p)
         super().__init__(program, brief=brief)
@@ -55,8 +59,6 @@ class Lowering(Emitter):
         self.windows = list(windows_of(p, x, backend.block))
         if brief:
             self.windows = list(alike(self.windows))
-        if self.in_forward:
-            self.windows = [Window((0, p.vocab), True)]
         self.order = ("order",) if p.selects else ()
         self.class_row = ("class_row",) if p.every_class else ()
         narrow = p.keeps_sums and x.low_bits > 0 and p.dx_item == p.item
@@ -89,6 +91,14 @@ class Lowering(Emitter):
         """Whether a buffer is no scratch in the memory of a gradient."""
         return not name.startswith(("exps", "scaled", "states", "plain"))
 
+    def each(self, windows: Sequence[Window]) -> Iterator[Window]:
+        """Yield windows; meanwhile `times` says how many like one a step is for."""
+        times = self.times
+        for n in windows:
+            self.times = times * n.times
+            yield n
+        self.times = times
+
     # -- names of what several steps share --------------------------------------------------------
 
     def dx(self) -> str:
@@ -99,12 +109,10 @@ class Lowering(Emitter):
         """Name the statistics of tokens."""
         return self.buffer("stats", self.p.tokens, NUM_STATS, self.p.sums, Home.STATS)
 
-    def exps(self, n: Window, rows: Range) -> str:
+    def exps(self, n: Window) -> str:
         """Name the exponentials of a window; those that are not stored share a buffer."""
         name = "exps" if n.home is None and not n.is_stored else f"exps of {n.columns[0]}"
-        columns = n.columns[1] - n.columns[0]
-        if n.home is None:
-            columns = round_up(columns, self.backend.block)
+        columns = n.width if n.home is not None else round_up(n.width, self.backend.block)
         tokens = self.x.chunk if self.in_forward else self.p.tokens
         return self.buffer(name, tokens, columns, self.p.item, n.home, n.offset)
 
@@ -148,7 +156,7 @@ class Lowering(Emitter):
                 self.chunk(rows)
         else:
             states = self.states(self.every)
-            self.statistics(self.every, states, [n for n in self.windows if n.is_stored])
+            self.statistics(self.every, states, self.stored)
         self.emit(Kind.LOSS, (*self.order, self.stats(), *self.parts), (), self.every)
 
     def states(self, rows: Range) -> tuple[str, ...]:
@@ -168,26 +176,26 @@ class Lowering(Emitter):
         count = n.times * self.backend.partial_sums(self.p, rows[1] - rows[0], n.width)
         return self.buffer(f"partial of {n.columns[0]}", self.x.chunk, count, self.p.sums)
 
-    def statistics(self, rows: Range, states: Sequence[str], stored: Sequence[Window]) -> None:
-        """Emit the row sums of all columns, what is stored, and the statistics."""
-        summed = list(stored)
-        done = stored[-1].columns[1] if stored else 0
-        if done < self.p.vocab or not stored:
-            summed.append(Window((done, self.p.vocab), False))
-        parts = []
-        chunks = self.times
-        for n in summed:
-            self.times = chunks * n.times
+    def statistics(self, rows: Range, states: Sequence[str], windows: Sequence[Window]) -> None:
+        """Emit the row sums of all columns, the exponentials of `windows`, and the statistics.
+
+        Several windows of a chunk have one memory: their products are added at once, and again
+        where references move.
+        """
+        done, parts = windows[-1].columns[1] if windows else 0, list[str]()
+        rest = [Window((done, self.p.vocab), False)] if done < self.p.vocab or not windows else []
+        for n in self.each([*windows, *rest]):
             parts.append(self.sums_of(n, rows))
-            out = (parts[-1], self.exps(n, rows)) if n.is_stored else (parts[-1],)
+            out = (parts[-1],) if n in rest else (parts[-1], self.exps(n))
             reads = (*states, "logits", *self.order)
             self.emit(Kind.PROJECT, reads, out, rows, n.columns)
-        self.times = chunks
+            if self.has_windows:
+                self.add_hidden(rows, n)
         self.reduce(rows, parts)
-        for n in stored:
-            self.times = chunks * n.times
+        for n in self.each(windows):
             self.project_again(rows, n, states, self.stats(), far=True)
-        self.times = chunks
+            if self.has_windows:
+                self.add_hidden(rows, n, far=True)
 
     def reduce(self, rows: Range, parts: Sequence[str]) -> None:
         """Emit the statistics of rows from partial sums."""
@@ -202,7 +210,7 @@ class Lowering(Emitter):
         self, rows: Range, n: Window, states: Sequence[str], reference: str, *, far: bool = False
     ) -> str:
         """Emit the exponentials of a window relative to a reference that is known by now."""
-        exps = self.exps(n, rows)
+        exps = self.exps(n)
         reads = (*states, reference, *self.order)
         self.emit(Kind.PROJECT, reads, (exps,), rows, n.columns, far=far)
         return exps
@@ -213,24 +221,23 @@ class Lowering(Emitter):
         """Emit a chunk: its statistics, and what it adds to the gradients."""
         p = self.p
         if p.selects and p.grad_weight and (rows[0] == 0 or rows[1] == p.tokens):
-            self.emit(Kind.CLEAR, (), (self.exps(self.windows[0], rows),), rows)
-        states = self.states(rows)
-        if self.has_windows:
-            self.chunk_in_windows(rows, states)
-        else:
-            self.statistics(rows, states, self.windows)
-        (n,) = self.windows
+            self.emit(Kind.CLEAR, (), (self.exps(self.windows[0]),), rows)
+        states, n = self.states(rows), self.windows[0]
+        self.statistics(rows, states, self.windows)
+        if p.soft and self.has_windows:
+            sums = self.hidden_sums()
+            self.emit(Kind.ENTRIES, (*self.order, self.stats(), *sums), sums, rows)
         factors: tuple[str, ...] = ()
-        if p.grad_weight or p.grad_bias or self.rounds_hidden:
+        if p.grad_weight or p.grad_bias or p.rounds_hidden:
             factors = self.factors(rows, "factors")
         if p.soft and not self.has_windows:
             self.entries(rows, n)
         if p.grad_bias:
             self.add_bias(rows, n, *factors)
         if p.grad_hidden and not self.has_windows:
-            self.add_hidden(rows, n, first=True)
+            self.add_hidden(rows, n)
         if p.grad_hidden:
-            self.keep_hidden(rows, factors if self.rounds_hidden else ())
+            self.keep_hidden(rows, factors if p.rounds_hidden else ())
         if p.grad_weight:
             scaled = states
             if self.factors_in_exps:
@@ -242,45 +249,17 @@ class Lowering(Emitter):
             every = states if p.every_class else ()
             self.add_weight(rows, n, scaled, factors[0], every)
 
-    def chunk_in_windows(self, rows: Range, states: Sequence[str]) -> None:
-        """Emit windows whose products are added at once, and again where references move."""
-        cut = even_windows(0, self.p.vocab, self.x.window, self.backend.block)
-        windows = [Window(columns, False) for columns in cut]
-        windows, parts = list(alike(windows)) if self.brief else windows, list[str]()
-        chunks = self.times
-        for n in windows:
-            self.times = chunks * n.times
-            parts.append(self.sums_of(n, rows))
-            reads = (*states, "logits", *self.order)
-            self.emit(Kind.PROJECT, reads, (parts[-1], self.exps(n, rows)), rows, n.columns)
-            self.add_hidden(rows, n, first=n is windows[0])
-        self.times = chunks
-        self.reduce(rows, parts)
-        for n in windows:
-            self.times = chunks * n.times
-            self.project_again(rows, n, states, self.stats(), far=True)
-            self.add_hidden(rows, n, first=n is windows[0], far=True)
-        self.times = chunks
-        if self.p.soft:
-            sums = self.hidden_sums()
-            self.emit(Kind.ENTRIES, (*self.order, self.stats(), *sums), sums, rows)
-
     def keep_hidden(self, rows: Range, factors: Sequence[str]) -> None:
         """Emit what is kept of a chunk's sums of dX until the factors of tokens are known."""
         reads = (*self.order, *self.hidden_sums(), *factors)
-        self.emit(Kind.KEEP_HIDDEN, reads, self.kept_hidden(), rows, final=self.rounds_hidden)
+        self.emit(Kind.KEEP_HIDDEN, reads, self.kept_hidden(), rows, final=self.p.rounds_hidden)
 
     def kept_hidden(self) -> tuple[str, ...]:
         """Name what is kept of dX: it or its larger pieces in its memory."""
-        rounded = self.rounds_hidden or self.p.dx_item == self.p.sums
+        rounded = self.p.rounds_hidden or self.p.dx_item == self.p.sums
         # a sum over all classes is rounded once
         few = self.backend.few_low_bits(self.p)
         return (self.dx(), *(() if rounded else self.low("low of dx", self.p.tokens, few)))
-
-    @property
-    def rounds_hidden(self) -> bool:
-        """Whether a chunk's rows of dX are final, as the upstream gradient is known."""
-        return self.p.upstream is Upstream.KNOWN
 
     # -- products ---------------------------------------------------------------------------------
 
@@ -294,10 +273,10 @@ class Lowering(Emitter):
         own = self.dx() if self.sums_in_dx else self.buffer("sums", p.tokens, p.hidden, item)
         return (own, *low)
 
-    def add_hidden(self, rows: Range, n: Window, *, first: bool, far: bool = False) -> None:
+    def add_hidden(self, rows: Range, n: Window, *, far: bool = False) -> None:
         """Emit a product of dX's sums, of which the first one is written."""
-        reads, sums = (*self.order, self.exps(n, rows)), self.hidden_sums()
-        self.emit(Kind.GEMM_HIDDEN, reads, sums, rows, n.columns, adds=not first, far=far)
+        reads, sums, adds = (*self.order, self.exps(n)), self.hidden_sums(), n.columns[0] > 0
+        self.emit(Kind.GEMM_HIDDEN, reads, sums, rows, n.columns, adds=adds, far=far)
 
     @property
     def factors_in_exps(self) -> bool:
@@ -305,32 +284,35 @@ class Lowering(Emitter):
 
         Entries among narrow exponentials that the forward has stored are rounded once, with them.
         """
-        stored = self.in_forward or any(n.is_stored for n in self.windows)
-        return self.p.scales_exps or (self.p.soft > 0 and self.p.keeps_sums and stored)
+        return self.p.scales_exps or (self.p.soft > 0 and self.p.keeps_sums and bool(self.stored))
+
+    @property
+    def stored(self) -> list[Window]:
+        """The windows whose exponentials the forward stores."""
+        return [n for n in self.windows if n.is_stored]
 
     def entries(self, rows: Range, n: Window, *factors: str) -> None:
         """Emit the terms of other target classes among exponentials."""
-        exps = self.exps(n, rows)
+        exps = self.exps(n)
         self.emit(
             Kind.ENTRIES, (*self.order, self.stats(), exps, *factors), (exps,), rows, n.columns
         )
 
     def scale_exps(self, rows: Range, n: Window, factors: str) -> None:
         """Emit the factors of tokens, to exponentials."""
-        exps = self.exps(n, rows)
+        exps = self.exps(n)
         self.emit(Kind.SCALE_EXPS, (*self.order, exps, factors), (exps,), rows, n.columns)
 
     def add_bias(self, rows: Range, n: Window, factors: str) -> None:
         """Emit the sums of the bias' gradient."""
         sums = self.buffer("sums of bias", 1, self.p.vocab, self.p.sums)
         flags = {"adds": rows[0] > 0, "final": rows[1] == self.p.tokens}
-        reads = (*self.order, self.exps(n, rows), factors)
+        reads = (*self.order, self.exps(n), factors)
         self.emit(Kind.BIAS, reads, (sums,), rows, n.columns, **flags)
 
     def list_targets(self, states: Sequence[str], factors: str) -> None:
         """Emit the lists of the tokens of each class."""
-        home = None if self.backend.places_values else Home.OUTSIDE
-        self.buffer("listed", 1, self.backend.listed_targets(self.p, self.in_forward), 1, home)
+        self.buffer("listed", 1, self.backend.listed_targets(self.p, self.in_forward), 1)
         self.emit(Kind.LIST_TARGETS, (*self.order, *states, factors), ("listed",), self.every)
 
     def add_weight(
@@ -348,7 +330,7 @@ class Lowering(Emitter):
         p = self.p
         flags = {"adds": rows[0] > 0, "final": rows[1] == p.tokens}
         listed = ("listed",) if flags["final"] else ()
-        reads = (*self.order, self.exps(n, rows), *states, factors, *listed)
+        reads = (*self.order, self.exps(n), *states, factors, *listed)
         reads += tuple(name for name in every if name not in reads)
         if self.in_forward and not p.adds_in_forward:
             out = self.weight_sums()
@@ -389,7 +371,7 @@ class Lowering(Emitter):
         p = self.p
         early = [n for n in self.windows if n.is_stored or not p.is_uniform]
         late = [n for n in self.windows if n not in early]
-        is_relative = p.soft > 0 and p.keeps_sums and not any(n.is_stored for n in early)
+        is_relative = p.soft > 0 and p.keeps_sums and not self.stored
         """Whether soft targets' factors are in the references of exponentials."""
         names = "factors", *["numbers"] * bool(late)
         factors, *numbers = self.factors(self.every, *names, final=is_relative)
@@ -405,25 +387,21 @@ class Lowering(Emitter):
             scaled = self.gather("scaled", self.every, (factors,), home)
         if not all(n.is_stored for n in early) or (p.grad_weight and early and in_exps):
             plain = self.gather("plain", self.every, home=home if in_exps else None)
-        for n in early:
-            self.times = n.times
+        for n in self.each(early):
             if not n.is_stored:
                 reference = factors if is_relative else self.stats()
                 self.project_again(self.every, n, plain, reference)
             if p.soft or p.scales_exps:
                 self.entries(self.every, n, factors)
             self.products(n, plain if in_exps else scaled, factors)
-        self.times = 1
         if early and late and p.grad_hidden:
             sums = self.hidden_sums()
             self.emit(Kind.RESCALE, (*self.order, self.stats(), *sums), sums, self.every)
         if late:
             plain = self.gather("states of late", self.every, home=home)
-        for n in late:
-            self.times = n.times
+        for n in self.each(late):
             self.project_again(self.every, n, plain, *numbers)
             self.products(n, plain, *numbers)
-        self.times = 1
         if p.grad_hidden:
             self.finish_hidden(numbers[0] if numbers else factors, self.hidden_sums())
         if p.grad_bias:
@@ -434,7 +412,7 @@ class Lowering(Emitter):
         if self.p.grad_bias:
             self.add_bias(self.every, n, factors)
         if self.p.grad_hidden:
-            self.add_hidden(self.every, n, first=n.columns[0] == 0)
+            self.add_hidden(self.every, n)
         if self.p.grad_weight:
             if self.factors_in_exps and not self.p.scales_exps:
                 self.scale_exps(self.every, n, factors)

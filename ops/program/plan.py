@@ -39,11 +39,6 @@ class Plan(Costed):
         """What runs."""
         return self.backend.lower(self.problem, self.layout)
 
-    @property
-    def is_lowered(self) -> bool:
-        """Whether there is a program, as the first call of a plan makes it."""
-        return "program" in vars(self)
-
     @cached_property
     def without_entropy(self) -> "Plan":
         """The same, but that exponentials have no factors of their own in the backward."""
@@ -65,11 +60,6 @@ class Plan(Costed):
     def adds_in_forward(self) -> bool:
         """Whether gradients in forward add dW to the caller's buffer."""
         return self.in_forward and self.problem.adds_in_forward
-
-    @property
-    def gradients(self) -> tuple[bool, bool, bool]:
-        """Which of dX, dW and the bias' gradient are computed."""
-        return self.problem.grad_hidden, self.problem.grad_weight, self.problem.grad_bias
 
     @property
     def tokens(self) -> int:

@@ -88,7 +88,7 @@ class Problem:
         """
         one = self.upstream is not Upstream.ROWS and not self.scales_rows
         one &= not self.soft and not self.scales_exps
-        return one and self.grad_weight and not self.into and self.dw_item == self.item
+        return one and self.dw_holds_exps
 
     @property
     def keeps_sums(self) -> bool:
@@ -102,6 +102,11 @@ class Problem:
         scalar = self.upstream is not Upstream.ROWS
         known = not (self.scales_exps or self.returns_classes)
         return self.stores and self.needs_gradients and known and (scalar or not sums_tokens)
+
+    @property
+    def rounds_hidden(self) -> bool:
+        """Whether a chunk's rows of dX are final, as the upstream gradient is known."""
+        return self.upstream is Upstream.KNOWN
 
     @property
     def adds_in_forward(self) -> bool:

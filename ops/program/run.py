@@ -21,19 +21,23 @@ from cutefce.ops.torch_compat import capture_id
 class Left:
     """What a forward leaves for a backward: no inputs, and no statistics, by which it is found."""
 
-    plan: Any
+    program: Program
     memory: dict[Home, Tensor]
     capture: int | None = field(default_factory=lambda: capture_id())
     """The CUDA graph capture in which the forward ran; None if in none."""
 
-    def taken(self) -> dict[Home, Tensor]:
-        """Return the memory: a copy where a replay of either part would find the other's writes.
+    def take(self) -> dict[Home, Tensor] | None:
+        """Return the memory; later backwards get None of what this one overwrites.
 
-        The dictionary is the caller's: threads may share a graph.
+        It is a copy where a replay of either part would find the other's writes.  The dictionary is
+        the caller's: threads may share a graph.
         """
-        if self.plan.program.is_spent and self.capture != capture_id():
-            return {home: x.clone() for home, x in self.memory.items()}
-        return dict(self.memory)
+        if not self.program.is_spent:
+            return dict(self.memory)
+        memory: dict[Home, Tensor] | None = vars(self).pop("memory", None)  # in one step
+        if memory is not None and self.capture != capture_id():
+            return {home: x.clone() for home, x in memory.items()}
+        return memory
 
 
 class Inputs(Protocol):

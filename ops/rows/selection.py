@@ -124,12 +124,10 @@ class RowSelection:
 
     def rows(self, rows: slice) -> "RowSelection":
         """Return the selection of one chunk or several, `rows` of the order."""
-        counts = self.counts
-        if counts is not None:
-            index, offset = divmod(rows.start, self.chunk)
-            assert not offset, "whole chunks"
-            counts = counts[index : ceil_div(rows.stop, self.chunk)]
-            if counts.shape[0] > 1:
-                counts = counts.sum(0, keepdim=True, dtype=counts.dtype)
+        index, offset = divmod(rows.start, self.chunk)
+        assert self.counts is not None and not offset, "whole chunks, of kernels"
+        counts = self.counts[index : ceil_div(rows.stop, self.chunk)]
+        if counts.shape[0] > 1:
+            counts = counts.sum(0, keepdim=True, dtype=counts.dtype)
         own = self.order[rows], self.targets[rows]
         return replace(self, order=own[0], targets=own[1], counts=counts)

@@ -19,10 +19,8 @@ class RowStats:
     rows: Tensor
     """(NUM_STATS, N), indexed by `Stat`."""
 
-    def restore(self, selection: RowSelection | None) -> "RowStats":
+    def restore(self, selection: RowSelection) -> "RowStats":
         """Return the statistics of all tokens, of those of `selection`."""
-        if selection is None:
-            return self
         stats = RowStats(selection.restore(self.rows))
         if len(selection.order) < selection.tokens:
             absent = torch.ones(selection.tokens, dtype=torch.bool, device=self.rows.device)

@@ -127,11 +127,6 @@ class Targets:
         same = self.terms is None or self.terms.numbers is not None
         return same and self.logits is None and self.options.reduction != OUTPUTS
 
-    @property
-    def scales_rows(self) -> bool:
-        """Whether tokens' exponentials have factors beside upstream / T, of any sign."""
-        return self.options.scales_rows or self.tensors.scales_rows
-
     def loss_scale(self, dtype: torch.dtype) -> Tensor:
         """Return () the factor of each active token's loss in the reduced loss, of `dtype`."""
         if self.parts.loss_scale is None:

@@ -33,7 +33,7 @@ class SamplingBackend(PrimitivesBackend):
 
     def lower(self, p: Problem, x: Layout, *, brief: bool = False) -> Program:
         """Return the program of a call; a brief one is no shorter."""
-        return lower(p, x, self, self.operands)
+        return lower(p, x, self)
 
     def seconds(self, program: Program, device: Device) -> float:
         """Return the time of a program: plain torch multiplies whole windows."""

@@ -1,10 +1,9 @@
 """From a problem with sampled gradients to its program."""
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from cutefce.cute_kernels.problem import Problem as Operands
 from cutefce.ops.planning.step_memory import added_rows
-from cutefce.ops.program.backend import Backend
 from cutefce.ops.program.layout import Layout, Window, even_windows
 from cutefce.ops.program.lower import Lowering
 from cutefce.ops.program.problem import Problem
@@ -12,28 +11,27 @@ from cutefce.ops.program.steps import Home, Program, Range
 from cutefce.ops.sampling.sample_sizes import estimate_count, slots
 from cutefce.ops.sampling.steps import SampleKind
 
+if TYPE_CHECKING:
+    from cutefce.ops.program.primitives_backend import PrimitivesBackend
+
 WORD, INDEX = 4, 8
 """Bytes of a number of 32 bits, and of one of 64, in which kernels have an entry."""
 
 
-def lower(p: Problem, x: Layout, backend: Backend, of: Operands) -> Program:
-    """Return the program of a call with sampled gradients, with a place for every buffer.
-
-    `of` says which kernels serve it, on which device.
-    """
-    lowering = _PortableLowering if of.arch is None else _KernelLowering
-    return lowering(p, x, backend, of).lowered()
+def lower(p: Problem, x: Layout, backend: "PrimitivesBackend") -> Program:
+    """Return the program of a call with sampled gradients, with a place for every buffer."""
+    lowering = _PortableLowering if backend.operands.arch is None else _KernelLowering
+    return lowering(p, x, backend).lowered()
 
 
 class _SampledLowering(Lowering):
     """A forward that estimates log-sum-exps; it stores no exponentials."""
 
-    def __init__(self, p: Problem, x: Layout, backend: Backend, of: Operands) -> None:
+    def __init__(self, p: Problem, x: Layout, backend: "PrimitivesBackend") -> None:
         super().__init__(p, x, backend, brief=False)
         # the same ones whatever is trained
         cut = even_windows(0, p.vocab, x.window, backend.block)
         self.windows = [Window(columns, False) for columns in cut]
-        self.of = of
 
     def step(
         self,
@@ -74,9 +72,9 @@ class _SampledLowering(Lowering):
 class _PortableLowering(_SampledLowering):
     """Plain torch: the program of exact gradients, whose exponentials few entries replace."""
 
-    def statistics(self, rows: Range, states: Sequence[str], stored: Sequence[Window]) -> None:
+    def statistics(self, rows: Range, states: Sequence[str], windows: Sequence[Window]) -> None:
         self.estimate(states)
-        super().statistics(rows, states, stored)
+        super().statistics(rows, states, windows)
         tokens = self.p.tokens
         kept = (
             self.buffer("deciding", 1, tokens, self.p.sums),
@@ -87,7 +85,7 @@ class _PortableLowering(_SampledLowering):
     def project_again(
         self, rows: Range, n: Window, states: Sequence[str], reference: str, *, far: bool = False
     ) -> str:
-        exps = self.exps(n, rows)
+        exps = self.exps(n)
         self.step(
             SampleKind.PROJECT_SAMPLES,
             (*states, reference, "deciding", "hashes"),
@@ -103,7 +101,7 @@ class _KernelLowering(_SampledLowering):
     chosen: tuple[str, ...]
     """Names of what a backward is left."""
 
-    def statistics(self, rows: Range, states: Sequence[str], stored: Sequence[Window]) -> None:
+    def statistics(self, rows: Range, states: Sequence[str], windows: Sequence[Window]) -> None:
         p, kind = self.p, SampleKind
         entries = self.buffer("entries", p.tokens, slots(p.samples, p.vocab) * INDEX, 1)
         self.chosen = entries, self.buffer("drawn", 3, p.tokens, WORD)
@@ -133,7 +131,7 @@ class _KernelLowering(_SampledLowering):
             return
         if p.every_class or not p.grad_weight or (p.into and not p.adds_in_place):
             # sums are formed beside dW, some rows at a time
-            room = min(added_rows(p.hidden, p.sums, self.of.device), p.vocab)
+            room = min(added_rows(p.hidden, p.sums, self.backend.operands.device), p.vocab)
             rows.append(self.buffer("room", room, p.hidden, p.sums))
         listed = [*self.chosen, self.stats(), factors]
         if p.every_class and p.grad_weight:

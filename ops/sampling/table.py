@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from enum import Enum
 
+from cutefce.ops.primitives.cute_projection import CuteProjection
 from cutefce.ops.program.run import Call
 from cutefce.ops.program.steps import Step
 from cutefce.ops.sampling import estimates, kernels, portable
@@ -15,8 +16,8 @@ def either(in_torch: Run, on_kernels: Run) -> Run:
     """Return what runs a step in plain torch, or on the kernels that serve a call."""
 
     def run(call: Call, s: Step) -> None:
-        is_portable = call.inputs.primitives.projection.is_portable
-        (in_torch if is_portable else on_kernels)(call, s)
+        has_kernels = isinstance(call.inputs.primitives.projection, CuteProjection)
+        (on_kernels if has_kernels else in_torch)(call, s)
 
     return run
 

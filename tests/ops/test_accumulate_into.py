@@ -12,7 +12,13 @@ from torch.utils.checkpoint import checkpoint
 
 import cutefce
 from cutefce.cute_kernels.config import PortableTiles
-from cutefce.ops.interface.options import LossOptions, Sharding, StepOptions, TensorOptions
+from cutefce.ops.interface.options import (
+    LossCall,
+    LossOptions,
+    Sharding,
+    StepOptions,
+    TensorOptions,
+)
 from cutefce.ops.operators import agreement, kept
 from cutefce.ops.operators.plans import plan_for
 from cutefce.ops.planning import step_memory
@@ -340,7 +346,8 @@ def test_ranks_have_the_same_chunks_whatever_their_buffers(
         tensors = TensorOptions(
             accumulate_into=torch.empty(w.shape, dtype=sums), grad_output=torch.ones(())
         )
-        plans.append(plan_for(h, w, step, LossOptions(), tensors, sharding))
+        y = torch.zeros(len(h), dtype=torch.long)
+        plans.append(plan_for(LossCall(h, w, y, step, LossOptions(), tensors, sharding)))
     first, second = plans
     assert (first.strategy, first.chunk) == (second.strategy, second.chunk)
     assert first.adds_in_forward and not second.adds_in_forward

@@ -13,7 +13,13 @@ import torch
 import cutefce
 from bench.harness.timing import peak_bytes
 from cutefce.ops.interface.checks import workspace_bytes
-from cutefce.ops.interface.options import LossOptions, Sharding, StepOptions, TensorOptions
+from cutefce.ops.interface.options import (
+    LossCall,
+    LossOptions,
+    Sharding,
+    StepOptions,
+    TensorOptions,
+)
 from cutefce.ops.operators.plans import plan_for
 from cutefce.ops.program.problem import Problem
 from cutefce.ops.rows.targets import OUTPUTS
@@ -374,7 +380,8 @@ def test_the_peak_of_other_calls_is_predicted(
     if kind == "classes":
         asked = LossOptions(reduction=OUTPUTS, outputs="lse")
         own = StepOptions(workspace_bytes(workspace), True, True, False), asked
-        plan = plan_for(h, w, *own, TensorOptions(target_indices=index), Sharding())
+        records = *own, TensorOptions(target_indices=index), Sharding()
+        plan = plan_for(LossCall(h, w, index[:, 0], *records))
     else:
         with torch.set_grad_enabled(kind != "a forward alone"):
             plan = cutefce.plan(h, w, **options)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from cutefce.ops.program.layout import Layout
+from cutefce.ops.program.primitives_backend import PrimitivesBackend
 from cutefce.ops.program.problem import Problem, Upstream
 from cutefce.ops.program.steps import GRADIENTS, Home, Kind, Program, Step
 
@@ -26,11 +27,17 @@ DTYPES = {4: torch.float32, 8: torch.float64}
 Exchange = Generator[tuple[Kind, Tensor], Tensor, Any]
 
 
-class Backend:
+class Backend(PrimitivesBackend):
     """Windows of any columns, one sum a row, and no scratch."""
 
-    block = 1
     places_values = True
+
+    def __init__(self) -> None:
+        pass
+
+    @property
+    def block(self) -> int:
+        return 1
 
     def partial_sums(self, p: Problem, rows: int, columns: int) -> int:
         return 1

@@ -64,7 +64,7 @@ def can_run(p: Problem, x: Layout) -> bool:
         not p.can_chunk or (x.window < p.vocab and (p.grad_weight or p.grad_bias))
     ):
         return False
-    return x.aliased <= most_aliased(p, min(x.window, 16), Backend.block)
+    return x.aliased <= most_aliased(p, min(x.window, 16), Backend().block)
 
 
 def inputs_of(p: Problem, shards: Sequence[int] = (VOCAB,), seed: int = 0) -> list[Inputs]:
@@ -219,7 +219,7 @@ def test_ranks_share_a_call(shards: tuple[int, int], layouts: tuple[str, str]) -
         fitting = []
         for own, x in zip(owns, chosen, strict=True):
             window = min(x.window, own.vocab) if x.window < VOCAB else own.vocab
-            aliased = min(x.aliased, most_aliased(own, 16, Backend.block))
+            aliased = min(x.aliased, most_aliased(own, 16, Backend().block))
             kept = min(x.kept, own.vocab)
             own_layout = Layout(x.chunk, window, kept, aliased, in_forward=x.in_forward)
             fitting.append(own_layout)

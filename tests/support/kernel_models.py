@@ -36,6 +36,7 @@ from cutefce.cute_kernels.workspace import (
 )
 from cutefce.ops.divergence import logits, row_kernel
 from cutefce.ops.dtypes import dtype_name
+from cutefce.ops.interface.options import LossCall
 from cutefce.ops.operators import operands, operators, plans
 from cutefce.ops.primitives import (
     cute_gradients,
@@ -651,10 +652,10 @@ def serve_calls(
         kernels = kernel_set.kernel_set(arch, problem.dtype, configs, variant)
         return dispatch.kernel_primitives(tiles, kernels, num_sms, problem.grad_bias)
 
-    def plan_of(h: Tensor, w: Tensor, _: Tensor, *call: Any) -> Plan:
+    def plan_of(x: LossCall) -> Plan:
         """Plan without knowing how many tokens count, as on a GPU."""
         # that of `layouts.pinned`, if there is one
-        plan: Plan = vars(operands)["plan_for"](h, w, *call)
+        plan: Plan = vars(operands)["plan_for"](x)
         return plan
 
     monkeypatch.setattr(problem_module, "MIN_SELECTED", 1 if selects else 1 << 30)

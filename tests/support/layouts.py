@@ -16,7 +16,13 @@ from torch import Tensor
 from cutefce.cute_kernels.config import PortableTiles
 from cutefce.cute_kernels.integers import round_up
 from cutefce.cute_kernels.problem import LOW_BITS
-from cutefce.ops.interface.options import LossOptions, Sharding, StepOptions, TensorOptions
+from cutefce.ops.interface.options import (
+    LossCall,
+    LossOptions,
+    Sharding,
+    StepOptions,
+    TensorOptions,
+)
 from cutefce.ops.operators import operands
 from cutefce.ops.operators.plans import Request, backend_of, request_of
 from cutefce.ops.planning.budget import MAXIMUM
@@ -121,23 +127,14 @@ def pinned(layout: Layout | None) -> Iterator[None]:
         yield
         return
 
-    def plan_for(
-        h: Tensor,
-        w: Tensor,
-        step: StepOptions,
-        options: LossOptions,
-        tensors: TensorOptions,
-        sharding: Sharding,
-        counted: int | None = None,
-        leaves_out: bool = False,
-    ) -> Plan:
-        shares = layout.aliased and step.grad_weight
-        if shares and h.is_cuda and h.dtype.itemsize == 2:
+    def plan_for(x: LossCall, counted: int | None = None, leaves_out: bool = False) -> Plan:
+        shares = layout.aliased and x.step.grad_weight
+        if shares and x.h.is_cuda and x.h.dtype.itemsize == 2:
             pytest.skip("kernels have wider blocks of columns in the memory of gradients")
-        request = request_of(h, w, step, options, tensors, sharding)
+        request = request_of(x)
         if leaves_out and counted is not None:
             request = request.of_tokens(counted)
-        return plan_of(layout, request, h.device)
+        return plan_of(layout, request, x.h.device)
 
     with _planned_by(plan_for):
         yield
@@ -156,10 +153,9 @@ def predicted(
     `tensors` are fields of `TensorOptions`.
     """
     step = StepOptions(MAXIMUM, h.requires_grad, w.requires_grad, False)
-    request = request_of(
-        h, w, step, LossOptions(), TensorOptions(**tensors), sharding or Sharding()
-    )
-    return plan_of(layout, request, h.device)
+    records = step, LossOptions(), TensorOptions(**tensors), sharding or Sharding()
+    y = torch.empty(len(h), dtype=torch.long, device=h.device)
+    return plan_of(layout, request_of(LossCall(h, w, y, *records)), h.device)
 
 
 def _planned_by(plan_for: Callable[..., Plan]) -> AbstractContextManager[Any]:

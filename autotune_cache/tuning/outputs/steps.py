@@ -171,7 +171,7 @@ def run(
     of_chunks = selection if plan.in_forward else None
     if of_chunks is not None:
         inputs.targets.selection = None  # all rows of the sums are defined
-    dx, dw, _ = programs.backward(left, inputs, upstream, stats, of_chunks)
+    dx, dw, _ = programs.backward(plan, left.memory, inputs, upstream, stats, of_chunks)
     return loss, stats, dx, dw
 
 
@@ -222,7 +222,7 @@ def exponential_outputs(case: Case, primitives: Primitives) -> dict[str, Checked
     recomputed = recomputed[:, : vocab - first]
     results = {"recomputed exponentials": CheckedOutput(recomputed, 1, stats.sum_exp, floor)}
     if plan.layout.kept:
-        exps = Call(left.plan.program, inputs, left.memory).view("exps of 0")[:, :vocab]
+        exps = Call(plan.program, inputs, left.memory).view("exps of 0")[:, :vocab]
         # the portable path rounds again when it changes the reference
         results["stored exponentials"] = CheckedOutput(exps, 2, stats.sum_exp, floor)
     return results

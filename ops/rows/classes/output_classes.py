@@ -83,13 +83,6 @@ class OutputClasses(SoftTargets):
             vocab=vocab,
         )
 
-    def rows(self, rows: slice | Tensor) -> "OutputClasses":
-        """Return those of some of the tokens."""
-        part = super().rows(rows)
-        if self.gradients is not None:
-            part.gradients = ClassGradients(*(x[rows] for x in self.gradients))
-        return part
-
     def excess_of(self, logits: Tensor, lead: Tensor) -> Tensor:
         """Return this rank's logits (N, K), 0 of other classes: those of all ranks add up."""
         own = torch.where(self.coefficient == 0, 0, logits)
