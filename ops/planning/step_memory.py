@@ -145,7 +145,7 @@ def finished_rows(hidden: int, sum_bytes: int, device: str) -> int:
 def targets_bytes(p: Problem, tokens: int) -> int:
     """Bytes of the targets' part of dW until it is added."""
     if has_weight_kernels(p) or p.triton:
-        return 12 * tokens + 4 * (p.vocab + 1)
+        return (20 if p.triton else 12) * tokens + 4 * (p.vocab + 1)
     return 8 * p.vocab + min(tokens + 1, p.vocab) * p.hidden * p.accumulator_bytes
 
 

@@ -28,12 +28,10 @@ from cutefce.ops.rows.selection import CountedRows
 
 ROWS, BLOCK = 128, 256
 """Classes and features of a tile."""
-PIECE = tl.bfloat16
-"""The dtype of pieces of targets' terms."""
 PARTS = 4
 """Parts of a tile that are written one after the other."""
-LISTED = 16
-"""Targets whose terms are added together."""
+COLUMNS = 1024
+"""Columns of a row to which a thread block adds terms of targets."""
 
 
 @dataclass(frozen=True)
@@ -75,38 +73,42 @@ def _put(
     low_tiles,
     low,
     low_pitch,
+    slot,
+    is_listed,
+    last,
     top,
     left,
     classes,
     hidden,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    DTYPE: tl.constexpr,
     LOW_BITS: tl.constexpr,
     ACCUMULATES: tl.constexpr,
     TILES: tl.constexpr,
+    HAS_TARGETS: tl.constexpr,
+    HAS_LAST: tl.constexpr,
 ):
     """Write `sums` (ROWS, COLUMNS) to the rows from `top` on, and the columns from `left` on.
 
-    More than eight parameters: operands, pitches, a place and constants of a kernel.
+    16-bit results are int16.  More than eight parameters: operands, pitches, a place and constants
+    of a kernel.
     """
     rows, own = top + tl.arange(0, ROWS), left + tl.arange(0, COLUMNS)
     exist = (rows < classes)[:, None] & (own < hidden)[None, :]
     to = out + rows.to(tl.int64)[:, None] * out_pitch + own[None, :]
     if LOW_BITS == 0:
+        result = sums * tl.load(last) if HAS_LAST else sums
         if ACCUMULATES:
-            sums += out_tiles.load([top, left]) if TILES else tl.load(to, mask=exist, other=0.0)
-        rounded = sums.to(out.dtype.element_ty)
-        if TILES:
-            out_tiles.store([top, left], rounded)
-        else:
-            tl.store(to, rounded, mask=exist)
+            result += out_tiles.load([top, left]) if TILES else tl.load(to, mask=exist, other=0.0)
+        result = result.to(DTYPE)
     else:
         # of two columns in a byte, the first has the lower bits
         BYTES: tl.constexpr = COLUMNS * LOW_BITS // 8
         begin = left * LOW_BITS // 8
         byte = begin + tl.arange(0, BYTES)
-        have = (rows < classes)[:, None] & (byte < hidden * LOW_BITS // 8)[None, :]
-        bytes_to = low + rows.to(tl.int64)[:, None] * low_pitch + byte[None, :]
+        have = is_listed[:, None] & (byte < hidden * LOW_BITS // 8)[None, :]
+        bytes_to = low + slot.to(tl.int64)[:, None] * low_pitch + byte[None, :]
         if ACCUMULATES:
             if TILES:
                 upper, lower = out_tiles.load([top, left]), low_tiles.load([top, begin])
@@ -116,16 +118,21 @@ def _put(
             if LOW_BITS == 4:
                 lower = tl.reshape(tl.join(lower & 15, lower >> 4), (ROWS, COLUMNS))
             sums += join_pieces(upper, lower, LOW_BITS)
-        upper, lower = split_pieces(sums, LOW_BITS)
+        result, lower = split_pieces(sums, LOW_BITS)
         if LOW_BITS == 4:
             even, odd = tl.split(tl.reshape(lower, (ROWS, BYTES, 2)))
             lower = even | (odd << 4)
-        if TILES:
-            out_tiles.store([top, left], upper)
+        if TILES and not HAS_TARGETS:
             low_tiles.store([top, begin], lower.to(tl.uint8))
         else:
-            tl.store(to, upper, mask=exist)
             tl.store(bytes_to, lower.to(tl.uint8), mask=have)
+        if HAS_TARGETS:
+            rounded = (sums * tl.load(last) if HAS_LAST else sums).to(DTYPE)
+            result = tl.where(is_listed[:, None], result, rounded.to(tl.int16, bitcast=True))
+    if TILES:
+        out_tiles.store([top, left], result)
+    else:
+        tl.store(to, result, mask=exist)
 
 
 @triton.jit
@@ -140,12 +147,7 @@ def _weight(
     low_tiles,
     low,
     low_pitch,
-    order,
-    target,
     bounds,
-    coefficient,
-    h,
-    h_pitch,
     factor,
     row,
     last,
@@ -160,14 +162,14 @@ def _weight(
     TOKENS: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCKS: tl.constexpr,
-    LISTED: tl.constexpr,
-    PIECE: tl.constexpr,
+    DTYPE: tl.constexpr,
     LOW_BITS: tl.constexpr,
     ACCUMULATES: tl.constexpr,
     HAS_TMA: tl.constexpr,
     TILES: tl.constexpr,
     PARTS: tl.constexpr,
     HAS_TARGETS: tl.constexpr,
+    BY_TOKEN: tl.constexpr,
     HAS_FACTOR: tl.constexpr,
     HAS_LAST: tl.constexpr,
     HAS_COUNT: tl.constexpr,
@@ -177,6 +179,8 @@ def _weight(
     `exps` (N, K) and `states` (N, D) are descriptors with HAS_TMA, as `out_tiles` (K, D) and
     `low_tiles` are with TILES; the other tensors are those of `weight_product`.  A thread block
     computes every BLOCKS-th tile, and loads the next one's operands under the epilogue of this one.
+    With HAS_TARGETS, rows with terms of targets are written as pieces, which `_add_terms` finishes:
+    the low bits to the row of `low` of their number, or BY_TOKEN of that of their first token.
     More than eight parameters: operands, sizes and constants of a kernel.
     """
     row_tiles, column_tiles = tl.cdiv(classes, ROWS), tl.cdiv(hidden, BLOCK)
@@ -196,29 +200,14 @@ def _weight(
             x = load_tile(states, states_pitch, k, left, tokens, hidden, TOKENS, BLOCK, HAS_TMA)
             sums = tl.dot(e.T, x, sums)
         rows, own = top * ROWS + tl.arange(0, ROWS), column * BLOCK + tl.arange(0, BLOCK)
+        slot, is_listed = rows, rows < classes
         if HAS_TARGETS:
-            place = tl.load(bounds + first + top * ROWS)
-            end = tl.load(bounds + first + tl.minimum((top + 1) * ROWS, classes))
-            while place < end:
-                at = place + tl.arange(0, LISTED)
-                listed = at < end
-                token = tl.load(order + at, mask=listed, other=0)
-                y = tl.load(target + at, mask=listed, other=-1) - first
-                c = tl.load(coefficient + at, mask=listed, other=0.0)
-                there = listed[:, None] & (own < hidden)[None, :]
-                x = tl.load(h + token[:, None] * h_pitch + own[None, :], mask=there, other=0.0)
-                is_own = (rows[:, None] == y[None, :]).to(PIECE)
-                rest = x.to(tl.float32) * c[:, None]
-                for _ in tl.static_range(3):  # pieces have the 24 bits of float32
-                    piece = rest.to(PIECE)
-                    sums = tl.dot(is_own, piece, sums)
-                    rest -= piece.to(tl.float32)
-                place += LISTED
+            begin = tl.load(bounds + first + rows, mask=is_listed, other=0)
+            is_listed &= tl.load(bounds + first + rows + 1, mask=is_listed, other=0) > begin
+            slot = begin if BY_TOKEN else rows
         if HAS_FACTOR:
             f = tl.load(factor + rows, mask=rows < classes, other=0.0)
             sums += f[:, None] * tl.load(row + own, mask=own < hidden, other=0.0)[None, :]
-        if HAS_LAST:
-            sums *= tl.load(last)
         # a part of the features after the other: registers hold few tiles
         halves, left = _halves(sums, ROWS, BLOCK), column * BLOCK
         for half in tl.static_range(2):
@@ -232,17 +221,89 @@ def _weight(
                     low_tiles,
                     low,
                     low_pitch,
+                    slot,
+                    is_listed,
+                    last,
                     top * ROWS,
                     left,
                     classes,
                     hidden,
                     ROWS=ROWS,
                     COLUMNS=BLOCK // PARTS,
+                    DTYPE=DTYPE,
                     LOW_BITS=LOW_BITS,
                     ACCUMULATES=ACCUMULATES,
                     TILES=TILES,
+                    HAS_TARGETS=HAS_TARGETS,
+                    HAS_LAST=HAS_LAST,
                 )
                 left += BLOCK // PARTS
+
+
+@triton.jit
+def _add_terms(
+    out,
+    out_pitch,
+    low,
+    low_pitch,
+    order,
+    target,
+    bounds,
+    coefficient,
+    h,
+    h_pitch,
+    last,
+    first,
+    classes,
+    hidden,
+    COLUMNS: tl.constexpr,
+    DTYPE: tl.constexpr,
+    LOW_BITS: tl.constexpr,
+    KEEPS: tl.constexpr,
+    BY_TOKEN: tl.constexpr,
+    HAS_LAST: tl.constexpr,
+):
+    """Add the terms of targets to some columns of the row of a class, where its first token is.
+
+    The row has sums in float32, without LOW_BITS, or in pieces; it keeps these (KEEPS), or is
+    multiplied by `last`, and rounded.  More than eight parameters: operands, pitches and constants
+    of a kernel.
+    """
+    place, start = tl.program_id(0), tl.program_id(1) * COLUMNS
+    row = (tl.load(target + place) - first).to(tl.int64)
+    if (row < 0) | (row >= classes):
+        return
+    if tl.load(bounds + first + row) != place:
+        return
+    c = start + tl.arange(0, COLUMNS)
+    exists = c < hidden
+    to = out + row * out_pitch + c
+    sums = tl.load(to, mask=exists, other=0)
+    slot = place.to(tl.int64) if BY_TOKEN else row
+    bytes_to = low + slot * low_pitch + c * LOW_BITS // 8
+    if LOW_BITS > 0:
+        lower = tl.load(bytes_to, mask=exists, other=0)
+        if LOW_BITS == 4:
+            lower = (lower >> (4 * (c & 1)).to(tl.uint8)) & 15
+        sums = join_pieces(sums, lower, LOW_BITS)
+    for at in range(place, tl.load(bounds + first + row + 1)):
+        x = tl.load(h + tl.load(order + at) * h_pitch + c, mask=exists, other=0.0)
+        sums += tl.load(coefficient + at) * x.to(tl.float32)
+    if HAS_LAST:
+        sums *= tl.load(last)
+    if KEEPS:
+        upper, lower = split_pieces(sums, LOW_BITS)
+        tl.store(to, upper, mask=exists)
+        if LOW_BITS == 4:
+            even, odd = tl.split(tl.reshape(lower, (COLUMNS // 2, 2)))
+            c = start + 2 * tl.arange(0, COLUMNS // 2)
+            bytes_to = low + slot * low_pitch + c // 2
+            lower, exists = even | (odd << 4), c < hidden
+        tl.store(bytes_to, lower.to(tl.uint8), mask=exists)
+    elif LOW_BITS > 0:
+        tl.store(to, sums.to(DTYPE).to(tl.int16, bitcast=True), mask=exists)
+    else:
+        tl.store(to, sums, mask=exists)
 
 
 def weight_product(
@@ -262,71 +323,91 @@ def weight_product(
     Or add it to `out`, if `accumulate`.  More than eight parameters: the parts of a sum.
 
     Args:
-        out: (K, D) of any dtype, float32 if `accumulate`; or `Kept` sums.
+        out: (K, D) of the dtype of `exps`; or sums, float32 or `Kept`, with a `last` of 1.
         exps: (N, K) 16-bit, 0 at targets; rows begin at multiples of 16 bytes.
         states: (N, D) as `exps`.
         first: the class of the first row of `out`.
         listed: the terms of targets; None for none.
-        accumulate: whether to add to `out`.
+        accumulate: whether to add to `out`, which are sums.
         last: () float32; None for 1.
         rank_one: (K, D); None for 0.
         counted: which of the first rows of `exps` count; None for all.
     """
-    to = out.kept if isinstance(out, Kept) else out
+    keeps = isinstance(out, Kept)
+    to, low = (out.kept, out.low) if isinstance(out, Kept) else (out, None)
     (tokens, classes), hidden, none = exps.shape, states.shape[1], states
-    device = device_of(exps.device)
-    words = to.view(torch.int16) if isinstance(out, Kept) else to
-    low = out.low if isinstance(out, Kept) else None
+    device, is_wide = device_of(exps.device), to.dtype == torch.float32
+    in_kernel, by_token = listed is not None and not (keeps or is_wide), False
+    if listed is not None and in_kernel:
+        by_token = len(listed.order) < classes
+        low = to.new_empty(min(len(listed.order), classes), hidden, dtype=torch.uint8)
     low_bits = 0 if low is None else 8 * low.shape[1] // hidden
+    words = to.view(torch.int16) if low_bits else to
     tiles = device.has_tma and is_aligned(to) and (low is None or is_aligned(low))
     low_tile = [ROWS, BLOCK // PARTS * low_bits // 8]
-    arguments: Any = (
+    dtype = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+    outs: Any = words, words.stride(0)
+    lows: Any = none if low is None else low, 0 if low is None else low.stride(0)
+    factor = none if last is None else last
+    count = ceil_div(classes, ROWS) * ceil_div(hidden, BLOCK)
+    _weight[(min(device.blocks, count),)](
         device.operand(exps, [device.features, ROWS]),
         exps.stride(0),
         device.operand(states, [device.features, BLOCK]),
         states.stride(0),
         TensorDescriptor.from_tensor(words, [ROWS, BLOCK // PARTS]) if tiles else None,
-        words,
-        words.stride(0),
-        TensorDescriptor.from_tensor(low, low_tile) if tiles and low is not None else None,
-        none if low is None else low,
-        0 if low is None else low.stride(0),
-        none if listed is None else listed.order,
-        none if listed is None else listed.target,
+        *outs,
+        TensorDescriptor.from_tensor(low, low_tile) if tiles and keeps else None,
+        *lows,
         none if listed is None else listed.bounds,
-        none if listed is None else listed.coefficient,
-        none if listed is None else listed.h,
-        0 if listed is None else listed.h.stride(0),
         none if rank_one is None else rank_one.factor,
         none if rank_one is None else rank_one.row,
-        none if last is None else last,
+        factor,
         none if counted is None else counted.count,
         0 if counted is None else counted.first,
         tokens,
         classes,
         hidden,
         first,
-    )
-    count = ceil_div(classes, ROWS) * ceil_div(hidden, BLOCK)
-    _weight[(min(device.blocks, count),)](
-        *arguments,
         ROWS=ROWS,
         BLOCK=BLOCK,
         TOKENS=device.features,
         GROUP=GROUP,
         BLOCKS=device.blocks,
-        LISTED=LISTED,
-        PIECE=PIECE,
+        DTYPE=dtype[to.dtype],
         LOW_BITS=low_bits,
         ACCUMULATES=accumulate,
         HAS_TMA=device.has_tma,
         TILES=tiles,
         PARTS=PARTS,
-        HAS_TARGETS=listed is not None,
+        HAS_TARGETS=in_kernel,
+        BY_TOKEN=by_token,
         HAS_FACTOR=rank_one is not None,
         HAS_LAST=last is not None,
         HAS_COUNT=counted is not None,
         num_stages=STAGES,
         num_warps=WARPS,
         enable_fp_fusion=True,
+    )
+    if listed is None or not len(listed.order):
+        return
+    _add_terms[(len(listed.order), ceil_div(hidden, COLUMNS))](
+        *outs,
+        *lows,
+        listed.order,
+        listed.target,
+        listed.bounds,
+        listed.coefficient,
+        listed.h,
+        listed.h.stride(0),
+        factor,
+        first,
+        classes,
+        hidden,
+        COLUMNS=COLUMNS,
+        DTYPE=dtype[to.dtype],
+        LOW_BITS=low_bits,
+        KEEPS=keeps,
+        BY_TOKEN=by_token,
+        HAS_LAST=last is not None,
     )

@@ -36,6 +36,7 @@ def target_logit(call: Call, s: Step) -> None:
     x = call.part(s.rows)
     call.values["logits"] = x.primitives.projection.target_logit(x.h, x.w, x.targets)
     call.values["partials"] = []
+    call.values.pop("partial", None)  # of the chunk before
     if x.targets.tensors.target_indices is not None:
         # the product of all columns may write them
         x.targets.soft_logits = x.primitives.projection.empty_soft_logits(x.targets)

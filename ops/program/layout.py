@@ -102,6 +102,15 @@ def windows_of(p: Problem, x: Layout, block: int) -> Iterator[Window]:
     yield from (Window(columns, False) for columns in even_windows(done, p.vocab, most, block))
 
 
+def scales_exps(p: Problem, x: Layout) -> bool:
+    """Whether exponentials get the factors of tokens, instead of dW's hidden states.
+
+    Entries among narrow exponentials that the forward has stored are rounded once, with them.
+    """
+    is_stored = x.in_forward or x.aliased + x.kept > 0
+    return p.scales_exps or (p.soft > 0 and p.keeps_sums and is_stored)
+
+
 def even_windows(first: int, last: int, most: int, block: int) -> Iterator[Range]:
     """Cut columns into windows of about equal width, at most `most` or one block."""
     if first < last:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from cutefce.cute_kernels.integers import round_up
 from cutefce.cute_kernels.workspace import NUM_STATS, low_bytes
 from cutefce.ops.program.emit import Emitter
-from cutefce.ops.program.layout import Layout, Window, alike, chunks_of, windows_of
+from cutefce.ops.program.layout import Layout, Window, alike, chunks_of, scales_exps, windows_of
 from cutefce.ops.program.place import place, token_bytes
 from cutefce.ops.program.problem import Problem
 from cutefce.ops.program.steps import Home, Kind, Program, Range, Step
@@ -59,6 +59,7 @@ class Lowering(Emitter):
         self.windows = list(windows_of(p, x, backend.block))
         if brief:
             self.windows = list(alike(self.windows))
+        self.scales_exps = scales_exps(p, x)
         self.order = ("order",) if p.selects else ()
         self.class_row = ("class_row",) if p.every_class else ()
         narrow = p.keeps_sums and x.low_bits > 0 and p.dx_item == p.item
@@ -240,7 +241,7 @@ class Lowering(Emitter):
             self.keep_hidden(rows, factors if p.rounds_hidden else ())
         if p.grad_weight:
             scaled = states
-            if self.factors_in_exps:
+            if self.scales_exps:
                 self.scale_exps(rows, n, *factors)
             else:
                 scaled = self.gather("scaled", rows, factors)
@@ -277,14 +278,6 @@ class Lowering(Emitter):
         """Emit a product of dX's sums, of which the first one is written."""
         reads, sums, adds = (*self.order, self.exps(n)), self.hidden_sums(), n.columns[0] > 0
         self.emit(Kind.GEMM_HIDDEN, reads, sums, rows, n.columns, adds=adds, far=far)
-
-    @property
-    def factors_in_exps(self) -> bool:
-        """Whether exponentials get the factors of tokens, instead of dW's hidden states.
-
-        Entries among narrow exponentials that the forward has stored are rounded once, with them.
-        """
-        return self.p.scales_exps or (self.p.soft > 0 and self.p.keeps_sums and bool(self.stored))
 
     @property
     def stored(self) -> list[Window]:
@@ -380,7 +373,7 @@ class Lowering(Emitter):
         if p.grad_weight:
             summed = self.gather("states of all", self.every) if p.every_class else ()
             self.list_targets(summed, factors)
-        in_exps = self.factors_in_exps
+        in_exps = self.scales_exps
         scaled: tuple[str, ...] = ()
         plain: tuple[str, ...] = ()
         if early and p.grad_weight and not in_exps:
@@ -414,7 +407,7 @@ class Lowering(Emitter):
         if self.p.grad_hidden:
             self.add_hidden(self.every, n)
         if self.p.grad_weight:
-            if self.factors_in_exps and not self.p.scales_exps:
+            if self.scales_exps and not self.p.scales_exps:
                 self.scale_exps(self.every, n, factors)
             self.add_weight(self.every, n, states, factors)
 

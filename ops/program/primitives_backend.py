@@ -35,7 +35,7 @@ from cutefce.ops.planning.step_memory import (
     upcast_bytes,
 )
 from cutefce.ops.program.cost import seconds
-from cutefce.ops.program.layout import Layout
+from cutefce.ops.program.layout import Layout, scales_exps
 from cutefce.ops.program.lower import lower
 from cutefce.ops.program.problem import Problem
 from cutefce.ops.program.steps import Kind, Program, Step
@@ -203,9 +203,11 @@ class PrimitivesBackend:
         if self.is_fused:
             return beside
         wide = accumulates_wider(of) and (len(step.writes) > 1 or p.dw_item < p.sums)
-        wide &= not of.triton  # whose kernel rounds sums, or adds them to kept ones
         window = min(self.tiles.window, columns)
         sums = beside or self._sums(p, window, columns) * (wide and step.writes != ("into",))
+        if of.triton and not beside:  # has low bits of rows to which terms of targets are added
+            is_rounded = len(step.writes) == 1 and sums > 0 and not scales_exps(p, x)
+            sums = min(rows, columns) * p.hidden * is_rounded
         block = window if sums else columns
         steps = [upcast_bytes(of, block, rows, p.hidden), rows_bytes(of, block, PLAIN)]
         steps += [target_rows_bytes(of, rows), rows_bytes(of, rows, CONVERTED)]

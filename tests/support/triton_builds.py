@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import triton
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -35,7 +36,7 @@ ROWS = {
 }
 WEIGHTS = {
     "dW": ("HAS_TARGETS", "HAS_FACTOR", "HAS_LAST", "HAS_COUNT"),
-    "kept dW": ("HAS_TARGETS", "ACCUMULATES"),
+    "kept dW": ("ACCUMULATES", "KEEPS"),
 }
 """Flags of the kernels that are compiled."""
 
@@ -51,7 +52,7 @@ def build(capability: int, kernel: Any, types: dict[str, str], constants: dict[s
     for name in [name for name, kind in signature.items() if kind == "none"]:
         signature[name], constants[name] = "constexpr", None
     options = {"num_warps": 4, "enable_fp_fusion": True}
-    if kernel is not triton_rows._combine:
+    if kernel in (tiles._project, triton_weight._weight):
         options |= {"num_warps": tiles.WARPS, "num_stages": tiles.STAGES}
     target = GPUTarget("cuda", capability, 32)
     # what a launch finds out: addresses and pitches are multiples of 16
@@ -107,24 +108,25 @@ def main() -> None:
         types = {**POINTERS, "last": "*fp32"}
         found[name] = build(capability, triton_rows._combine, types, sizes)
     for name, flags in ((name, WEIGHTS[name]) for name in names if name in WEIGHTS):
-        rows, block, is_kept = triton_weight.ROWS, triton_weight.BLOCK, "ACCUMULATES" in flags
+        rows, block, keeps = triton_weight.ROWS, triton_weight.BLOCK, "KEEPS" in flags
+        low_bits = 4 if keeps else 8
         types = {
             **POINTERS,
             "exps": operand(features, rows),
             "states": operand(features, block),
-            "out_tiles": f"tensordesc<{'i16' if is_kept else 'bf16'}[{rows},{block // 4}]>",
-            "low_tiles": f"tensordesc<u8[{rows},{block // 8}]>" if is_kept else "none",
-            **{"order": "*i64", "h": "*bf16", "last": "*fp32"},
+            "out_tiles": f"tensordesc<i16[{rows},{block // 4}]>" if has_tma else "none",
+            "low_tiles": f"tensordesc<u8[{rows},{block // 8}]>" if has_tma and keeps else "none",
+            **{"order": "*i64", "h": "*bf16", "last": "*fp32", "out": "*i16"},
         }
-        flags = (*flags, "TILES") if has_tma else flags
-        types |= {} if has_tma else dict.fromkeys(("out_tiles", "low_tiles"), "none")
-        sizes = {"ROWS": rows, "BLOCK": block, "TOKENS": features, "GROUP": tiles.GROUP}
-        sizes |= {"BLOCKS": 100, "LOW_BITS": 4 * is_kept, "HAS_TMA": has_tma}
-        sizes |= {"LISTED": triton_weight.LISTED, "PARTS": triton_weight.PARTS}
-        sizes |= {"PIECE": triton_weight.PIECE}
-        types |= {"out": "*i16"} if is_kept else {}
-        constants = {**sizes, **dict.fromkeys(flags, True)}
+        constants = {
+            **{"ROWS": rows, "BLOCK": block, "TOKENS": features, "GROUP": tiles.GROUP},
+            **{"BLOCKS": 100, "LOW_BITS": low_bits, "HAS_TMA": has_tma, "TILES": has_tma},
+            **{"PARTS": triton_weight.PARTS, "DTYPE": tl.bfloat16},
+            **dict.fromkeys(flags, True),
+        }
         found[name] = build(capability, triton_weight._weight, types, constants)
+        constants["COLUMNS"] = triton_weight.COLUMNS
+        found[f"terms of {name}"] = build(capability, triton_weight._add_terms, types, constants)
     print(json.dumps(found))
 
 
