@@ -32,7 +32,8 @@ HOPPER_SHARED_BYTES, HOPPER_FEATURES = 200 << 10, 64
 GPUs since Hopper."""
 TMA_CAPABILITY = 9
 """The major compute capability from which on GPUs copy tiles by descriptors."""
-RESCALED_ROWS = 32
+RESCALED_ROWS, RESCALED_BLOCKS = 32, 64
+"""Rows and blocks whose references a thread block compares at a time."""
 
 
 @triton.jit
@@ -282,25 +283,34 @@ def _rescale(
     columns,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
     HAS_COUNT: tl.constexpr,
 ):
-    """Make a block (ROWS, BLOCK) of `exps` relative to `reference` (N,), if it is not yet.
+    """Make ROWS rows of `exps` relative to `reference` (N,), where they are not yet: few blocks.
 
     More than eight parameters: operands, sizes and constants of a kernel.
     """
-    rows, block = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1)
+    rows, blocks = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.cdiv(columns, BLOCK)
     if HAS_COUNT:
         tokens = tl.minimum(tokens, tl.load(count) - skipped)
-    exists = rows < tokens
-    old = tl.load(references + rows.to(tl.int64) * references_pitch + block, mask=exists, other=0.0)
+    exists, r = rows < tokens, rows.to(tl.int64)
     new = tl.load(reference + rows, mask=exists, other=0.0)
-    if tl.max((old != new).to(tl.int32), 0) > 0:
-        factor = tl.where(old == new, 1.0, tl.exp(old - new))
-        own = block * BLOCK + tl.arange(0, BLOCK)
-        places = exps + rows.to(tl.int64)[:, None] * pitch + own[None, :]
-        exist = exists[:, None] & (own < columns)[None, :]
-        e = tl.load(places, mask=exist, other=0.0).to(tl.float32) * factor[:, None]
-        tl.store(places, e.to(exps.dtype.element_ty), mask=exist)
+    for first in range(0, blocks, BLOCKS):
+        own = first + tl.arange(0, BLOCKS)
+        exist = exists[:, None] & (own < blocks)[None, :]
+        places = references + r[:, None] * references_pitch + own[None, :]
+        olds = tl.load(places, mask=exist, other=0.0)
+        differs = exist & (olds != new[:, None])
+        if tl.max(tl.max(differs.to(tl.int32), 1), 0) > 0:
+            for block in range(first, tl.minimum(first + BLOCKS, blocks)):
+                old = tl.load(references + r * references_pitch + block, mask=exists, other=0.0)
+                if tl.max((exists & (old != new)).to(tl.int32), 0) > 0:
+                    factor = tl.where(old == new, 1.0, tl.exp(old - new))
+                    c = block * BLOCK + tl.arange(0, BLOCK)
+                    inside = exists[:, None] & (c < columns)[None, :]
+                    to = exps + r[:, None] * pitch + c[None, :]
+                    e = tl.load(to, mask=inside, other=0.0).to(tl.float32) * factor[:, None]
+                    tl.store(to, e.to(exps.dtype.element_ty), mask=inside)
 
 
 def rescale(
@@ -311,17 +321,16 @@ def rescale(
     Those of rows that are not `counted` may stay as they are.
     """
     tokens, columns = exps.shape
-    grid = ceil_div(tokens, RESCALED_ROWS), ceil_div(columns, BLOCK)
-    pitches = exps.stride(0), references.stride(0)
     count = reference if counted is None else counted.count
-    given: Any = exps, pitches[0], references, pitches[1], reference, count
-    _rescale[grid](
+    given: Any = exps, exps.stride(0), references, references.stride(0), reference, count
+    _rescale[(ceil_div(tokens, RESCALED_ROWS),)](
         *given,
         0 if counted is None else counted.first,
         tokens,
         columns,
         ROWS=RESCALED_ROWS,
         BLOCK=BLOCK,
+        BLOCKS=RESCALED_BLOCKS,
         HAS_COUNT=counted is not None,
         enable_fp_fusion=True,
     )
