@@ -2,8 +2,9 @@
 
 import functools
 import inspect
+import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module, metadata
 from operator import attrgetter
 from typing import Any
@@ -18,8 +19,13 @@ class NotServedError(Exception):
 
 
 def replace(
-    path: str, replacement: Callable[..., Any], *, tested: str, found: str | None = None
-) -> Callable[..., Any]:
+    path: str,
+    replacement: Callable[..., Any],
+    *,
+    tested: str,
+    found: str | None = None,
+    importers: str = "",
+) -> None:
     """Replace a function of a framework by one with the same parameters.
 
     If `replacement` raises NotServedError, the one that was there is called instead.  It is also
@@ -31,9 +37,8 @@ def replace(
         tested: the distribution and the versions that the integration was tested with, as
             "trl 1.16.0".  Another version warns once.
         found: the version in use, of a distribution that may be a source tree.
-
-    Returns:
-        The function that was there.
+        importers: what the names of modules begin with, in lower case, that may have imported the
+            function by name; it is replaced there too.
 
     Raises:
         ImportError: if the distribution or the module is not installed.
@@ -57,9 +62,17 @@ def replace(
 
     setattr(call, _MARK, True)
     is_static = isinstance(vars(owner).get(last), staticmethod)
+    holders = [*_importers(current, importers)] if importers else []
     setattr(owner, last, staticmethod(call) if is_static else call)
-    own: Callable[..., Any] = current
-    return own
+    for module, name in holders:
+        setattr(module, name, call)
+
+
+def _importers(function: Callable[..., Any], prefix: str) -> Iterator[tuple[Any, str]]:
+    """Yield each module that begins with a prefix and holds a function, and its name there."""
+    for name, module in [*sys.modules.items()]:
+        if name.lower().startswith(prefix):
+            yield from ((module, key) for key, x in [*vars(module).items()] if x is function)
 
 
 def is_replaced(path: str, tested: str) -> bool:
