@@ -1,5 +1,6 @@
 """Hidden states that Megatron gathered from the ranks of sequence parallelism."""
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -21,7 +22,7 @@ def of_gathered(hidden: Tensor, group: dist.ProcessGroup | None) -> Tensor:
             gathered.
     """
     ranks = 1 if group is None else dist.get_world_size(group)
-    if ranks == 1 or not hidden.requires_grad:
+    if ranks == 1 or not (hidden.requires_grad and torch.is_grad_enabled()):
         return hidden
     node = hidden.grad_fn
     while node is not None and type(node).__name__ != GATHERED:
