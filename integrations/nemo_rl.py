@@ -141,7 +141,7 @@ def topk_log_probs(
         raise hooks.NotServedError
     indices = teacher_topk_indices.to(student_logits.device)[:, :-1]
     outputs = ("entropy",) if calculate_entropy and zero_outside_topk else ()
-    found = log_probs_of(student_logits[:, :-1], indices, outputs)
+    found = log_probs_of(student_logits[:, :-1], target_indices=indices, outputs=outputs)
     if found is None:
         raise hooks.NotServedError
     student = found.log_probs.to(torch.float32)
