@@ -29,7 +29,8 @@ def replace(
     """Replace a function of a framework by one with the same parameters.
 
     If `replacement` raises NotServedError, the one that was there is called instead.  It is also
-    what the replacement gets as `own`, if it has such a parameter.
+    what the replacement gets as `own`, if it has such a parameter.  One with `*arguments` and
+    `**named` hands on all of them, whatever they are called.
 
     Args:
         path: where its users look it up, as "package.module:name" or "package.module:Class.name".
@@ -48,9 +49,10 @@ def replace(
     owner, last, current = _find(path, tested)
     if getattr(current, _MARK, False):
         raise RuntimeError(f"{path}: the integration is enabled already")
-    names = [*inspect.signature(replacement).parameters]
-    more = {"own": current} if "own" in names else {}
-    check_parameters(path, [name for name in names if name not in more], tested)
+    parameters = inspect.signature(replacement).parameters
+    more = {"own": current} if "own" in parameters else {}
+    if not any(x.kind is x.VAR_POSITIONAL for x in parameters.values()):
+        check_parameters(path, [name for name in parameters if name not in more], tested)
 
     @functools.wraps(replacement)
     def call(*arguments: Any, **named: Any) -> Any:
