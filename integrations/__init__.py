@@ -12,6 +12,7 @@ nemo_rl.py     NeMo-RL: log-probabilities of Megatron policies, distillation of 
 openrlhf.py    OpenRLHF: log-probabilities and entropies of actors
 prime_rl.py    prime-rl: its fused heads
 skyrl.py       SkyRL: log-probabilities and entropies of Megatron policies
+slime.py       slime: log-probabilities and entropies of Megatron policies
 torchtitan.py  torchtitan: an override of the chunked loss
 trl.py         TRL: SFT, DPO, KTO, GRPO, RLOO, distillation, GKD
 unsloth.py     Unsloth: SFT, preference and RL trainers, GKD
