@@ -40,7 +40,7 @@ def enable_distillation(model: nn.Module) -> None:
     """Defer the logits of a student, and replace what NeMo-RL's distillation takes of them.
 
     NeMo-RL's own function still runs for ranks that share a vocabulary or a sequence, more than 256
-    classes, and logits that something has made before, as a sampling temperature other than 1 does.
+    classes, and logits that something has made before.
 
     Args:
         model: the student of this worker, as for `cutefce.defer`.
