@@ -8,7 +8,7 @@ record.py      which logits they are, and the operations that can be recorded
 indexing.py    which rows and classes an index of logits selects
 loss.py        torch.nn.functional.cross_entropy of deferred logits
 divergence.py  linear_divergence of a student's and a teacher's deferred logits
-log_probs.py   linear_log_probs of classes, of deferred logits
+log_probs.py   linear_log_probs and entropies of deferred logits
 report.py      counts of fused losses and of fallbacks
 einops_backend.py  deferred logits among the tensors of einops
 """

@@ -137,6 +137,8 @@ class HeadCall:
         """DeepSpeed's engine that runs the model."""
         self.made: list[tuple[int, Tensor, int]] = []
         """Logits that were made: the number of their memory, themselves, their version then."""
+        self.changed: set[int] = set()
+        """Numbers of memories whose logits were changed in place before they were made."""
         self.copies = 0
         """Numbers of memories in use, beside that of the head's own logits, which is 0."""
         self.is_fused = self.is_watched = False
@@ -251,6 +253,7 @@ class HeadCall:
         is_same = torch.compiler.is_compiling() or all(
             other != memory or x is own or _version(x) == version for other, x, version in self.made
         )
+        is_same &= memory not in self.changed
         self._check(is_same, "others that may share their memory changed in place")
 
     def note_made(self, memory: int, logits: Tensor) -> None:

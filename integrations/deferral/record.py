@@ -226,6 +226,20 @@ class LogitsRecord:
         value = other.reshape(-1).to(self.hidden.device)
         return self._step("add", value, recorded_dtype=dtype)
 
+    def mul_(self, other: Any) -> Any:
+        return self._become(self._scale("mul", other))
+
+    def div_(self, other: Any) -> Any:
+        return self._become(self._scale("div", other))
+
+    def _become(self, changed: Any) -> Any:
+        """Be what a step in place has made; others that may share the memory are not used again."""
+        if changed is not None:
+            self.call.changed.add(self.memory)
+            self.hidden, self.recorded_dtype = changed.hidden, changed.recorded_dtype
+            self.steps, self.memory = changed.steps, changed.memory
+        return changed if changed is None else self
+
     def tanh(self) -> Any:
         return self._step("tanh")
 
