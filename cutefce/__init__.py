@@ -6,9 +6,20 @@ imported.
 """
 
 from importlib.util import find_spec
+from typing import Any
 
+from cutefce.autotune_cache import verdicts
 from cutefce.version import __version__ as __version__
 
+
+def _verify(*part: Any) -> verdicts.Verdict:
+    """Verify a part of calls; what does is imported for the first that is unproven."""
+    from cutefce.autotune_cache.tuning import verify
+
+    return verify.verify_call(*part)
+
+
+verdicts.verify_by(_verify)
 if find_spec("torch") is not None:
     from cutefce.integrations.deferral import DeferralReport, defer, deferral_report, undefer
     from cutefce.ops.divergence.api import linear_divergence, plan_divergence

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cutefce.integrations.deferral import runners
-from cutefce.integrations.deferral.head import WATCHING, HeadCall, is_inference_mode
+from cutefce.integrations.deferral.head_call import WATCHING, HeadCall, is_inference_mode
 from cutefce.integrations.deferral.loss import cross_entropy
 from cutefce.integrations.deferral.record import METHODS, LogitsRecord
 from cutefce.integrations.support.nested import replaced

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cutefce.integrations.deferral.head import HeadCall
+from cutefce.integrations.deferral.head_call import HeadCall
 from cutefce.integrations.deferral.indexing import row_sizes, select
 from cutefce.ops import torch_compat
 from cutefce.ops.interface.checks import DTYPES

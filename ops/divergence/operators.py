@@ -15,6 +15,7 @@ from cutefce.ops import torch_compat
 from cutefce.ops.divergence.calls import backward, forward
 from cutefce.ops.divergence.operands import Operands
 from cutefce.ops.divergence.options import (
+    OPERANDS,
     RECORDS,
     STUDENT,
     TEACHER,
@@ -38,8 +39,6 @@ from cutefce.ops.rows.logit_map import LogitMap
 from cutefce.ops.rows.targets import inverse_of
 from cutefce.ops.schema import unpack
 
-OPERANDS = 5
-"""Hidden states and weight of the student, those of the teacher, and the targets."""
 PLACES = 0, 1, OPERANDS, 2, 3, OPERANDS + 1
 """Places of hidden states, weight and bias of either side among the arguments."""
 _HEADS = "Tensor h_s, Tensor w_s, Tensor h_t, Tensor w_t, Tensor? y"
