@@ -23,8 +23,8 @@ from cutefce.autotune_cache.tuning.outputs import steps
 from cutefce.cute_kernels.config import KernelConfigs, WindowConfig
 from cutefce.cute_kernels.kernel_set import kernel_set
 from cutefce.cute_kernels.problem import Problem, can_keep
-from cutefce.ops.planning.budget import MINIMUM
-from cutefce.ops.planning.device import device_of
+from cutefce.ops.costs.budget import MINIMUM
+from cutefce.ops.costs.device import device_of
 from cutefce.ops.primitives.dispatch import gpu_of, kernel_primitives, problem_of
 from cutefce.ops.primitives.primitives import Primitives
 from cutefce.ops.program.layout import Layout

@@ -24,6 +24,7 @@ from torch import Tensor
 from cutefce.cute_kernels.jit import build
 from cutefce.cute_kernels.jit import cache as jit_cache
 from cutefce.cute_kernels.spec import KernelSpec
+from cutefce.ops.costs.budget import MINIMUM
 from cutefce.ops.interface.options import (
     OPTIONS,
     LossCall,
@@ -37,7 +38,6 @@ from cutefce.ops.operators.context import isolated_context, refuse_tangents
 from cutefce.ops.operators.kept import Kept
 from cutefce.ops.operators.operands import plan_of, prepare, resume
 from cutefce.ops.parallel.shard import shard_of
-from cutefce.ops.planning.budget import MINIMUM
 from cutefce.ops.primitives.dispatch import falls_back
 from cutefce.ops.program import calls as programs
 from cutefce.ops.program.inputs import LossInputs

@@ -15,9 +15,9 @@ from cutefce.cute_kernels.problem import MIN_SELECTED, can_keep
 from cutefce.cute_kernels.problem import Problem as Operands
 from cutefce.cute_kernels.process_cache import MAX_ENTRIES, on_reset, process_cache
 from cutefce.ops import torch_compat
+from cutefce.ops.costs.device import device_of
 from cutefce.ops.dtypes import sum_dtype
 from cutefce.ops.interface.options import LossCall
-from cutefce.ops.planning.device import device_of
 from cutefce.ops.primitives.dispatch import (
     options_unsupported_reason,
     problem_of,

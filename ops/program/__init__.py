@@ -15,7 +15,7 @@ primitives_backend.py  the primitives, as such: what they allocate themselves
 emit.py        a program while it is made: its steps, and the lives of its buffers
 lower.py       a problem and a layout of a loss to a program
 place.py       offsets of buffers, and the memory that a program takes
-cost.py        the time that it takes
+predicted_time.py  the time that it takes
 search.py      the fastest of layouts within a budget
 plan.py        the plan of a loss
 """

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cutefce.ops.planning.step_memory import few_low_bits
+from cutefce.ops.costs.step_memory import few_low_bits
 from cutefce.ops.primitives.row_selection import restore_rows, row_range
 from cutefce.ops.program.inputs import LossInputs
 from cutefce.ops.program.run import Call

@@ -8,7 +8,7 @@ from itertools import groupby
 
 from cutefce.cute_kernels.integers import round_up
 from cutefce.cute_kernels.workspace import NUM_STATS
-from cutefce.ops.planning.step_memory import TARGET_BYTES
+from cutefce.ops.costs.step_memory import TARGET_BYTES
 from cutefce.ops.program.problem import Problem
 from cutefce.ops.program.steps import ARENAS, Buffer, Home, Program
 

@@ -6,8 +6,8 @@ from functools import cached_property
 
 from cutefce.cute_kernels.integers import ceil_div, round_up
 from cutefce.cute_kernels.problem import LOW_BITS
-from cutefce.ops.planning.budget import predicted
-from cutefce.ops.planning.device import Device
+from cutefce.ops.costs.budget import predicted
+from cutefce.ops.costs.device import Device
 from cutefce.ops.program.layout import Layout, most_aliased
 from cutefce.ops.program.place import kept, peak
 from cutefce.ops.program.primitives_backend import PrimitivesBackend

@@ -12,8 +12,8 @@ import torch
 from cutefce.cute_kernels.config import WindowConfig
 from cutefce.cute_kernels.integers import ceil_div
 from cutefce.cute_kernels.problem import Problem as Operands
-from cutefce.ops.planning.device import Device
-from cutefce.ops.planning.step_memory import (
+from cutefce.ops.costs.device import Device
+from cutefce.ops.costs.step_memory import (
     CONVERTED,
     GATHERED,
     PLAIN,
@@ -35,9 +35,9 @@ from cutefce.ops.planning.step_memory import (
     upcast_bytes,
     weight_rows,
 )
-from cutefce.ops.program.cost import seconds
 from cutefce.ops.program.layout import Layout
 from cutefce.ops.program.lower import lower
+from cutefce.ops.program.predicted_time import seconds
 from cutefce.ops.program.problem import Problem
 from cutefce.ops.program.steps import Kind, Program, Step
 

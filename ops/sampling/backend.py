@@ -8,8 +8,8 @@ from enum import Enum
 
 from cutefce.cute_kernels.config import PortableTiles
 from cutefce.cute_kernels.integers import round_up
-from cutefce.ops.planning.device import Device
-from cutefce.ops.planning.step_memory import accumulates_wider, tile_bytes
+from cutefce.ops.costs.device import Device
+from cutefce.ops.costs.step_memory import accumulates_wider, tile_bytes
 from cutefce.ops.program.layout import Layout
 from cutefce.ops.program.primitives_backend import PrimitivesBackend
 from cutefce.ops.program.problem import Problem

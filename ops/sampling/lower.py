@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from cutefce.ops.planning.step_memory import added_rows
+from cutefce.ops.costs.step_memory import added_rows
 from cutefce.ops.program.layout import Layout, Window, even_windows
 from cutefce.ops.program.lower import Lowering
 from cutefce.ops.program.problem import Problem

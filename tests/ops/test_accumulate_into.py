@@ -12,6 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 import cutefce
 from cutefce.cute_kernels.config import PortableTiles
+from cutefce.ops.costs import step_memory
+from cutefce.ops.costs.budget import MINIMUM
 from cutefce.ops.interface.options import (
     LossCall,
     LossOptions,
@@ -21,8 +23,6 @@ from cutefce.ops.interface.options import (
 )
 from cutefce.ops.operators import agreement, kept
 from cutefce.ops.operators.plans import plan_for
-from cutefce.ops.planning import step_memory
-from cutefce.ops.planning.budget import MINIMUM
 from tests.support.backends import Backend, on_backends
 from tests.support.layouts import LAYOUTS, Layout, pinned
 from tests.support.options import LOSSES, OptionsCase

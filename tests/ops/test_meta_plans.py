@@ -9,11 +9,11 @@ from torch import Tensor
 import cutefce
 from cutefce.autotune_cache import defaults
 from cutefce.cute_kernels.problem import Problem
+from cutefce.ops.costs.device import GPU
 from cutefce.ops.divergence.plan import make_plan
 from cutefce.ops.divergence.problem import DivergenceProblem
 from cutefce.ops.dtypes import dtype_name
 from cutefce.ops.interface import checks
-from cutefce.ops.planning.device import GPU
 from cutefce.ops.program.plan import plan as make_loss_plan
 from cutefce.ops.program.primitives_backend import PrimitivesBackend
 from cutefce.ops.program.problem import Problem as LossProblem

@@ -14,7 +14,7 @@ from cutefce.cute_kernels.arch import arch_named
 from cutefce.cute_kernels.config import PortableTiles
 from cutefce.cute_kernels.problem import Problem
 from cutefce.cute_kernels.spec import ChooseClassesSpec, KernelSpec, SelectRowsSpec
-from cutefce.ops.planning.device import GPU
+from cutefce.ops.costs.device import GPU
 from cutefce.ops.primitives.dispatch import sampling_unsupported_reason
 from cutefce.ops.program.plan import planned
 from tests.ops.test_sampled import GREAT, NAMES, SAMPLED, SHAPE, drawn, eager

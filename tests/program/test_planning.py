@@ -11,13 +11,13 @@ import cutefce
 from cutefce.autotune_cache.defaults import widest_window, window_configs
 from cutefce.cute_kernels.config import PortableTiles
 from cutefce.cute_kernels.problem import Problem as Operands
-from cutefce.ops.planning.budget import MAXIMUM, MINIMUM
-from cutefce.ops.planning.device import GPU
-from cutefce.ops.program.cost import seconds
+from cutefce.ops.costs.budget import MAXIMUM, MINIMUM
+from cutefce.ops.costs.device import GPU
 from cutefce.ops.program.layout import Layout, most_aliased
 from cutefce.ops.program.lower import lower
 from cutefce.ops.program.place import peak
 from cutefce.ops.program.plan import _families, plan, planned
+from cutefce.ops.program.predicted_time import seconds
 from cutefce.ops.program.primitives_backend import PrimitivesBackend
 from cutefce.ops.program.problem import Problem, Upstream
 from cutefce.ops.program.search import FREE, WORTH

@@ -16,6 +16,8 @@ from torch import Tensor
 from cutefce.cute_kernels.config import PortableTiles
 from cutefce.cute_kernels.integers import round_up
 from cutefce.cute_kernels.problem import LOW_BITS
+from cutefce.ops.costs.budget import MAXIMUM
+from cutefce.ops.costs.device import CPU
 from cutefce.ops.interface.options import (
     LossCall,
     LossOptions,
@@ -25,8 +27,6 @@ from cutefce.ops.interface.options import (
 )
 from cutefce.ops.operators import operands
 from cutefce.ops.operators.plans import Request, backend_of, request_of
-from cutefce.ops.planning.budget import MAXIMUM
-from cutefce.ops.planning.device import CPU
 from cutefce.ops.program import layout as program_layout
 from cutefce.ops.program.plan import Plan, planned
 

@@ -11,9 +11,9 @@ from cutefce.autotune_cache import defaults
 from cutefce.autotune_cache.tuning.cases import Case, CheckedOutput
 from cutefce.cute_kernels.integers import ceil_div, round_up
 from cutefce.cute_kernels.problem import LOW_BITS, can_keep
+from cutefce.ops.costs.budget import DEFAULT
 from cutefce.ops.dtypes import sum_dtype
 from cutefce.ops.interface.options import LossOptions, TensorOptions
-from cutefce.ops.planning.budget import DEFAULT
 from cutefce.ops.primitives.cute_projection import CuteProjection
 from cutefce.ops.primitives.primitives import Primitives
 from cutefce.ops.primitives.row_selection import restore_rows, select_on_device

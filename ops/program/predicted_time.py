@@ -1,11 +1,11 @@
-"""The time of a program: a sum over its steps, with a few numbers of a device.
+"""The predicted time of a program: a sum over its steps, with a few numbers of a device.
 
 It serves to choose among the programs of one call, so what these have in common may be left out.
 """
 
 from collections.abc import Iterable
 
-from cutefce.ops.planning.device import Device
+from cutefce.ops.costs.device import Device
 from cutefce.ops.program.problem import Problem
 from cutefce.ops.program.steps import Kind, Program, Step
 
