@@ -31,7 +31,7 @@ from cutefce.ops.program.layout import Layout
 from cutefce.ops.program.plan import Plan
 from cutefce.ops.program.plan import plan as make_plan
 from cutefce.ops.program.primitives_backend import PrimitivesBackend
-from cutefce.ops.program.problem import Problem as LossProblem
+from cutefce.ops.program.problem import LossProblem
 
 SHAPES = tuple(dict.fromkeys((*forward.SHAPES, *MODELS, *paper_grid.SHAPES["cuda"])))
 
@@ -120,12 +120,12 @@ def _smallest_step(case: Case, primitives: Primitives) -> None:
     steps.run(inputs, plan, None, case.upstream)
 
 
-def _smallest_plan(operands: Problem, configs: Sequence[WindowConfig]) -> Plan:
+def _smallest_plan(kernel_problem: Problem, configs: Sequence[WindowConfig]) -> Plan:
     """Return the plan of a step in windows with the smallest workspace."""
-    tokens, hidden, vocab = operands.tokens, operands.hidden, operands.vocab
-    sizes = operands.item_bytes, operands.accumulator_bytes
-    problem = LossProblem(tokens, hidden, vocab, *sizes, stores=can_keep(operands.dtype))
+    tokens, hidden, vocab = kernel_problem.tokens, kernel_problem.hidden, kernel_problem.vocab
+    sizes = kernel_problem.item_bytes, kernel_problem.accumulator_bytes
+    problem = LossProblem(tokens, hidden, vocab, *sizes, stores=can_keep(kernel_problem.dtype))
     widths = tuple(config.window for config in configs)
-    backend = PrimitivesBackend(operands, configs[0], widths)
+    backend = PrimitivesBackend(kernel_problem, configs[0], widths)
     in_windows = Layout(tokens, widths[0])
-    return make_plan(problem, backend, device_of(operands.device), MINIMUM, in_windows)
+    return make_plan(problem, backend, device_of(kernel_problem.device), MINIMUM, in_windows)

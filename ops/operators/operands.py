@@ -24,7 +24,8 @@ from cutefce.ops.sampling.samples import Sampling
 
 def prepare(shard: VocabShard, x: LossCall, plan: Plan) -> LossInputs:
     """Return the operands of a forward, as programs take them."""
-    h, problem, vocab = shard.gather_hidden(x.h), plan.backend.operands, shard.total_vocab(x.w)
+    h, vocab = shard.gather_hidden(x.h), shard.total_vocab(x.w)
+    problem = plan.backend.kernel_problem
     options, tensors, ignored = x.options, x.tensors, x.options.ignore_index
     check_soft_values(x.y, options, tensors, vocab)
     y = without_weightless(x.y.long(), options, tensors).contiguous()
@@ -62,7 +63,7 @@ def resume(shard: VocabShard, x: LossCall, kept: Kept) -> LossInputs:
         h = shard.gather_hidden(h)
         if selection is not None and not selection.is_on_device:
             h = h.index_select(0, selection.order)
-    if kept.plan.backend.operands.arch is not None:
+    if kept.plan.backend.kernel_problem.arch is not None:
         w = with_aligned_rows(w)  # hooks of saved tensors may restore another layout
     inputs = _operands(shard, h, w, copy(kept.targets), x.tensors, kept.plan, selection)
     inputs.class_row = kept.class_row
@@ -79,7 +80,7 @@ def _operands(
     selection: RowSelection | None,
 ) -> LossInputs:
     """Return the operands of a program that forward and backward have in common."""
-    problem = plan.backend.operands
+    problem = plan.backend.kernel_problem
     if problem.tokens != h.shape[0]:
         problem = replace(problem, tokens=h.shape[0])
     counted = None if selection is None else selection.counted

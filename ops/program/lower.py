@@ -8,7 +8,7 @@ from cutefce.cute_kernels.workspace import NUM_STATS, low_bytes
 from cutefce.ops.program.emit import Emitter
 from cutefce.ops.program.layout import Layout, Window, alike, chunks_of, windows_of
 from cutefce.ops.program.place import place, token_bytes
-from cutefce.ops.program.problem import Problem
+from cutefce.ops.program.problem import LossProblem
 from cutefce.ops.program.steps import Home, Kind, Program, Range, Step
 
 if TYPE_CHECKING:
@@ -32,7 +32,9 @@ VALUES = (
 """Names of buffers of numbers of tokens, of their lists, and of the class row."""
 
 
-def lower(p: Problem, x: Layout, backend: "PrimitivesBackend", *, brief: bool = False) -> Program:
+def lower(
+    p: LossProblem, x: Layout, backend: "PrimitivesBackend", *, brief: bool = False
+) -> Program:
     """Return the program of a call, with a place for every buffer.
 
     A `brief` one has one of many equal chunks and windows, with the memory of all: it serves to
@@ -44,7 +46,9 @@ def lower(p: Problem, x: Layout, backend: "PrimitivesBackend", *, brief: bool = 
 class Lowering(Emitter):
     """The steps of a loss and of its gradients."""
 
-    def __init__(self, p: Problem, x: Layout, backend: "PrimitivesBackend", brief: bool) -> None:
+    def __init__(
+        self, p: LossProblem, x: Layout, backend: "PrimitivesBackend", brief: bool
+    ) -> None:
         program = Program(p, x.in_forward, x.low_bits)
         program.gradients, program.token_bytes = p.gradient_bytes(), token_bytes(p)
         super().__init__(program, brief=brief)

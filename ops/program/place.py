@@ -9,7 +9,7 @@ from itertools import groupby
 from cutefce.cute_kernels.integers import round_up
 from cutefce.cute_kernels.workspace import NUM_STATS
 from cutefce.ops.costs.step_memory import TARGET_BYTES
-from cutefce.ops.program.problem import Problem
+from cutefce.ops.program.problem import LossProblem
 from cutefce.ops.program.steps import ARENAS, Buffer, Home, Program
 
 ITEM = 8
@@ -61,13 +61,13 @@ def peak(program: Program) -> int:
     return kept(program) + max(forward, backward, 0)
 
 
-def token_bytes(p: Problem) -> int:
+def token_bytes(p: LossProblem) -> int:
     """Bytes of the statistics of tokens, and of their targets."""
     statistics = NUM_STATS * p.sums * (1 + p.selects)  # in either order
     return p.tokens * (statistics + TARGET_BYTES + p.soft * soft_target_bytes(p))
 
 
-def soft_target_bytes(p: Problem) -> int:
+def soft_target_bytes(p: LossProblem) -> int:
     """Bytes of one of a token's soft targets."""
     found = 8 + 2 * p.sums
     if p.returns_classes:

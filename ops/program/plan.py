@@ -11,7 +11,7 @@ from cutefce.ops.costs.device import Device
 from cutefce.ops.program.layout import Layout, most_aliased
 from cutefce.ops.program.place import kept, peak
 from cutefce.ops.program.primitives_backend import PrimitivesBackend
-from cutefce.ops.program.problem import Problem
+from cutefce.ops.program.problem import LossProblem
 from cutefce.ops.program.search import Costed, fastest_within
 from cutefce.ops.program.steps import Program
 
@@ -30,7 +30,7 @@ SHORT_SUMS = 32
 class Plan(Costed):
     """How a call runs: its program is that of a problem and a layout."""
 
-    problem: Problem
+    problem: LossProblem
     layout: Layout
     backend: PrimitivesBackend
 
@@ -92,7 +92,7 @@ class Plan(Costed):
         return f"{name}, {size}, {columns} columns at a time: {cost}"
 
 
-def planned(p: Problem, x: Layout, backend: PrimitivesBackend, device: Device) -> Plan:
+def planned(p: LossProblem, x: Layout, backend: PrimitivesBackend, device: Device) -> Plan:
     """Return the plan of a layout."""
     program = backend.lower(p, x, brief=True)
     size = backend.workspace(p, peak(program), kept(program))
@@ -101,7 +101,7 @@ def planned(p: Problem, x: Layout, backend: PrimitivesBackend, device: Device) -
 
 
 def plan(
-    p: Problem,
+    p: LossProblem,
     backend: PrimitivesBackend,
     device: Device,
     budget: int,
@@ -124,7 +124,7 @@ def plan(
 
 
 def _families(
-    p: Problem, backend: PrimitivesBackend, may_chunk: bool
+    p: LossProblem, backend: PrimitivesBackend, may_chunk: bool
 ) -> Iterator[Sequence[Layout]]:
     """Yield layouts of which each takes more memory, and less time, than the one before.
 
@@ -149,21 +149,21 @@ def _families(
                 yield [*some, Layout(tokens, widths[0], round_up(rest, block), aliased, low)]
 
 
-def _bits(p: Problem, window: int) -> list[int]:
+def _bits(p: LossProblem, window: int) -> list[int]:
     """Return the low bits of sums of dX over windows that are worth a try."""
     if not (p.keeps_sums and p.grad_hidden and p.dx_item == p.item):
         return []
     return [_low_bits(p, ceil_div(p.vocab, window))]
 
 
-def _low_bits(p: Problem, additions: int, is_exact: bool = False) -> int:
+def _low_bits(p: LossProblem, additions: int, is_exact: bool = False) -> int:
     """Return the bits beside 16 of sums of so many additions; the most if they are to be exact."""
     if not p.keeps_sums:
         return 0
     return LOW_BITS[is_exact or additions > SHORT_SUMS or p.hidden % 2]
 
 
-def _chunks(p: Problem, every: int, skips_far: bool) -> Iterator[Sequence[Layout]]:
+def _chunks(p: LossProblem, every: int, skips_far: bool) -> Iterator[Sequence[Layout]]:
     """Yield chunks from small to large; with windows where dX alone is formed.
 
     Such windows are computed again where references move: steps that skip all rows must be cheap.

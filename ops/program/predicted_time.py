@@ -6,7 +6,7 @@ It serves to choose among the programs of one call, so what these have in common
 from collections.abc import Iterable
 
 from cutefce.ops.costs.device import Device
-from cutefce.ops.program.problem import Problem
+from cutefce.ops.program.problem import LossProblem
 from cutefce.ops.program.steps import Kind, Program, Step
 
 
@@ -21,7 +21,7 @@ def seconds(program: Program, device: Device, *, is_fused: bool = True) -> float
     return sums + sum(step.times * _seconds(p, step, device, program) for step in steps)
 
 
-def _product_bytes(p: Problem, step: Step) -> int:
+def _product_bytes(p: LossProblem, step: Step) -> int:
     """Return the bytes of a product's sums that are written, and read again to be rounded."""
     if p.item == p.sums or step.far or step.kind not in (Kind.GEMM_HIDDEN, Kind.GEMM_WEIGHT):
         return 0
@@ -32,7 +32,7 @@ def _product_bytes(p: Problem, step: Step) -> int:
     return 2 * (last - first) * p.hidden * p.sums
 
 
-def _seconds(p: Problem, step: Step, device: Device, program: Program) -> float:
+def _seconds(p: LossProblem, step: Step, device: Device, program: Program) -> float:
     rows, columns = step.rows[1] - step.rows[0], step.columns[1] - step.columns[0]
     if step.far:  # no row is, but for rare ones
         return device.launch

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from cutefce.ops.costs.step_memory import added_rows
 from cutefce.ops.program.layout import Layout, Window, even_windows
 from cutefce.ops.program.lower import Lowering
-from cutefce.ops.program.problem import Problem
+from cutefce.ops.program.problem import LossProblem
 from cutefce.ops.program.steps import Home, Program, Range
 from cutefce.ops.sampling.sample_sizes import estimate_count, slots
 from cutefce.ops.sampling.steps import SampleKind
@@ -18,16 +18,16 @@ WORD, INDEX = 4, 8
 """Bytes of a number of 32 bits, and of one of 64, in which kernels have an entry."""
 
 
-def lower(p: Problem, x: Layout, backend: "PrimitivesBackend") -> Program:
+def lower(p: LossProblem, x: Layout, backend: "PrimitivesBackend") -> Program:
     """Return the program of a call with sampled gradients, with a place for every buffer."""
-    lowering = _PortableLowering if backend.operands.arch is None else _KernelLowering
+    lowering = _PortableLowering if backend.kernel_problem.arch is None else _KernelLowering
     return lowering(p, x, backend).lowered()
 
 
 class _SampledLowering(Lowering):
     """A forward that estimates log-sum-exps; it stores no exponentials."""
 
-    def __init__(self, p: Problem, x: Layout, backend: "PrimitivesBackend") -> None:
+    def __init__(self, p: LossProblem, x: Layout, backend: "PrimitivesBackend") -> None:
         super().__init__(p, x, backend, brief=False)
         # the same ones whatever is trained
         cut = even_windows(0, p.vocab, x.window, backend.block)
@@ -131,7 +131,7 @@ class _KernelLowering(_SampledLowering):
             return
         if p.every_class or not p.grad_weight or (p.into and not p.adds_in_place):
             # sums are formed beside dW, some rows at a time
-            room = min(added_rows(p.hidden, p.sums, self.backend.operands.device), p.vocab)
+            room = min(added_rows(p.hidden, p.sums, self.backend.kernel_problem.device), p.vocab)
             rows.append(self.buffer("room", room, p.hidden, p.sums))
         listed = [*self.chosen, self.stats(), factors]
         if p.every_class and p.grad_weight:

@@ -16,7 +16,7 @@ from cutefce.ops.dtypes import dtype_name
 from cutefce.ops.interface import checks
 from cutefce.ops.program.plan import plan as make_loss_plan
 from cutefce.ops.program.primitives_backend import PrimitivesBackend
-from cutefce.ops.program.problem import Problem as LossProblem
+from cutefce.ops.program.problem import LossProblem
 
 TOKENS, HIDDEN, VOCAB = 8192, 4096, 128256
 

@@ -132,7 +132,8 @@ def test_peak_memory_is_predicted(
     options["gradient"] = "sampled"
 
     plan = cutefce.plan(h, w, **options)
-    backend = replace(plan.backend, operands=replace(plan.backend.operands, device="cuda"))
+    on_gpu = replace(plan.backend.kernel_problem, device="cuda")
+    backend = replace(plan.backend, kernel_problem=on_gpu)
     plan = planned(plan.problem, plan.layout, backend, GPU)
     check(plan.program)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cutefce.ops.program.layout import Layout
 from cutefce.ops.program.primitives_backend import PrimitivesBackend
-from cutefce.ops.program.problem import Problem, Upstream
+from cutefce.ops.program.problem import LossProblem, Upstream
 from cutefce.ops.program.steps import GRADIENTS, Home, Kind, Program, Step
 
 IGNORED = -100
@@ -39,16 +39,16 @@ class Backend(PrimitivesBackend):
     def block(self) -> int:
         return 1
 
-    def partial_sums(self, p: Problem, rows: int, columns: int) -> int:
+    def partial_sums(self, p: LossProblem, rows: int, columns: int) -> int:
         return 1
 
-    def few_low_bits(self, p: Problem) -> int:
+    def few_low_bits(self, p: LossProblem) -> int:
         return LOW_BITS
 
-    def listed_targets(self, p: Problem, in_chunks: bool) -> int:
+    def listed_targets(self, p: LossProblem, in_chunks: bool) -> int:
         return 4
 
-    def scratch(self, p: Problem, x: Layout, step: Step) -> int:
+    def scratch(self, p: LossProblem, x: Layout, step: Step) -> int:
         return 0
 
 
@@ -338,7 +338,7 @@ def is_rounded(q: Program) -> bool:
     return any(step.kind is Kind.KEEP_HIDDEN and step.final for step in q.forward)
 
 
-def gradient_size(p: Problem, home: Home) -> int:
+def gradient_size(p: LossProblem, home: Home) -> int:
     """Return the bytes of a gradient."""
     return {
         Home.DX: p.tokens * p.hidden * p.item,

@@ -12,14 +12,14 @@ from torch import Tensor
 from cutefce.ops.program.layout import Layout, most_aliased
 from cutefce.ops.program.lower import lower
 from cutefce.ops.program.place import peak, token_bytes
-from cutefce.ops.program.problem import Problem, Upstream
+from cutefce.ops.program.problem import LossProblem, Upstream
 from cutefce.ops.program.steps import Home, Kind, Program
 from tests.program.interpreter import IGNORED, LOW_BITS, Backend, Call, Inputs, counted, together
 from tests.support.sound_programs import check
 from tests.support.tiers import rest_slow
 
 TOKENS, HIDDEN, VOCAB = 40, 24, 150
-WHOLE = Problem(TOKENS, HIDDEN, VOCAB, item=8, sums=8)
+WHOLE = LossProblem(TOKENS, HIDDEN, VOCAB, item=8, sums=8)
 TRAINED = [x for x in itertools.product((True, False), repeat=3) if any(x)]
 LAYOUTS = {
     "nothing kept": Layout(TOKENS, 32),
@@ -58,7 +58,7 @@ MEMORIES: dict[str, dict[str, Any]] = {
 }
 
 
-def can_run(p: Problem, x: Layout) -> bool:
+def can_run(p: LossProblem, x: Layout) -> bool:
     """Whether a call can have this layout."""
     if x.in_forward and (
         not p.can_chunk or (x.window < p.vocab and (p.grad_weight or p.grad_bias))
@@ -67,7 +67,7 @@ def can_run(p: Problem, x: Layout) -> bool:
     return x.aliased <= most_aliased(p, min(x.window, 16), Backend().block)
 
 
-def inputs_of(p: Problem, shards: Sequence[int] = (VOCAB,), seed: int = 0) -> list[Inputs]:
+def inputs_of(p: LossProblem, shards: Sequence[int] = (VOCAB,), seed: int = 0) -> list[Inputs]:
     """Return random inputs for each rank; the first token and a fourth of all are ignored."""
     draw, dtype = torch.Generator().manual_seed(seed), {4: torch.float32, 8: torch.float64}[p.item]
     total = sum(shards)
@@ -92,7 +92,7 @@ def inputs_of(p: Problem, shards: Sequence[int] = (VOCAB,), seed: int = 0) -> li
     return found
 
 
-def expected(p: Problem, ranks: Sequence[Inputs]) -> tuple[Tensor, tuple[Tensor, ...]]:
+def expected(p: LossProblem, ranks: Sequence[Inputs]) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Return the loss of all ranks, and the gradients of h, w and the bias."""
     x = ranks[0]
     given = x.h, torch.cat([r.w for r in ranks]), torch.cat([r.bias for r in ranks])
@@ -146,7 +146,7 @@ def compare(programs: Sequence[Program], ranks: Sequence[Inputs]) -> None:
         assert call.held + token_bytes(call.p) == peak(call.q) + gradients
 
 
-def cases() -> Iterator[tuple[str, Problem, Layout]]:
+def cases() -> Iterator[tuple[str, LossProblem, Layout]]:
     for (call, p), (memory, more), (name, x) in itertools.product(
         CALLS.items(), MEMORIES.items(), LAYOUTS.items()
     ):

@@ -10,7 +10,7 @@ import torch
 import cutefce
 from cutefce.autotune_cache.defaults import widest_window, window_configs
 from cutefce.cute_kernels.config import PortableTiles
-from cutefce.cute_kernels.problem import Problem as Operands
+from cutefce.cute_kernels.problem import Problem
 from cutefce.ops.costs.budget import MAXIMUM, MINIMUM
 from cutefce.ops.costs.device import GPU
 from cutefce.ops.program.layout import Layout, most_aliased
@@ -19,7 +19,7 @@ from cutefce.ops.program.place import peak
 from cutefce.ops.program.plan import _families, plan, planned
 from cutefce.ops.program.predicted_time import seconds
 from cutefce.ops.program.primitives_backend import PrimitivesBackend
-from cutefce.ops.program.problem import Problem, Upstream
+from cutefce.ops.program.problem import LossProblem, Upstream
 from cutefce.ops.program.search import FREE, WORTH
 from tests.support.sound_programs import check
 from tests.support.tiers import rest_slow
@@ -35,25 +35,25 @@ SIZES = [
 ]
 
 
-def backend_of(p: Problem, arch: str | None = "sm_90a") -> PrimitivesBackend:
+def backend_of(p: LossProblem, arch: str | None = "sm_90a") -> PrimitivesBackend:
     """Return the primitives of a problem on a Hopper GPU, or on a CPU."""
     dtype = {2: "bfloat16", 4: "float32", 8: "float64"}[p.item]
     device = "cpu" if arch is None else "cuda"
     grads = p.grad_hidden, p.grad_weight
-    operands = Operands(p.tokens, p.hidden, p.vocab, dtype, device, *grads, arch)
-    configs = window_configs(operands)
-    return PrimitivesBackend(operands, configs[0], tuple(config.window for config in configs))
+    problem = Problem(p.tokens, p.hidden, p.vocab, dtype, device, *grads, arch)
+    configs = window_configs(problem)
+    return PrimitivesBackend(problem, configs[0], tuple(config.window for config in configs))
 
 
 DRAWS = {"first": range(3), "others": range(3, 100)}
 
 
-def random_problem(draw: random.Random) -> Problem:
+def random_problem(draw: random.Random) -> LossProblem:
     """Return a problem of any size, with any gradients."""
     tokens, hidden, vocab = (int(2 ** draw.uniform(*span)) for span in ((0, 16), (5, 13), (6, 18)))
     trained = draw.choice(["hw", "hwb", "h", "w", "hb", ""])
     item, sums = draw.choice([(2, 4), (2, 4), (4, 4), (8, 8)])
-    return Problem(
+    return LossProblem(
         tokens,
         8 * (hidden // 8 + 1),
         vocab,
@@ -71,7 +71,7 @@ def random_problem(draw: random.Random) -> Problem:
     )
 
 
-def random_layout(draw: random.Random, p: Problem) -> Layout:
+def random_layout(draw: random.Random, p: LossProblem) -> Layout:
     """Return any layout that this problem can have."""
     window = min(256 * draw.randint(1, 64), p.vocab)
     low = draw.choice([4, 8]) if p.keeps_sums else 0
@@ -108,11 +108,11 @@ def test_no_buffers_overlap(draws: range) -> None:
 @pytest.mark.parametrize("sizes", rest_slow(SIZES))
 @pytest.mark.parametrize("grad_weight", [True, False])
 def test_more_memory_is_never_slower(sizes: tuple[int, int, int], grad_weight: bool) -> None:
-    p = Problem(*sizes, grad_weight=grad_weight, selects=sizes[0] >= 512)
+    p = LossProblem(*sizes, grad_weight=grad_weight, selects=sizes[0] >= 512)
     grows(p, range(0, 2048 * MIB, 150 * MIB))
 
 
-def grows(p: Problem, budgets: range, arch: str | None = "sm_90a") -> None:
+def grows(p: LossProblem, budgets: range, arch: str | None = "sm_90a") -> None:
     """Check the plans of a problem with budgets that grow."""
     backend = backend_of(p, arch)
     least = plan(p, backend, GPU, 0)
@@ -197,14 +197,14 @@ def test_a_frozen_head_takes_two_products_in_little_memory(
 
 
 def test_windows_inside_chunks_need_kernels_that_skip_rows() -> None:
-    p = Problem(8192, 4096, 131072, grad_weight=False, selects=True)
+    p = LossProblem(8192, 4096, 131072, grad_weight=False, selects=True)
     for arch in ("sm_90a", "sm_100a"):
         layouts = [plan(p, backend_of(p, arch), GPU, mib * MIB).layout for mib in (80, 140, 300)]
         assert any(x.in_forward and x.window < p.vocab for x in layouts) == (arch == "sm_90a")
 
 
 def test_a_buffer_whose_upstream_gradient_is_known_needs_no_sums() -> None:
-    p = Problem(32768, 4096, 131072, selects=True, into=4, upstream=Upstream.KNOWN)
+    p = LossProblem(32768, 4096, 131072, selects=True, into=4, upstream=Upstream.KNOWN)
     products = 6 * p.tokens * p.hidden * p.vocab / GPU.flops
     for mib, ratio in ((300, 1.3), (1024, 1.1)):
         found = plan(p, backend_of(p), GPU, mib * MIB)
@@ -235,7 +235,7 @@ def test_a_sampled_plan_above_a_budget_says_what_helps() -> None:
 @pytest.mark.parametrize("vocab", [1, 7, 8, 1000, 1025, 32001, 50257, 151669])
 @pytest.mark.parametrize("device", ["cpu", "cuda", "xpu"])
 def test_windows_are_legal_and_no_wider_than_the_vocabulary(vocab: int, device: str) -> None:
-    config = widest_window(Operands(512, 64, vocab, "bfloat16", device))
+    config = widest_window(Problem(512, 64, vocab, "bfloat16", device))
     assert config.window % config.tile_columns == 0
     assert config.tile_columns % config.reference_block == 0
     assert config.reference_block <= vocab + 7

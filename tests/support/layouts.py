@@ -26,7 +26,7 @@ from cutefce.ops.interface.options import (
     TensorOptions,
 )
 from cutefce.ops.operators import operands
-from cutefce.ops.operators.plans import Request, backend_of, request_of
+from cutefce.ops.operators.plans import PlanRequest, backend_of, request_of
 from cutefce.ops.program import layout as program_layout
 from cutefce.ops.program.plan import Plan, planned
 
@@ -96,9 +96,9 @@ def chunk_of(layout: Layout, tokens: int) -> int:
     return max(1, min(layout.chunk or tokens, tokens))
 
 
-def plan_of(layout: Layout, request: Request, device: torch.device) -> Plan:
+def plan_of(layout: Layout, request: PlanRequest, device: torch.device) -> Plan:
     """Return the plan of a request in a layout; beside Triton, tokens that count come first."""
-    if request.operands.triton:
+    if request.kernel_problem.triton:
         request = request.sorted()
     p, backend = request.problem, backend_of(request, device)
     every = round_up(p.vocab, backend.block)

@@ -131,7 +131,7 @@ def _sampled(inputs: Inputs, plan: Plan, samples: int) -> tuple[Inputs, Plan]:
 
     Kernels get estimates of which some are too low.
     """
-    index, own, operands = inputs.targets.index, inputs.primitives, plan.backend.operands
+    index, own, problem = inputs.targets.index, inputs.primitives, plan.backend.kernel_problem
     rows = torch.arange(len(index), device=index.device)
     inputs = replace(inputs, sampling=Sampling(_seed(index), samples, rows, len(inputs.w)))
     if isinstance(own.projection, CuteProjection):
@@ -139,7 +139,7 @@ def _sampled(inputs: Inputs, plan: Plan, samples: int) -> tuple[Inputs, Plan]:
         given = own.projection
         low = _LowEstimates(given.kernels, given.num_sms, given.semaphores, given.clears)
         own = replace(own, projection=low)
-        inputs, operands = replace(inputs, primitives=own), replace(operands, arch=arch)
-    backend = SamplingBackend(operands, plan.backend.tiles, plan.backend.windows)
-    problem = replace(plan.problem, samples=samples, stores=False)
-    return inputs, Plan(problem, plan.layout, backend)
+        inputs, problem = replace(inputs, primitives=own), replace(problem, arch=arch)
+    backend = SamplingBackend(problem, plan.backend.tiles, plan.backend.windows)
+    sampled = replace(plan.problem, samples=samples, stores=False)
+    return inputs, Plan(sampled, plan.layout, backend)
