@@ -27,10 +27,10 @@ from cutefce.ops.costs.budget import MINIMUM
 from cutefce.ops.costs.device import device_of
 from cutefce.ops.primitives.dispatch import gpu_of, kernel_primitives, problem_of
 from cutefce.ops.primitives.primitives import Primitives
+from cutefce.ops.program.cost_model import CostModel
 from cutefce.ops.program.layout import Layout
 from cutefce.ops.program.plan import Plan
 from cutefce.ops.program.plan import plan as make_plan
-from cutefce.ops.program.primitives_backend import PrimitivesBackend
 from cutefce.ops.program.problem import LossProblem
 
 SHAPES = tuple(dict.fromkeys((*forward.SHAPES, *MODELS, *paper_grid.SHAPES["cuda"])))
@@ -126,6 +126,6 @@ def _smallest_plan(kernel_problem: Problem, configs: Sequence[WindowConfig]) -> 
     sizes = kernel_problem.item_bytes, kernel_problem.accumulator_bytes
     problem = LossProblem(tokens, hidden, vocab, *sizes, stores=can_keep(kernel_problem.dtype))
     widths = tuple(config.window for config in configs)
-    backend = PrimitivesBackend(kernel_problem, configs[0], widths)
+    cost_model = CostModel(kernel_problem, configs[0], widths)
     in_windows = Layout(tokens, widths[0])
-    return make_plan(problem, backend, device_of(kernel_problem.device), MINIMUM, in_windows)
+    return make_plan(problem, cost_model, device_of(kernel_problem.device), MINIMUM, in_windows)

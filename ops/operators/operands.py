@@ -25,13 +25,13 @@ from cutefce.ops.sampling.samples import Sampling
 def prepare(shard: VocabShard, x: LossCall, plan: Plan) -> LossInputs:
     """Return the operands of a forward, as programs take them."""
     h, vocab = shard.gather_hidden(x.h), shard.total_vocab(x.w)
-    problem = plan.backend.kernel_problem
+    problem = plan.cost_model.kernel_problem
     options, tensors, ignored = x.options, x.tensors, x.options.ignore_index
     check_soft_values(x.y, options, tensors, vocab)
     y = without_weightless(x.y.long(), options, tensors).contiguous()
     counted = shard.counted(y, ignored) if problem.selects_rows else y
     chunk = plan.layout.chunk if plan.in_forward else y.shape[0]
-    tokens = plan.tokens, plan.backend.sorts
+    tokens = plan.tokens, plan.cost_model.sorts
     selection = select_rows(problem, y, counted, ignored, tokens, chunk)
     if selection is not None:
         y, tensors = selection.targets, selection.take_options(tensors)
@@ -63,7 +63,7 @@ def resume(shard: VocabShard, x: LossCall, kept: Kept) -> LossInputs:
         h = shard.gather_hidden(h)
         if selection is not None and not selection.is_on_device:
             h = h.index_select(0, selection.order)
-    if kept.plan.backend.kernel_problem.arch is not None:
+    if kept.plan.cost_model.kernel_problem.arch is not None:
         w = with_aligned_rows(w)  # hooks of saved tensors may restore another layout
     inputs = _operands(shard, h, w, copy(kept.targets), x.tensors, kept.plan, selection)
     inputs.class_row = kept.class_row
@@ -80,11 +80,11 @@ def _operands(
     selection: RowSelection | None,
 ) -> LossInputs:
     """Return the operands of a program that forward and backward have in common."""
-    problem = plan.backend.kernel_problem
+    problem = plan.cost_model.kernel_problem
     if problem.tokens != h.shape[0]:
         problem = replace(problem, tokens=h.shape[0])
     counted = None if selection is None else selection.counted
-    more = plan.backend.device, plan.layout.window, counted
+    more = plan.cost_model.device, plan.layout.window, counted
     own = primitives_for(h, w, problem, targets, *more)
     h, w = own.projection.prepare(h, w)
     own_sums = tensors.weight_cast is not None or tensors.accumulate_into is not None

@@ -25,13 +25,13 @@ from cutefce.ops.primitives.dispatch import (
 )
 from cutefce.ops.primitives.portable_projection import is_dense
 from cutefce.ops.primitives.row_selection import has_aligned_rows
+from cutefce.ops.program.cost_model import Copies, CostModel
 from cutefce.ops.program.layout import Layout
 from cutefce.ops.program.plan import Plan, plan
-from cutefce.ops.program.primitives_backend import Copies, PrimitivesBackend
 from cutefce.ops.program.problem import LossProblem, Upstream
 from cutefce.ops.program.weight import can_add_in_place
 from cutefce.ops.rows.targets import OUTPUTS
-from cutefce.ops.sampling.backend import SamplingBackend
+from cutefce.ops.sampling.cost_model import SampledCostModel
 from cutefce.ops.sampling.kernels import is_in_place
 
 
@@ -46,7 +46,7 @@ class PlanRequest:
     copies: Copies
     """What the call copies before."""
     sorts: bool = False
-    """See `PrimitivesBackend`."""
+    """See `CostModel`."""
 
     def of_ranks(self, vocab: int, knows_upstream: bool) -> "PlanRequest":
         """Return the same for the widest shard, without copies, and a buffer that GEMMs add to."""
@@ -231,12 +231,12 @@ def _copies(of: Problem, h: Tensor, w: Tensor, copied: tuple[int, int]) -> Copie
 def _plan(x: PlanRequest, device: torch.device, budget: int, like: Layout | None = None) -> Plan:
     """Return the plan of a request; with a layout `like`, of chunks of as many tokens."""
     rates = device_of(x.kernel_problem.device)
-    return plan(x.problem, backend_of(x, device), rates, budget, like)
+    return plan(x.problem, cost_model_of(x, device), rates, budget, like)
 
 
-def backend_of(x: PlanRequest, device: torch.device) -> PrimitivesBackend:
-    """Return what the primitives that serve a request need of memory."""
+def cost_model_of(x: PlanRequest, device: torch.device) -> CostModel:
+    """Return what programs cost on the primitives that serve a request."""
     configs = window_configs(x.kernel_problem)
     widths = tuple(config.window for config in configs)
-    backend = SamplingBackend if x.problem.samples else PrimitivesBackend
-    return backend(x.kernel_problem, configs[0], widths, x.copies, device, x.sorts)
+    kind = SampledCostModel if x.problem.samples else CostModel
+    return kind(x.kernel_problem, configs[0], widths, x.copies, device, x.sorts)

@@ -8,9 +8,9 @@ from cutefce.cute_kernels.integers import ceil_div, round_up
 from cutefce.cute_kernels.problem import LOW_BITS
 from cutefce.ops.costs.budget import predicted
 from cutefce.ops.costs.device import Device
+from cutefce.ops.program.cost_model import CostModel
 from cutefce.ops.program.layout import Layout, most_aliased
 from cutefce.ops.program.place import kept, peak
-from cutefce.ops.program.primitives_backend import PrimitivesBackend
 from cutefce.ops.program.problem import LossProblem
 from cutefce.ops.program.search import Costed, fastest_within
 from cutefce.ops.program.steps import Program
@@ -32,12 +32,12 @@ class Plan(Costed):
 
     problem: LossProblem
     layout: Layout
-    backend: PrimitivesBackend
+    cost_model: CostModel
 
     @cached_property
     def program(self) -> Program:
         """What runs."""
-        return self.backend.lower(self.problem, self.layout)
+        return self.cost_model.lower(self.problem, self.layout)
 
     @cached_property
     def without_entropy(self) -> "Plan":
@@ -92,17 +92,17 @@ class Plan(Costed):
         return f"{name}, {size}, {columns} columns at a time: {cost}"
 
 
-def planned(p: LossProblem, x: Layout, backend: PrimitivesBackend, device: Device) -> Plan:
+def planned(p: LossProblem, x: Layout, cost_model: CostModel, device: Device) -> Plan:
     """Return the plan of a layout."""
-    program = backend.lower(p, x, brief=True)
-    size = backend.workspace(p, peak(program), kept(program))
-    seconds = backend.seconds(program, device)
-    return Plan(p, x, backend, workspace_bytes=size, seconds=seconds)
+    program = cost_model.lower(p, x, brief=True)
+    size = cost_model.workspace(p, peak(program), kept(program))
+    seconds = cost_model.seconds(program, device)
+    return Plan(p, x, cost_model, workspace_bytes=size, seconds=seconds)
 
 
 def plan(
     p: LossProblem,
-    backend: PrimitivesBackend,
+    cost_model: CostModel,
     device: Device,
     budget: int,
     like: Layout | None = None,
@@ -114,31 +114,29 @@ def plan(
     strategy and, if gradients are formed in the forward, the tokens of a chunk.
     """
     if like is not None and like.in_forward:
-        every = round_up(p.vocab, backend.block)
+        every = round_up(p.vocab, cost_model.block)
         window = like.window if like.window < p.vocab else every
         low = _low_bits(p, ceil_div(p.tokens, like.chunk), p.into > 0 and not p.adds_in_forward)
         x = replace(like, window=window, low_bits=low)
-        return planned(p, x, backend, device).within(budget)
-    families = [*_families(p, backend, like is None)]
-    return fastest_within(families, lambda x: planned(p, x, backend, device), budget)
+        return planned(p, x, cost_model, device).within(budget)
+    families = [*_families(p, cost_model, like is None)]
+    return fastest_within(families, lambda x: planned(p, x, cost_model, device), budget)
 
 
-def _families(
-    p: LossProblem, backend: PrimitivesBackend, may_chunk: bool
-) -> Iterator[Sequence[Layout]]:
+def _families(p: LossProblem, cost_model: CostModel, may_chunk: bool) -> Iterator[Sequence[Layout]]:
     """Yield layouts of which each takes more memory, and less time, than the one before.
 
     The first and the last may not: one stores nothing, so that other factors are needed, and one
     computes nothing again.
     """
-    block, tokens = backend.block, max(p.tokens, 1)
+    block, tokens = cost_model.block, max(p.tokens, 1)
     every = round_up(p.vocab, block)
-    widths = [width for width in backend.windows if width < p.vocab] or [every]
+    widths = [width for width in cost_model.windows if width < p.vocab] or [every]
     if not (p.needs_gradients and p.stores):
         yield [Layout(tokens, widths[0])]
         return
     if may_chunk and p.can_chunk:  # the first, so that others are compared with few plans of them
-        yield from _chunks(p, every, backend.skips_far)
+        yield from _chunks(p, every, cost_model.skips_far)
     for window in widths:
         # float32 sums are worth their memory where few windows add to them
         for low in (*_bits(p, window), *[0] * (window == widths[0])) or (0,):

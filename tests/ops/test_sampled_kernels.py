@@ -132,9 +132,9 @@ def test_peak_memory_is_predicted(
     options["gradient"] = "sampled"
 
     plan = cutefce.plan(h, w, **options)
-    on_gpu = replace(plan.backend.kernel_problem, device="cuda")
-    backend = replace(plan.backend, kernel_problem=on_gpu)
-    plan = planned(plan.problem, plan.layout, backend, GPU)
+    on_gpu = replace(plan.cost_model.kernel_problem, device="cuda")
+    cost_model = replace(plan.cost_model, kernel_problem=on_gpu)
+    plan = planned(plan.problem, plan.layout, cost_model, GPU)
     check(plan.program)
 
     def step() -> None:

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cutefce.ops.program.cost_model import CostModel
 from cutefce.ops.program.layout import Layout
-from cutefce.ops.program.primitives_backend import PrimitivesBackend
 from cutefce.ops.program.problem import LossProblem, Upstream
 from cutefce.ops.program.steps import GRADIENTS, Home, Kind, Program, Step
 
@@ -27,7 +27,7 @@ DTYPES = {4: torch.float32, 8: torch.float64}
 Exchange = Generator[tuple[Kind, Tensor], Tensor, Any]
 
 
-class Backend(PrimitivesBackend):
+class SmallBlocks(CostModel):
     """Windows of any columns, one sum a row, and no scratch."""
 
     places_values = True

@@ -14,7 +14,15 @@ from cutefce.ops.program.lower import lower
 from cutefce.ops.program.place import peak, token_bytes
 from cutefce.ops.program.problem import LossProblem, Upstream
 from cutefce.ops.program.steps import Home, Kind, Program
-from tests.program.interpreter import IGNORED, LOW_BITS, Backend, Call, Inputs, counted, together
+from tests.program.interpreter import (
+    IGNORED,
+    LOW_BITS,
+    Call,
+    Inputs,
+    SmallBlocks,
+    counted,
+    together,
+)
 from tests.support.sound_programs import check
 from tests.support.tiers import rest_slow
 
@@ -64,7 +72,7 @@ def can_run(p: LossProblem, x: Layout) -> bool:
         not p.can_chunk or (x.window < p.vocab and (p.grad_weight or p.grad_bias))
     ):
         return False
-    return x.aliased <= most_aliased(p, min(x.window, 16), Backend().block)
+    return x.aliased <= most_aliased(p, min(x.window, 16), SmallBlocks().block)
 
 
 def inputs_of(p: LossProblem, shards: Sequence[int] = (VOCAB,), seed: int = 0) -> list[Inputs]:
@@ -167,7 +175,7 @@ PARTS = 23
 def test_gradients_are_those_of_autograd(part: int) -> None:
     for name, p, x in itertools.islice(cases(), part, None, PARTS):
         print(name)
-        compare([lower(p, x, Backend())], inputs_of(p))
+        compare([lower(p, x, SmallBlocks())], inputs_of(p))
 
 
 @pytest.mark.parametrize("name", ["in dW and kept", "two chunks", "windows in chunks"])
@@ -179,10 +187,10 @@ def test_every_step_is_needed(call: str, name: str) -> None:
     p = dataclasses.replace(
         CALLS[call], selects=True, grad_weight=trains, grad_bias=trains, grad_hidden=True
     )
-    count, inputs = len([*lower(p, x, Backend()).steps()]), inputs_of(p)
+    count, inputs = len([*lower(p, x, SmallBlocks()).steps()]), inputs_of(p)
     wanted, gradients = expected(p, inputs)
     for number in range(count):
-        program = lower(p, x, Backend())
+        program = lower(p, x, SmallBlocks())
         part = program.forward if number < len(program.forward) else program.backward
         if part[number - len(program.forward) * (part is program.backward)].kind is Kind.CLEAR:
             continue  # of what this interpreter does not read
@@ -219,12 +227,12 @@ def test_ranks_share_a_call(shards: tuple[int, int], layouts: tuple[str, str]) -
         fitting = []
         for own, x in zip(owns, chosen, strict=True):
             window = min(x.window, own.vocab) if x.window < VOCAB else own.vocab
-            aliased = min(x.aliased, most_aliased(own, 16, Backend().block))
+            aliased = min(x.aliased, most_aliased(own, 16, SmallBlocks().block))
             kept = min(x.kept, own.vocab)
             own_layout = Layout(x.chunk, window, kept, aliased, in_forward=x.in_forward)
             fitting.append(own_layout)
         if all(can_run(*pair) for pair in zip(owns, fitting, strict=True)):
-            programs = [lower(*pair, Backend()) for pair in zip(owns, fitting, strict=True)]
+            programs = [lower(*pair, SmallBlocks()) for pair in zip(owns, fitting, strict=True)]
             compare(programs, inputs_of(owns[0], shards))
         else:
             assert "chunks" in layouts[0] and p.upstream is Upstream.ROWS, call

@@ -24,7 +24,7 @@ from cutefce.ops.program.plan import Plan
 from cutefce.ops.program.run import Call
 from cutefce.ops.program.steps import Step
 from cutefce.ops.rows.targets import Targets
-from cutefce.ops.sampling.backend import SamplingBackend
+from cutefce.ops.sampling.cost_model import SampledCostModel
 from cutefce.ops.sampling.kernels import Entries
 from cutefce.ops.sampling.random_bits import random_bits, row_states
 from cutefce.ops.sampling.sample_sizes import slots
@@ -131,7 +131,7 @@ def _sampled(inputs: Inputs, plan: Plan, samples: int) -> tuple[Inputs, Plan]:
 
     Kernels get estimates of which some are too low.
     """
-    index, own, problem = inputs.targets.index, inputs.primitives, plan.backend.kernel_problem
+    index, own, problem = inputs.targets.index, inputs.primitives, plan.cost_model.kernel_problem
     rows = torch.arange(len(index), device=index.device)
     inputs = replace(inputs, sampling=Sampling(_seed(index), samples, rows, len(inputs.w)))
     if isinstance(own.projection, CuteProjection):
@@ -140,6 +140,6 @@ def _sampled(inputs: Inputs, plan: Plan, samples: int) -> tuple[Inputs, Plan]:
         low = _LowEstimates(given.kernels, given.num_sms, given.semaphores, given.clears)
         own = replace(own, projection=low)
         inputs, problem = replace(inputs, primitives=own), replace(problem, arch=arch)
-    backend = SamplingBackend(problem, plan.backend.tiles, plan.backend.windows)
+    cost_model = SampledCostModel(problem, plan.cost_model.tiles, plan.cost_model.windows)
     sampled = replace(plan.problem, samples=samples, stores=False)
-    return inputs, Plan(sampled, plan.layout, backend)
+    return inputs, Plan(sampled, plan.layout, cost_model)

@@ -18,10 +18,10 @@ from cutefce.ops.primitives.cute_projection import CuteProjection
 from cutefce.ops.primitives.primitives import Primitives
 from cutefce.ops.primitives.row_selection import restore_rows, select_on_device
 from cutefce.ops.program import calls as programs
+from cutefce.ops.program.cost_model import CostModel
 from cutefce.ops.program.inputs import LossInputs
 from cutefce.ops.program.layout import Layout
 from cutefce.ops.program.plan import Plan
-from cutefce.ops.program.primitives_backend import PrimitivesBackend
 from cutefce.ops.program.problem import LossProblem, Upstream
 from cutefce.ops.program.run import Call
 from cutefce.ops.rows import targets as rows
@@ -148,9 +148,9 @@ def prepared(
         grad_weight_item=inputs.dw_dtype.itemsize,
     )
     tiles = primitives.config
-    backend = PrimitivesBackend(replace(p, arch=None), tiles, (tiles.window,))
+    cost_model = CostModel(replace(p, arch=None), tiles, (tiles.window,))
     layout = Layout(chunk, window, kept, 0, way.low_bits, in_forward=way.chunks > 0)
-    return inputs, Plan(problem, layout, backend), selection
+    return inputs, Plan(problem, layout, cost_model), selection
 
 
 def run(

@@ -10,8 +10,8 @@ from cutefce.cute_kernels.config import PortableTiles
 from cutefce.cute_kernels.integers import round_up
 from cutefce.ops.costs.device import Device
 from cutefce.ops.costs.step_memory import accumulates_wider, tile_bytes
+from cutefce.ops.program.cost_model import CostModel
 from cutefce.ops.program.layout import Layout
-from cutefce.ops.program.primitives_backend import PrimitivesBackend
 from cutefce.ops.program.problem import LossProblem
 from cutefce.ops.program.steps import Program, Step
 from cutefce.ops.sampling.lower import lower
@@ -28,8 +28,8 @@ SAMPLED_AGAIN = 28
 """Bytes of a token's target, order and references where it may be sampled again."""
 
 
-class SamplingBackend(PrimitivesBackend):
-    """The primitives that serve a call with sampled gradients."""
+class SampledCostModel(CostModel):
+    """What programs of sampled gradients cost on the primitives that serve a call."""
 
     def lower(self, p: LossProblem, x: Layout, *, brief: bool = False) -> Program:
         """Return the program of a call; a brief one is no shorter."""

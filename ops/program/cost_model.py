@@ -1,4 +1,4 @@
-"""What the primitives of a call allocate themselves: values of tokens, and scratch of steps.
+"""What a call costs on the primitives that serve it: the scratch of each step, and the workspace.
 
 Kernels compute in registers and shared memory.  Plain torch takes tiles of logits; on a CPU also
 blocks of operands that are converted to the dtype of sums, and of rows.
@@ -59,11 +59,11 @@ class Copies:
 
 
 @dataclass(frozen=True)
-class PrimitivesBackend:
-    """The primitives that serve a call."""
+class CostModel:
+    """What programs cost on the primitives that serve a call."""
 
     kernel_problem: Problem
-    """Which kernels serve it, on which device."""
+    """What says which kernels serve it, on which device."""
     tiles: WindowConfig
     """The widest window."""
     windows: tuple[int, ...]
