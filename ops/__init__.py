@@ -8,7 +8,7 @@
     primitives/   4. what steps launch, on the CuTe DSL kernels or in plain torch
     sampling/     sampled gradients: how entries of the softmax are chosen, and their products
     rows/         per-token data of all steps: targets, options, statistics, coefficients
-    soft_targets/ targets that are probabilities of K classes
+    soft_targets/ K classes of each token: targets with probabilities, and classes of outputs
     divergence/   the call of two heads, linear_divergence, from its arguments to its steps
     parallel/     across ranks: vocabulary and tokens sharded over a process group
 

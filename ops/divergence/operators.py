@@ -33,7 +33,7 @@ from cutefce.ops.operators.operators import IMPLS, LIBRARY, UNSAFE, define, rest
 from cutefce.ops.parallel.consistency import report_errors
 from cutefce.ops.parallel.shard import shard_of
 from cutefce.ops.primitives.dispatch import falls_back
-from cutefce.ops.primitives.row_selection import select_on_host
+from cutefce.ops.primitives.select_rows import select_on_host
 from cutefce.ops.rows.logit_map import LogitMap
 from cutefce.ops.rows.targets import inverse_of
 from cutefce.ops.schema import unpack

@@ -13,7 +13,7 @@ from cutefce.ops.operators.plans import plan_for
 from cutefce.ops.parallel.class_row import set_class_row
 from cutefce.ops.parallel.shard import VocabShard
 from cutefce.ops.primitives.dispatch import primitives_for
-from cutefce.ops.primitives.row_selection import select_rows, with_aligned_rows
+from cutefce.ops.primitives.select_rows import select_rows, with_aligned_rows
 from cutefce.ops.program.inputs import LossInputs
 from cutefce.ops.program.plan import Plan
 from cutefce.ops.rows.loss_parts import check_soft_values, without_weightless

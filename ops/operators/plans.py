@@ -24,7 +24,7 @@ from cutefce.ops.primitives.dispatch import (
     try_compiler,
 )
 from cutefce.ops.primitives.portable_projection import is_dense
-from cutefce.ops.primitives.row_selection import has_aligned_rows
+from cutefce.ops.primitives.select_rows import has_aligned_rows
 from cutefce.ops.program.cost_model import Copies, CostModel
 from cutefce.ops.program.layout import Layout
 from cutefce.ops.program.plan import Plan, plan

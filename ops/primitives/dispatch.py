@@ -31,7 +31,7 @@ from cutefce.ops.primitives.cute_projection import CuteProjection, Semaphores
 from cutefce.ops.primitives.portable_gradients import PortableGradients
 from cutefce.ops.primitives.portable_projection import PortableProjection
 from cutefce.ops.primitives.primitives import Primitives
-from cutefce.ops.primitives.row_selection import has_aligned_rows
+from cutefce.ops.primitives.select_rows import has_aligned_rows
 from cutefce.ops.rows.selection import CountedRows
 from cutefce.ops.rows.targets import Targets, variant_of
 from cutefce.ops.sampling.sample_sizes import slots as sample_slots

@@ -7,7 +7,7 @@ import torch
 
 from cutefce.ops.primitives.cute_projection import CuteProjection
 from cutefce.ops.primitives.portable_gradients import scale_by_log
-from cutefce.ops.primitives.row_selection import clear_first_rows, gather_rows
+from cutefce.ops.primitives.select_rows import clear_first_rows, gather_rows
 from cutefce.ops.primitives.weighted_sum import add_soft_rows
 from cutefce.ops.program.run import Call
 from cutefce.ops.program.steps import Step

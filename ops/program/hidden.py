@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from cutefce.ops.costs.step_memory import few_low_bits
-from cutefce.ops.primitives.row_selection import restore_rows, row_range
+from cutefce.ops.primitives.select_rows import restore_rows, row_range
 from cutefce.ops.program.inputs import LossInputs
 from cutefce.ops.program.run import Call
 from cutefce.ops.program.steps import Step

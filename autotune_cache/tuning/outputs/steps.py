@@ -16,7 +16,7 @@ from cutefce.ops.dtypes import sum_dtype
 from cutefce.ops.interface.options import LossOptions, TensorOptions
 from cutefce.ops.primitives.cute_projection import CuteProjection
 from cutefce.ops.primitives.primitives import Primitives
-from cutefce.ops.primitives.row_selection import restore_rows, select_on_device
+from cutefce.ops.primitives.select_rows import restore_rows, select_on_device
 from cutefce.ops.program import calls as programs
 from cutefce.ops.program.cost_model import CostModel
 from cutefce.ops.program.inputs import LossInputs
