@@ -3,7 +3,7 @@
     divergence            the reduced divergence, and the statistics of the tokens
     divergence_backward   the gradients of both sides
 
-Both plan when they run, and the factors that a forward keeps are found by its statistics.
+Both plan when they run, and the factors that a forward saves are found by its statistics.
 """
 
 from typing import Any
@@ -25,7 +25,7 @@ from cutefce.ops.divergence.plan import make_plan, problem_of
 from cutefce.ops.divergence.sides import Side
 from cutefce.ops.divergence.steps import STATS
 from cutefce.ops.dtypes import sum_dtype
-from cutefce.ops.operators import kept
+from cutefce.ops.operators import saved
 from cutefce.ops.operators.autograd import differentiate
 from cutefce.ops.operators.context import isolated_context
 from cutefce.ops.operators.meta import empty_gradients
@@ -54,11 +54,11 @@ def divergence(*arguments: Any) -> tuple[Tensor, Tensor]:
     those of `RECORDS`.
     """
     x = _operands(arguments)
-    rows, left = forward(x)
+    rows, memory = forward(x)
     values = x.options.values(rows)
     loss = values if x.loss_scale is None else values.sum() * x.loss_scale
     stats = rows if x.selection is None else x.selection.restore(rows)
-    kept.keep(stats, left)
+    saved.save(stats, memory)
     return restored(loss, x.selection), stats
 
 
@@ -69,11 +69,11 @@ def divergence_backward(upstream: Tensor, stats: Tensor, *arguments: Any) -> tup
     `divergence`.
     """
     x = _operands(arguments, upstream, stats)
-    left = kept.kept_with(stats)
+    memory = saved.saved_with(stats)
     if x.selection is not None:
         stats = x.selection.take(stats)
         upstream = x.selection.take(upstream) if upstream.ndim else upstream
-    return (*backward(x, left, stats, upstream),)
+    return (*backward(x, memory, stats, upstream),)
 
 
 def _operands(

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from cutefce.ops.dtypes import sum_dtype
 from cutefce.ops.interface.options import LossCall, TensorOptions
-from cutefce.ops.operators.kept import Kept
 from cutefce.ops.operators.plans import plan_for
+from cutefce.ops.operators.saved import Saved
 from cutefce.ops.parallel.class_row import set_class_row
 from cutefce.ops.parallel.shard import VocabShard
 from cutefce.ops.primitives.dispatch import primitives_for
@@ -52,21 +52,21 @@ def prepare(shard: VocabShard, x: LossCall, plan: Plan) -> LossInputs:
     return inputs
 
 
-def resume(shard: VocabShard, x: LossCall, kept: Kept) -> LossInputs:
-    """Return the operands of a backward whose forward has `kept` the others.
+def resume(shard: VocabShard, x: LossCall, saved: Saved) -> LossInputs:
+    """Return the operands of a backward whose forward has `saved` the others.
 
-    If that has the sums of the gradients, the hidden states are those given: what is left of the
+    If that has the sums of the gradients, the hidden states are those given: the rest of the
     backward does not read them.
     """
-    h, w, selection = x.h, x.w, kept.selection
-    if not kept.plan.in_forward:
+    h, w, selection = x.h, x.w, saved.selection
+    if not saved.plan.in_forward:
         h = shard.gather_hidden(h)
         if selection is not None and not selection.is_on_device:
             h = h.index_select(0, selection.order)
-    if kept.plan.cost_model.kernel_problem.arch is not None:
+    if saved.plan.cost_model.kernel_problem.arch is not None:
         w = with_aligned_rows(w)  # hooks of saved tensors may restore another layout
-    inputs = _operands(shard, h, w, copy(kept.targets), x.tensors, kept.plan, selection)
-    inputs.class_row = kept.class_row
+    inputs = _operands(shard, h, w, copy(saved.targets), x.tensors, saved.plan, selection)
+    inputs.class_row = saved.class_row
     return inputs
 
 

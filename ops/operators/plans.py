@@ -67,7 +67,7 @@ class PlanRequest:
     def sorted(self) -> "PlanRequest":
         """Return the same with the tokens that count first, in a copy of the hidden states.
 
-        A copy of dX is made when what the call has kept, and this one, are freed.
+        A copy of dX is made when what the call has saved, and this one, are freed.
         """
         copied = self.problem.tokens * self.problem.hidden * self.problem.item
         copies = replace(self.copies, dense=self.copies.dense + copied)

@@ -22,7 +22,7 @@ from cutefce.ops.costs.step_memory import (
     few_low_bits,
     finished_rows,
     has_weight_kernels,
-    kept_bytes,
+    kept_sums_bytes,
     partial_sums,
     reduce_bytes,
     row_block_bytes,
@@ -101,9 +101,10 @@ class CostModel:
         """Return the time of a program."""
         return seconds(program, device, is_fused=self.is_fused)
 
-    def workspace(self, p: LossProblem, peak: int, kept: int) -> int:
-        """Return the workspace of a call whose program takes `peak` bytes, and holds `kept`.
+    def workspace(self, p: LossProblem, peak: int, saved: int) -> int:
+        """Return the workspace of a call whose program takes `peak` bytes.
 
+        `saved` are the bytes that it holds from the forward to the end of the backward.
         Copies made before the forward live until the backward has its gradients, which then are
         converted, one after the other, to the dtypes of the tensors given.  A rank whose hidden
         states are a share gathers them, and has all of dX's sums until the ranks add theirs.
@@ -113,7 +114,7 @@ class CostModel:
         if p.grad_hidden_item and p.grad_hidden:  # ranks add theirs
             shared, reduced = shared_sums_bytes(of)
             ordered = p.tokens * p.hidden * p.sums * p.selects  # in the order of the call
-            peak = max(peak, kept + max(ordered, reduced)) + shared
+            peak = max(peak, saved + max(ordered, reduced)) + shared
         if of.sequence_parallel:
             peak += p.tokens * p.hidden * p.item
         own_tokens = p.tokens // of.ranks if of.sequence_parallel else p.tokens
@@ -182,17 +183,18 @@ class CostModel:
             case Kind.GEMM_WEIGHT:
                 return self._weight(p, step, rows, columns, x)
             case Kind.KEEP_HIDDEN:
-                kept = kept_bytes(of, rows, few_low_bits(p.hidden)) if len(step.writes) > 1 else 0
+                bits = few_low_bits(p.hidden)
+                kept = kept_sums_bytes(of, rows, bits) if len(step.writes) > 1 else 0
                 return max(kept, rows_bytes(of, rows, GATHERED))
             case Kind.RESCALE if len(step.writes) > 1:
-                return kept_bytes(of, rows, x.low_bits)
+                return kept_sums_bytes(of, rows, x.low_bits)
             case Kind.FINISH_HIDDEN:
                 pieces = any(name.startswith("low") for name in step.reads)
                 joins = pieces and not (self.is_fused or of.triton)
                 sums = self._sums(p, self._finished_rows(p), rows) if joins else 0
                 return sums + max(sums, rows_bytes(of, rows, GATHERED))
             case Kind.FINISH_WEIGHT if len(step.reads) > 1:
-                return kept_bytes(of, p.vocab, x.low_bits)
+                return kept_sums_bytes(of, p.vocab, x.low_bits)
         return 0
 
     def _weight(self, p: LossProblem, step: Step, rows: int, columns: int, x: Layout) -> int:
@@ -210,7 +212,7 @@ class CostModel:
         steps += [target_rows_bytes(of, rows), rows_bytes(of, rows, CONVERTED)]
         if len(step.writes) > 1:  # of a chunk, whose targets are summed for it
             sums += targets_bytes(of, rows)
-            steps.append(kept_bytes(of, block, x.low_bits))
+            steps.append(kept_sums_bytes(of, block, x.low_bits))
         return sums + max(steps)
 
     def _kept_hidden(self, p: LossProblem, columns: int, low_bits: int) -> int:
@@ -219,7 +221,7 @@ class CostModel:
             return 0
         rows = min(self._finished_rows(p), p.tokens)
         product = upcast_bytes(self.kernel_problem, rows, columns, p.hidden)
-        added = kept_bytes(self.kernel_problem, rows, low_bits)
+        added = kept_sums_bytes(self.kernel_problem, rows, low_bits)
         return self._sums(p, rows, p.tokens) + max(product, added)
 
     def _finished_rows(self, p: LossProblem) -> int:

@@ -26,7 +26,7 @@ def place(program: Program) -> Program:
     free = [(-b.size, name) for name, b in buffers.items() if b.home is None]
     for _, name in sorted(free):
         buffer, (first, last) = buffers[name], program.lives[name]
-        home = Home.KEPT if first < middle <= last else Home.FORWARD
+        home = Home.SAVED if first < middle <= last else Home.FORWARD
         if first >= middle:
             home = Home.BACKWARD
         offset = 0
@@ -43,9 +43,9 @@ def place(program: Program) -> Program:
     return program
 
 
-def kept(program: Program) -> int:
-    """Return the bytes that a call holds from its forward to the end of its backward."""
-    return program.arenas[Home.KEPT] + program.token_bytes
+def saved_bytes(program: Program) -> int:
+    """Return the bytes that a forward saves: a call holds them to the end of its backward."""
+    return program.arenas[Home.SAVED] + program.token_bytes
 
 
 def peak(program: Program) -> int:
@@ -58,7 +58,7 @@ def peak(program: Program) -> int:
     forward, backward = _most_outside(program)
     forward += program.arenas[Home.FORWARD] - later
     backward += program.arenas[Home.BACKWARD]
-    return kept(program) + max(forward, backward, 0)
+    return saved_bytes(program) + max(forward, backward, 0)
 
 
 def token_bytes(p: LossProblem) -> int:

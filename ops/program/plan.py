@@ -10,7 +10,7 @@ from cutefce.ops.costs.budget import predicted
 from cutefce.ops.costs.device import Device
 from cutefce.ops.program.cost_model import CostModel
 from cutefce.ops.program.layout import Layout, most_aliased
-from cutefce.ops.program.place import kept, peak
+from cutefce.ops.program.place import peak, saved_bytes
 from cutefce.ops.program.problem import LossProblem
 from cutefce.ops.program.search import Costed, fastest_within
 from cutefce.ops.program.steps import Program
@@ -95,7 +95,7 @@ class Plan(Costed):
 def planned(p: LossProblem, x: Layout, cost_model: CostModel, device: Device) -> Plan:
     """Return the plan of a layout."""
     program = cost_model.lower(p, x, brief=True)
-    size = cost_model.workspace(p, peak(program), kept(program))
+    size = cost_model.workspace(p, peak(program), saved_bytes(program))
     seconds = cost_model.seconds(program, device)
     return Plan(p, x, cost_model, workspace_bytes=size, seconds=seconds)
 

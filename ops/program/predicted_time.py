@@ -38,7 +38,7 @@ def _seconds(p: LossProblem, step: Step, device: Device, program: Program) -> fl
         return device.launch
     match step.kind:
         case Kind.PROJECT | Kind.GEMM_HIDDEN | Kind.GEMM_WEIGHT:
-            longer = device.kept * (step.kind is Kind.GEMM_HIDDEN and len(step.writes) > 1)
+            longer = device.kept_sums * (step.kind is Kind.GEMM_HIDDEN and len(step.writes) > 1)
             product = product_seconds(device, rows, columns, p.hidden, p.item, 1 + longer)
             return product + _sums(program, step, device)
         case Kind.GATHER | Kind.RESCALE | Kind.KEEP_HIDDEN | Kind.FINISH_HIDDEN:

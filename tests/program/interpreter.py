@@ -78,7 +78,7 @@ class Call:
 
     def __init__(self, q: Program, x: Inputs) -> None:
         self.q, self.x, self.p = q, x, q.problem
-        self.memory: dict[Home, Tensor] = {Home.KEPT: unknown(q.arenas[Home.KEPT])}
+        self.memory: dict[Home, Tensor] = {Home.SAVED: unknown(q.arenas[Home.SAVED])}
         stats = q.buffers["stats"]
         self.memory[Home.STATS] = unknown(stats.size)
         if x.into is not None:
@@ -110,13 +110,13 @@ class Call:
             firsts = [self.q.lives[n][0] for n, b in self.q.buffers.items() if b.home is home]
             if firsts and start <= min(firsts) < start + len(steps):
                 self.memory[home] = unknown(gradient_size(self.p, home))
-        own = (*GRADIENTS, Home.KEPT, scratch)
+        own = (*GRADIENTS, Home.SAVED, scratch)
         self.held = max(self.held, sum(len(self.memory[x]) for x in own if x in self.memory))
         for number, step in enumerate(steps, start):
             yield from self.step(step)
             for name in (*step.reads, *step.writes):
-                is_kept = self.q.buffers[name].home is Home.KEPT and not self.is_spent
-                if self.q.lives[name][1] == number and not is_kept:
+                is_saved = self.q.buffers[name].home is Home.SAVED and not self.is_spent
+                if self.q.lives[name][1] == number and not is_saved:
                     b = self.q.buffers[name]
                     assert b.home is not None
                     self.memory[b.home][b.offset : b.end] = 255

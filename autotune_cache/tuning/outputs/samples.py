@@ -79,8 +79,8 @@ def sampled_outputs(case: Case, primitives: Primitives) -> dict[str, CheckedOutp
 
 def _entries(inputs: Inputs, plan: Plan) -> Tensor:
     """Return (2,) float64: how many entries are kept, and Σ of their columns over V."""
-    _, _, left = programs.forward(inputs, plan)
-    own = Entries.of(Call(plan.program, inputs, left.memory))
+    _, _, saved = programs.forward(inputs, plan)
+    own = Entries.of(Call(plan.program, inputs, saved.by_home))
     columns, counts = own.entries >> 32, own.counts
     is_entry = torch.arange(columns.shape[1], device=counts.device) < counts[:, None]
     places = torch.where(is_entry, columns, 0).sum() / len(inputs.w)

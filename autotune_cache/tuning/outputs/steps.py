@@ -160,7 +160,7 @@ def run(
 
     The first operands are those of `prepared`; `upstream` is (N,), and 1 for reduced losses.
     """
-    loss, stats, left = programs.forward(inputs, plan)
+    loss, stats, saved = programs.forward(inputs, plan)
     if inputs.targets.options.is_scalar:
         upstream = upstream.new_ones(())
     elif selection is not None:
@@ -170,7 +170,7 @@ def run(
     of_chunks = selection if plan.in_forward else None
     if of_chunks is not None:
         inputs.targets.selection = None  # all rows of the sums are defined
-    dx, dw, _ = programs.backward(plan, left.memory, inputs, upstream, stats, of_chunks)
+    dx, dw, _ = programs.backward(plan, saved.by_home, inputs, upstream, stats, of_chunks)
     return loss, stats, dx, dw
 
 
@@ -210,7 +210,7 @@ def exponential_outputs(case: Case, primitives: Primitives) -> dict[str, Checked
     """Return recomputed exponentials, and those that a forward stores, if the dtype can."""
     vocab, dtype = case.problem.vocab, case.h.dtype
     inputs, plan, _ = prepared(case, primitives, Way(stored=1))
-    _, stats, left = programs.forward(inputs, plan)
+    _, stats, saved = programs.forward(inputs, plan)
     window = defaults.widest_window(case.problem).window
     recomputed = inputs.h.new_empty(len(inputs.h), window)
     first = (vocab - 1) // window * window
@@ -221,7 +221,7 @@ def exponential_outputs(case: Case, primitives: Primitives) -> dict[str, Checked
     recomputed = recomputed[:, : vocab - first]
     results = {"recomputed exponentials": CheckedOutput(recomputed, 1, stats.sum_exp, floor)}
     if plan.layout.kept:
-        exps = Call(plan.program, inputs, left.memory).view("exps of 0")[:, :vocab]
+        exps = Call(plan.program, inputs, saved.by_home).view("exps of 0")[:, :vocab]
         # the portable path rounds again when it changes the reference
         results["stored exponentials"] = CheckedOutput(exps, 2, stats.sum_exp, floor)
     return results
