@@ -101,12 +101,12 @@ def plan_of(x: LossCall) -> Plan:
     """
     if x.y.device.type != "cpu":
         return plan_for(x)
-    counts = without_weightless(x.y.long(), x.options, x.tensors) != x.options.ignore_index
-    plan = plan_for(x, int(counts.sum()))
+    is_counted = without_weightless(x.y.long(), x.options, x.tensors) != x.options.ignore_index
+    plan = plan_for(x, int(is_counted.sum()))
     sums_tokens = (x.step.grad_weight or x.step.grad_bias) and x.sharding.group is None
-    if not sums_tokens or plan.tokens < len(x.y) or bool(counts.all()):
+    if not sums_tokens or plan.tokens < len(x.y) or bool(is_counted.all()):
         return plan
     # a sum that overflows is taken for a bad value, which costs memory alone
-    if bool(x.h.sum(1).isfinite().masked_fill_(counts, True).all()):
+    if bool(x.h.sum(1).isfinite().masked_fill_(is_counted, True).all()):
         return plan
-    return plan_for(x, int(counts.sum()), leaves_out=True)
+    return plan_for(x, int(is_counted.sum()), leaves_out=True)

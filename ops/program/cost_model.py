@@ -149,7 +149,7 @@ class CostModel:
         of, columns = self.kernel_problem, step.columns[1] - step.columns[0]
         rows = step.rows[1] - step.rows[0]
         match step.kind:
-            case Kind.PROJECT if step.far and "exps" not in step.writes:
+            case Kind.PROJECT if step.repairs and "exps" not in step.writes:
                 return self._columns(rows, columns)
             case Kind.PROJECT:
                 stores = any(name.startswith("exps") for name in step.writes)

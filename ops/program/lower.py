@@ -193,9 +193,9 @@ class Lowering(Emitter):
                 self.add_hidden(rows, n)
         self.reduce(rows, parts)
         for n in self.each(windows):
-            self.project_again(rows, n, states, self.stats(), far=True)
+            self.project_again(rows, n, states, self.stats(), repairs=True)
             if self.has_windows:
-                self.add_hidden(rows, n, far=True)
+                self.add_hidden(rows, n, repairs=True)
 
     def reduce(self, rows: Range, parts: Sequence[str]) -> None:
         """Emit the statistics of rows from partial sums."""
@@ -207,12 +207,18 @@ class Lowering(Emitter):
         self.emit(Kind.REDUCE, (*self.order, "logits", *parts), (self.stats(),), rows)
 
     def project_again(
-        self, rows: Range, n: Window, states: Sequence[str], reference: str, *, far: bool = False
+        self,
+        rows: Range,
+        n: Window,
+        states: Sequence[str],
+        reference: str,
+        *,
+        repairs: bool = False,
     ) -> str:
         """Emit the exponentials of a window relative to a reference that is known by now."""
         exps = self.exps(n)
         reads = (*states, reference, *self.order)
-        self.emit(Kind.PROJECT, reads, (exps,), rows, n.columns, far=far)
+        self.emit(Kind.PROJECT, reads, (exps,), rows, n.columns, repairs=repairs)
         return exps
 
     # -- gradients in the forward -----------------------------------------------------------------
@@ -273,10 +279,10 @@ class Lowering(Emitter):
         own = self.dx() if self.sums_in_dx else self.buffer("sums", p.tokens, p.hidden, item)
         return (own, *low)
 
-    def add_hidden(self, rows: Range, n: Window, *, far: bool = False) -> None:
+    def add_hidden(self, rows: Range, n: Window, *, repairs: bool = False) -> None:
         """Emit a product of dX's sums, of which the first one is written."""
         reads, sums, adds = (*self.order, self.exps(n)), self.hidden_sums(), n.columns[0] > 0
-        self.emit(Kind.GEMM_HIDDEN, reads, sums, rows, n.columns, adds=adds, far=far)
+        self.emit(Kind.GEMM_HIDDEN, reads, sums, rows, n.columns, adds=adds, repairs=repairs)
 
     @property
     def factors_in_exps(self) -> bool:

@@ -23,7 +23,7 @@ def seconds(program: Program, device: Device, *, is_fused: bool = True) -> float
 
 def _product_bytes(p: LossProblem, step: Step) -> int:
     """Return the bytes of a product's sums that are written, and read again to be rounded."""
-    if p.item == p.sums or step.far or step.kind not in (Kind.GEMM_HIDDEN, Kind.GEMM_WEIGHT):
+    if p.item == p.sums or step.repairs or step.kind not in (Kind.GEMM_HIDDEN, Kind.GEMM_WEIGHT):
         return 0
     is_hidden = step.kind is Kind.GEMM_HIDDEN
     if is_hidden and len(step.writes) == 1:
@@ -34,7 +34,7 @@ def _product_bytes(p: LossProblem, step: Step) -> int:
 
 def _seconds(p: LossProblem, step: Step, device: Device, program: Program) -> float:
     rows, columns = step.rows[1] - step.rows[0], step.columns[1] - step.columns[0]
-    if step.far:  # no row is, but for rare ones
+    if step.repairs:  # no row is far, but for rare ones
         return device.launch
     match step.kind:
         case Kind.PROJECT | Kind.GEMM_HIDDEN | Kind.GEMM_WEIGHT:

@@ -100,8 +100,8 @@ class Step:
     columns: Range = (0, 0)
     adds: bool = False
     """Whether it adds to what it writes."""
-    far: bool = False
-    """Whether it does work again because REDUCE has moved a reference.
+    repairs: bool = False
+    """Whether it does the work of far rows again: those whose reference REDUCE has moved.
 
     Kernels repair the row blocks where one has; in a window of a chunk they compute all rows, if
     one has.  Otherwise a launch exits at once.

@@ -83,7 +83,13 @@ class _PortableLowering(_SampledLowering):
         self.step(SampleKind.DECIDE, ("estimate", self.stats()), kept)
 
     def project_again(
-        self, rows: Range, n: Window, states: Sequence[str], reference: str, *, far: bool = False
+        self,
+        rows: Range,
+        n: Window,
+        states: Sequence[str],
+        reference: str,
+        *,
+        repairs: bool = False,
     ) -> str:
         exps = self.exps(n)
         self.step(

@@ -156,7 +156,7 @@ class Call:
         if "order" in s.reads:
             order, count = v("order")[:-1, 0].clone(), int(v("order")[-1, 0])
         r = torch.arange(s.rows[0], max(min(s.rows[1], count), s.rows[0]))
-        r = r[self.far[r]] if s.far else r
+        r = r[self.far[r]] if s.repairs else r
         k, t = r - s.rows[0], order[r]
         y = x.target[t] - x.first
         own, at = (y >= 0) & (y < p.vocab) & (x.target[t] != IGNORED), y.clamp(0, p.vocab - 1)
