@@ -5,7 +5,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from cutefce.ops.divergence import gradients, tiles
-from cutefce.ops.divergence.operands import Call, Operands
+from cutefce.ops.divergence.inputs import Call, DivergenceInputs
 from cutefce.ops.divergence.steps import DW, DX, STATS, Kind
 from cutefce.ops.operators.meta import empty_gradients
 from cutefce.ops.program.run import SavedMemory
@@ -27,7 +27,7 @@ TABLE: dict[Kind, Callable[[Call, Step], None]] = {
 }
 
 
-def forward(x: Operands) -> tuple[Tensor, SavedMemory]:
+def forward(x: DivergenceInputs) -> tuple[Tensor, SavedMemory]:
     """Return the statistics (6, M), and the memory that is saved for the backward."""
     call = Call(x.plan.program, x)
     stats = call.values["stats"] = x.h.new_empty(STATS, len(x.h), dtype=x.dtype)
@@ -38,7 +38,7 @@ def forward(x: Operands) -> tuple[Tensor, SavedMemory]:
 
 
 def backward(
-    x: Operands, saved: SavedMemory | None, stats: Tensor, upstream: Tensor
+    x: DivergenceInputs, saved: SavedMemory | None, stats: Tensor, upstream: Tensor
 ) -> list[Tensor]:
     """Return dX, dW and the bias' gradient of student and teacher, without rows if not asked for.
 

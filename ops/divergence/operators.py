@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cutefce.ops import torch_compat
 from cutefce.ops.divergence.calls import backward, forward
-from cutefce.ops.divergence.operands import Operands
+from cutefce.ops.divergence.inputs import DivergenceInputs
 from cutefce.ops.divergence.options import (
     RECORDS,
     STUDENT,
@@ -53,7 +53,7 @@ def divergence(*arguments: Any) -> tuple[Tensor, Tensor]:
     The arguments are (N, D) and (V, D) of the student and of the teacher, (N,) targets or None, and
     those of `RECORDS`.
     """
-    x = _operands(arguments)
+    x = _inputs(arguments)
     rows, memory = forward(x)
     values = x.options.values(rows)
     loss = values if x.loss_scale is None else values.sum() * x.loss_scale
@@ -68,7 +68,7 @@ def divergence_backward(upstream: Tensor, stats: Tensor, *arguments: Any) -> tup
     `upstream` is the gradient of the reduced divergence; `stats` and the arguments are those of
     `divergence`.
     """
-    x = _operands(arguments, upstream, stats)
+    x = _inputs(arguments, upstream, stats)
     memory = saved.saved_with(stats)
     if x.selection is not None:
         stats = x.selection.take(stats)
@@ -76,9 +76,9 @@ def divergence_backward(upstream: Tensor, stats: Tensor, *arguments: Any) -> tup
     return (*backward(x, memory, stats, upstream),)
 
 
-def _operands(
+def _inputs(
     arguments: Any, upstream: Tensor | None = None, stats: Tensor | None = None
-) -> Operands:
+) -> DivergenceInputs:
     """Return the divergence of the tokens that count, planned; that of a backward has an upstream.
 
     A GPU with targets is synchronized to learn how many tokens count.
@@ -99,7 +99,7 @@ def _operands(
     shard = shard_of(sharding, h_s, w_s, **same)
     loss_scale = _loss_scale(sides[0], tensors, options) if options.is_scalar else None
     plan = make_plan(problem, options.budget)
-    return Operands(sides, options, plan, shard, loss_scale, selection)
+    return DivergenceInputs(sides, options, plan, shard, loss_scale, selection)
 
 
 def _agreed(
