@@ -1,4 +1,4 @@
-"""What plans are compared by, without torch: no plan is made here, but in `ops.program.plan`.
+"""What plans are compared by, without torch.  `ops.program.plan` makes the plans.
 
 budget.py       budgets of memory, and what a plan prints of its cost
 device.py       what a device does in a second

@@ -19,7 +19,10 @@ from cutefce.ops.torch_compat import capture_id
 
 @dataclass
 class SavedMemory:
-    """The memory that a forward saves for a backward: no inputs, and no statistics that find it."""
+    """The memory that a forward saves for a backward.
+
+    It has no inputs, and not the statistics, by which a backward finds it.
+    """
 
     program: Program
     by_home: dict[Home, Tensor]
