@@ -1,7 +1,7 @@
 """Exact fused linear cross entropy: the loss of `softmax(h @ w.T)` without the logits.
 
 Importing this package registers `torch.ops.cutefce.loss`.  Without torch, only
-`cutefce.ops.planning`, `cutefce.autotune_cache` except `tuning`, and `cutefce.cute_kernels` can be
+`cutefce.ops.costs`, `cutefce.autotune_cache` except `tuning`, and `cutefce.cute_kernels` can be
 imported.
 """
 

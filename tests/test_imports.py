@@ -32,7 +32,7 @@ LAYERS = (
 OPS_LAYERS = (
     "cutefce.ops.torch_compat",
     "cutefce.ops.schema",
-    "cutefce.ops.planning",
+    "cutefce.ops.costs",
     "cutefce.ops.interface.checks",
     "cutefce.ops.interface.options",
     "cutefce.ops.rows",
@@ -133,10 +133,10 @@ def test_a_violation_is_found(module: str, source: str) -> None:
     assert violations(module, source)
 
 
-def test_planning_needs_no_torch() -> None:
-    below = ("cutefce.ops.planning", "cutefce.cute_kernels", "cutefce.ops.schema")
+def test_costs_need_no_torch() -> None:
+    below = ("cutefce.ops.costs", "cutefce.cute_kernels", "cutefce.ops.schema")
     for module, path in modules():
-        if module.startswith("cutefce.ops.planning"):
+        if module.startswith("cutefce.ops.costs"):
             names = [name for name in imported(path.read_text()) if name.startswith("cutefce")]
             assert all(name.startswith(below) for name in names), (module, names)
             assert not any(n.split(".")[0] == "torch" for n in imported(path.read_text())), module

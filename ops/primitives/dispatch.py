@@ -22,15 +22,15 @@ from cutefce.cute_kernels.problem import MAX_SELECTED, Problem
 from cutefce.cute_kernels.process_cache import on_reset, process_cache, reset, warn_once
 from cutefce.cute_kernels.sampling_set import MAX_SAMPLE_SLOTS
 from cutefce.cute_kernels.variant import PLAIN, KernelVariant
+from cutefce.ops.costs.step_memory import weight_rows
 from cutefce.ops.dtypes import dtype_name
 from cutefce.ops.interface.options import LossOptions, TensorOptions
-from cutefce.ops.planning.step_memory import weight_rows
 from cutefce.ops.primitives.cute_gradients import CublasGradients, CuteGradients
 from cutefce.ops.primitives.cute_projection import CuteProjection, Semaphores
 from cutefce.ops.primitives.portable_gradients import PortableGradients
 from cutefce.ops.primitives.portable_projection import PortableProjection
 from cutefce.ops.primitives.primitives import Primitives
-from cutefce.ops.primitives.row_selection import has_aligned_rows
+from cutefce.ops.primitives.select_rows import has_aligned_rows
 from cutefce.ops.rows.selection import CountedRows
 from cutefce.ops.rows.targets import Targets, variant_of
 from cutefce.ops.sampling.sample_sizes import slots as sample_slots

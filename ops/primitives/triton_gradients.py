@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cutefce.ops.primitives.portable_gradients import PortableGradients, TargetGrad
-from cutefce.ops.primitives.triton_rows import Kept, Listed, combine
+from cutefce.ops.primitives.triton_rows import KeptSums, Listed, combine
 from cutefce.ops.rows.coefficients import RankOne, RowCoefficients
 from cutefce.ops.rows.selection import CountedRows, RowSelection
 from cutefce.ops.rows.statistics import RowStats
@@ -57,13 +57,13 @@ class TritonGradients(PortableGradients):
         accumulate: bool,
         selection: RowSelection | None = None,
     ) -> None:
-        sums = Kept(kept, low)
+        sums = KeptSums(kept, low)
         for rows, product in self.hidden_products(kept, exps, w):
             own = sums.rows(rows)
             combine(own, product, joined=own if accumulate else None)
 
     def scale_kept_rows(self, kept: Tensor, low: Tensor, scale: Tensor) -> None:
-        combine(Kept(kept, low), joined=Kept(kept, low), scale=scale)
+        combine(KeptSums(kept, low), joined=KeptSums(kept, low), scale=scale)
 
     def scale_rows(self, out: Tensor, x: Tensor, scale: Tensor) -> None:
         combine(out, x, scale=scale)
@@ -93,7 +93,7 @@ class TritonGradients(PortableGradients):
     ) -> None:
         assert order is None, "these steps run over all rows that they are given"
         own = RowCoefficients.of_sums(stats, targets)
-        combine(Kept(kept, low), sums, **_last_step(w, targets, own, None))
+        combine(KeptSums(kept, low), sums, **_last_step(w, targets, own, None))
 
     def finish_kept(
         self,
@@ -107,7 +107,7 @@ class TritonGradients(PortableGradients):
         order: Tensor | None = None,
     ) -> None:
         assert order is None, "these steps run over all rows that they are given"
-        combine(out, joined=Kept(kept, low), **_last_step(w, targets, coefficients, rank_one))
+        combine(out, joined=KeptSums(kept, low), **_last_step(w, targets, coefficients, rank_one))
 
     def target_grad(self, h: Tensor, coefficient: Tensor, targets: Targets) -> TargetGrad:
         return ListedTargets(h, targets.safe_index, coefficient, targets.vocab)
@@ -152,7 +152,7 @@ class TritonGradients(PortableGradients):
             if terms:
                 combine(kept, kept, **terms)
             return
-        sums = Kept(kept, low)
+        sums = KeptSums(kept, low)
         for rows, _, product in self.products(kept, exps, scaled):
             listed = target_grad.rows(first + rows.start, first + rows.stop)
             terms = _terms(listed, rank_one and rank_one.rows(rows))
@@ -160,7 +160,7 @@ class TritonGradients(PortableGradients):
             combine(own, product, joined=own if accumulate else None, **terms)
 
     def finish_kept_dw(self, kept: Tensor, low: Tensor, factor: Tensor) -> None:
-        combine(kept, joined=Kept(kept, low), scale=factor.expand(len(kept)))
+        combine(kept, joined=KeptSums(kept, low), scale=factor.expand(len(kept)))
 
 
 def _last_step(

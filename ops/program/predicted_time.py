@@ -1,12 +1,12 @@
-"""The time of a program: a sum over its steps, with a few numbers of a device.
+"""The predicted time of a program: a sum over its steps, with a few numbers of a device.
 
 It serves to choose among the programs of one call, so what these have in common may be left out.
 """
 
 from collections.abc import Iterable
 
-from cutefce.ops.planning.device import Device
-from cutefce.ops.program.problem import Problem
+from cutefce.ops.costs.device import Device
+from cutefce.ops.program.problem import LossProblem
 from cutefce.ops.program.steps import Kind, Program, Step
 
 
@@ -21,9 +21,9 @@ def seconds(program: Program, device: Device, *, is_fused: bool = True) -> float
     return sums + sum(step.times * _seconds(p, step, device, program) for step in steps)
 
 
-def _product_bytes(p: Problem, step: Step) -> int:
+def _product_bytes(p: LossProblem, step: Step) -> int:
     """Return the bytes of a product's sums that are written, and read again to be rounded."""
-    if p.item == p.sums or step.far or step.kind not in (Kind.GEMM_HIDDEN, Kind.GEMM_WEIGHT):
+    if p.item == p.sums or step.repairs or step.kind not in (Kind.GEMM_HIDDEN, Kind.GEMM_WEIGHT):
         return 0
     is_hidden = step.kind is Kind.GEMM_HIDDEN
     if is_hidden and len(step.writes) == 1:
@@ -32,13 +32,13 @@ def _product_bytes(p: Problem, step: Step) -> int:
     return 2 * (last - first) * p.hidden * p.sums
 
 
-def _seconds(p: Problem, step: Step, device: Device, program: Program) -> float:
+def _seconds(p: LossProblem, step: Step, device: Device, program: Program) -> float:
     rows, columns = step.rows[1] - step.rows[0], step.columns[1] - step.columns[0]
-    if step.far:  # no row is, but for rare ones
+    if step.repairs:  # no row is far, but for rare ones
         return device.launch
     match step.kind:
         case Kind.PROJECT | Kind.GEMM_HIDDEN | Kind.GEMM_WEIGHT:
-            longer = device.kept * (step.kind is Kind.GEMM_HIDDEN and len(step.writes) > 1)
+            longer = device.kept_sums * (step.kind is Kind.GEMM_HIDDEN and len(step.writes) > 1)
             product = product_seconds(device, rows, columns, p.hidden, p.item, 1 + longer)
             return product + _sums(program, step, device)
         case Kind.GATHER | Kind.RESCALE | Kind.KEEP_HIDDEN | Kind.FINISH_HIDDEN:
