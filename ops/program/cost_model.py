@@ -205,7 +205,8 @@ class CostModel:
         if self.is_fused:
             return beside
         wide = accumulates_wider(of) and (len(step.writes) > 1 or p.dw_item < p.sums)
-        window = min(weight_rows(of, min(self.tiles.window, x.window)), columns)
+        widest = min(self.tiles.window, x.window) if of.triton else self.tiles.window
+        window = min(weight_rows(of, widest), columns)
         sums = beside or self._sums(p, window, columns) * (wide and step.writes != ("into",))
         block = window if sums else columns
         steps = [upcast_bytes(of, block, rows, p.hidden), rows_bytes(of, block, PLAIN)]
