@@ -42,7 +42,7 @@ def replace(
             function by name; it is replaced there too.
 
     Raises:
-        ImportError: if the distribution or the module is not installed.
+        ImportError: if the distribution is not installed, or the module cannot be imported.
         RuntimeError: if it was replaced before, or does not have these parameters.
     """
     check_version(tested, found)
@@ -86,7 +86,10 @@ def _find(path: str, tested: str) -> tuple[Any, str, Any]:
     """Return the owner of what is at `path`, its name there, and itself."""
     module, _, name = path.partition(":")
     *owners, last = name.split(".")
-    owner = import_module(module)
+    try:
+        owner = import_module(module)
+    except ImportError as error:
+        raise ImportError(f"{module}: cannot be imported, expected {tested}: {error}") from error
     owner = attrgetter(".".join(owners))(owner) if owners else owner
     current = getattr(owner, last, None)
     if current is None:

@@ -141,3 +141,10 @@ def test_a_commit_is_no_other_version(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_missing_package_is_named() -> None:
     with pytest.raises(ImportError, match=r"no-such-package: not installed"):
         hooks.check_version("no-such-package 1.0")
+
+
+def test_a_module_that_cannot_be_imported_is_named() -> None:
+    """Such as one that needs a package which the framework does not install by itself."""
+    expected = "click.no_such_module: cannot be imported, expected click .*: No module named"
+    with pytest.raises(ImportError, match=expected):
+        hooks.replace("click.no_such_module:call", lambda x: x, tested=installed())
