@@ -11,7 +11,7 @@ What is recorded is a configuration of a kernel in a part of what calls launch
 
 import contextlib
 import json
-from collections.abc import Iterable, Set
+from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -35,6 +35,21 @@ class Verdict:
     """Why it failed."""
     uses: frozenset[str] = field(default=frozenset(), compare=False)
     """What passed, of a recorded one."""
+
+
+Verifier = Callable[[Gpu, str, str, KernelConfigs, str], Verdict]
+"""Verifies a part of calls on a GPU: of its device, a dtype and configurations."""
+_verifiers: list[Verifier] = []
+
+
+def verify_by(verifier: Verifier) -> None:
+    """Have calls verify by this function, of a layer above, what no verdict proves."""
+    _verifiers[:] = [verifier]
+
+
+def verified(gpu: Gpu, device: str, dtype: str, configs: KernelConfigs, part: str) -> Verdict:
+    """Verify a part of calls, and return the verdict."""
+    return _verifiers[0](gpu, device, dtype, configs, part)
 
 
 def uses(configs: KernelConfigs, parts: Iterable[str] = PARTS) -> set[str]:

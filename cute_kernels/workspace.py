@@ -54,7 +54,7 @@ class Move(IntEnum):
 NO_CLASS = -1
 """The lead of a token with a bad probability or class, which is taken for a target out of range."""
 LEAST_DERIVATIVE = 2.0**-24
-"""The least |a|, in units of Σ|b|, see `ops.rows.classes.soft_targets`: z-loss can make it 0."""
+"""The least |a|, in units of Σ|b|, see `ops.soft_targets.targets`: z-loss can make it 0."""
 
 
 class SoftRow(IntEnum):

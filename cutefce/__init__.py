@@ -1,14 +1,25 @@
 """Exact fused linear cross entropy: the loss of `softmax(h @ w.T)` without the logits.
 
 Importing this package registers `torch.ops.cutefce.loss`.  Without torch, only
-`cutefce.ops.planning`, `cutefce.autotune_cache` except `tuning`, and `cutefce.cute_kernels` can be
+`cutefce.ops.costs`, `cutefce.autotune_cache` except `tuning`, and `cutefce.cute_kernels` can be
 imported.
 """
 
 from importlib.util import find_spec
+from typing import Any
 
+from cutefce.autotune_cache import verdicts
 from cutefce.version import __version__ as __version__
 
+
+def _verify(*part: Any) -> verdicts.Verdict:
+    """Verify a part of calls; what does is imported for the first that is unproven."""
+    from cutefce.autotune_cache.tuning import verify
+
+    return verify.verify_call(*part)
+
+
+verdicts.verify_by(_verify)
 if find_spec("torch") is not None:
     from cutefce.integrations.deferral import DeferralReport, defer, deferral_report, undefer
     from cutefce.ops.divergence.api import linear_divergence, plan_divergence

@@ -9,7 +9,10 @@ gradients.py   exact or sampled gradients: one setting for all of them
 liger.py       Liger: what transformers, LLaMA-Factory and ms-swift call, and its JSD
 megatron.py    Megatron-Core: the loss of a model, an output_processor, the linear fusion
 nemo_rl.py     NeMo-RL: log-probabilities of Megatron policies, distillation of DTensor policies
+openrlhf.py    OpenRLHF: log-probabilities and entropies of actors
 prime_rl.py    prime-rl: its fused heads
+skyrl.py       SkyRL: log-probabilities and entropies of Megatron policies
+slime.py       slime: log-probabilities and entropies of Megatron policies
 torchtitan.py  torchtitan: an override of the chunked loss
 trl.py         TRL: SFT, DPO, KTO, GRPO, RLOO, distillation, GKD
 unsloth.py     Unsloth: SFT, preference and RL trainers, GKD

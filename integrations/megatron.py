@@ -46,6 +46,11 @@ def enable(model: Any) -> None:
         RuntimeError: if it was enabled before, or this version has other parameters.
         NotImplementedError, ValueError: naming an option that is not served.
     """
+    replace_head(model, DeferredLogits)
+
+
+def replace_head(model: Any, kind: "type[DeferredLogits]") -> None:
+    """Do what `enable` does, with a head that returns objects of `kind`."""
     hooks.check_version(TESTED, megatron.core.__version__)
     path = "megatron.core.tensor_parallel.layers:ColumnParallelLinear.forward"
     hooks.check_parameters(path, _HEAD, TESTED)
@@ -84,7 +89,7 @@ def enable(model: Any) -> None:
         if gather or options or used is None:
             return own_forward(input_, weight, runtime_gather_output, **options)
         check_whole(head, used)
-        return DeferredLogits(input_, used, lambda: own_forward(input_, used)[0]), None
+        return kind(head, input_, used, lambda: own_forward(input_, used)[0]), None
 
     def loss_of(labels: Tensor, logits: Any) -> Tensor:
         if isinstance(logits, DeferredLogits):
@@ -98,6 +103,8 @@ def enable(model: Any) -> None:
 class DeferredLogits:
     """What the head returns: logits (S, B, V / ranks), which are computed when needed."""
 
+    head: Any
+    """A `ColumnParallelLinear`."""
     hidden: Tensor
     """(S, B, D), or with sequence parallelism (S / ranks, B, D)"""
     weight: Tensor
@@ -213,18 +220,25 @@ def losses(
     """Return the losses in the layout of `labels`, (B, S), or reduced as `options` say."""
     if "ignore_index" not in options:
         labels = labels.masked_fill(labels < 0, -100)
-    if head.gradient_accumulation_fusion:
-        weight, options["accumulate_into"] = with_main_grad(weight)
+    weight, of_head = head_options(head, weight)
     loss: Tensor = linear_cross_entropy(
         hidden,
         weight,
         labels.transpose(0, 1),
         logit_scale=scale,
-        group=head.tp_group if head.tp_group.size() > 1 else None,
-        sequence_parallel=head.sequence_parallel,
-        **{"reduction": "none", **options, **loss_options()},
+        **{"reduction": "none", **options, **of_head},
     )
     return loss.transpose(0, 1).contiguous() if loss.ndim else loss
+
+
+def head_options(head: Any, weight: Tensor) -> tuple[Tensor, dict[str, Any]]:
+    """Return the weight of a call for a head, and those arguments that the head decides."""
+    options: dict[str, Any] = loss_options()
+    if head.gradient_accumulation_fusion:
+        weight, options["accumulate_into"] = with_main_grad(weight)
+    options["group"] = head.tp_group if head.tp_group.size() > 1 else None
+    options["sequence_parallel"] = head.sequence_parallel
+    return weight, options
 
 
 def mup_scale(config: Any) -> float:

@@ -40,7 +40,7 @@ def enable_distillation(model: nn.Module) -> None:
     """Defer the logits of a student, and replace what NeMo-RL's distillation takes of them.
 
     NeMo-RL's own function still runs for ranks that share a vocabulary or a sequence, more than 256
-    classes, and logits that something has made before, as a sampling temperature other than 1 does.
+    classes, and logits that something has made before.
 
     Args:
         model: the student of this worker, as for `cutefce.defer`.
@@ -141,7 +141,7 @@ def topk_log_probs(
         raise hooks.NotServedError
     indices = teacher_topk_indices.to(student_logits.device)[:, :-1]
     outputs = ("entropy",) if calculate_entropy and zero_outside_topk else ()
-    found = log_probs_of(student_logits[:, :-1], indices, outputs)
+    found = log_probs_of(student_logits[:, :-1], target_indices=indices, outputs=outputs)
     if found is None:
         raise hooks.NotServedError
     student = found.log_probs.to(torch.float32)

@@ -10,8 +10,6 @@ such as quantized ones, or not in 16 bits or float32; a softcap with label smoot
 logits, or with the gradient of an entropy; a teacher on another device.
 """
 
-import sys
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -40,17 +38,8 @@ def enable() -> None:
         RuntimeError: if it is enabled already, or a function of Unsloth has other parameters.
     """
     for function in (fused_linear_cross_entropy, fused_linear_logprobs, fused_linear_jsd):
-        own = hooks.replace(f"{MODULE}:{function.__name__}", function, tested=TESTED)
-        for path in _imported(own):
-            hooks.replace(path, function, tested=TESTED)
-
-
-def _imported(function: Callable[..., Any]) -> Iterator[str]:
-    """Yield where a module of Unsloth, written or generated, holds a function it imported."""
-    for module, found in [*sys.modules.items()]:
-        if module.lower().startswith("unsloth"):
-            names = [name for name, value in vars(found).items() if value is function]
-            yield from (f"{module}:{name}" for name in names)
+        path = f"{MODULE}:{function.__name__}"
+        hooks.replace(path, function, tested=TESTED, importers="unsloth")
 
 
 def fused_linear_cross_entropy(

@@ -10,7 +10,6 @@ the bias of their heads, which verl's own function leaves out.
 """
 
 import functools
-import sys
 from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
@@ -20,15 +19,12 @@ from torch import Tensor
 
 from cutefce.integrations.gradients import loss_options
 from cutefce.integrations.support import hooks
+from cutefce.integrations.support.gathered import of_gathered
 from cutefce.integrations.support.logit_options import logit_options
 from cutefce.ops.interface.log_probs import linear_log_probs
 
 TESTED = "verl 0.9.1"
-FUNCTION = "verl.utils.kernel.linear_cross_entropy"
-IMPORTERS = "verl.models.mcore.model_forward_fused", "verl.models.mcore.model_forward_1f1b_overlap"
-"""Modules that import the function by name."""
-GATHERED = "_GatherFromSequenceParallelRegionBackward"
-"""Megatron's node that adds the gradients of all ranks."""
+FUNCTION = "verl.utils.kernel.linear_cross_entropy:linear_cross_entropy"
 
 _head: ContextVar[dict[str, Any]] = ContextVar("_head")
 """Options of the head whose model is running."""
@@ -43,8 +39,7 @@ def enable() -> None:
     """
     path = "verl.models.transformers.monkey_patch:patch_forward_with_backends"
     hooks.replace(path, patch_forward_with_backends, tested=TESTED)
-    for module in (FUNCTION, *(name for name in IMPORTERS if name in sys.modules)):
-        hooks.replace(f"{module}:linear_cross_entropy", linear_cross_entropy, tested=TESTED)
+    hooks.replace(FUNCTION, linear_cross_entropy, tested=TESTED, importers="verl")
 
 
 def patch_forward_with_backends(
@@ -107,18 +102,8 @@ def linear_cross_entropy(
     """
     if reduction != "none":
         raise ValueError(f"reduction: got {reduction!r}, expected 'none'")
-    rows = hidden.reshape(-1, hidden.shape[-1])
-    ranks = 1 if dist_process_group is None else dist.get_world_size(dist_process_group)
-    if ranks > 1 and hidden.requires_grad:
-        if type(hidden.grad_fn).__name__ != GATHERED:
-            raise NotImplementedError(
-                "hidden: got states that were not gathered from the ranks of tensor parallelism, "
-                "expected sequence_parallel=True"
-            )
-        rows = rows.view_as(rows)
-        rows.register_hook(lambda gradient: gradient / ranks)  # gathering's backward adds them
     found = linear_log_probs(
-        rows,
+        of_gathered(hidden, dist_process_group).reshape(-1, hidden.shape[-1]),
         weight,
         labels.reshape(-1),
         outputs=("entropy",),

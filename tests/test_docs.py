@@ -23,6 +23,7 @@ from cutefce.ops.interface.options import Kind as OptionKind
 from cutefce.ops.program.steps import Kind
 from cutefce.ops.sampling.steps import SampleKind
 from cutefce.ops.schema import OperatorRecord
+from tests.lines import lines_by_feature
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -140,6 +141,15 @@ def test_docstrings_of_folders_list_their_files(folder: Path) -> None:
     assert listed <= files
     assert mentioned <= {path.name for path in folder.rglob("*.py")}
     assert not listed or files <= mentioned
+
+
+def test_lines_by_feature_are_those_of_the_files() -> None:
+    *rows, total = table(section(ARCHITECTURE, "Lines by feature"))
+    found = lines_by_feature()
+    assert [name for name, _ in rows] == [*found]
+    for name, lines in (*rows, total):
+        counted = found.get(name) or sum(found.values())
+        assert int(lines.replace(",", "")) == pytest.approx(counted, rel=0.05), name
 
 
 def test_every_kind_of_step_is_listed() -> None:

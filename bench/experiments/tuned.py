@@ -23,15 +23,15 @@ from cutefce.autotune_cache.tuning.outputs import steps
 from cutefce.cute_kernels.config import KernelConfigs, WindowConfig
 from cutefce.cute_kernels.kernel_set import kernel_set
 from cutefce.cute_kernels.problem import Problem, can_keep
-from cutefce.ops.planning.budget import MINIMUM
-from cutefce.ops.planning.device import device_of
+from cutefce.ops.costs.budget import MINIMUM
+from cutefce.ops.costs.device import device_of
 from cutefce.ops.primitives.dispatch import gpu_of, kernel_primitives, problem_of
 from cutefce.ops.primitives.primitives import Primitives
+from cutefce.ops.program.cost_model import CostModel
 from cutefce.ops.program.layout import Layout
 from cutefce.ops.program.plan import Plan
 from cutefce.ops.program.plan import plan as make_plan
-from cutefce.ops.program.primitives_backend import PrimitivesBackend
-from cutefce.ops.program.problem import Problem as LossProblem
+from cutefce.ops.program.problem import LossProblem
 
 SHAPES = tuple(dict.fromkeys((*forward.SHAPES, *MODELS, *paper_grid.SHAPES["cuda"])))
 
@@ -120,12 +120,12 @@ def _smallest_step(case: Case, primitives: Primitives) -> None:
     steps.run(inputs, plan, None, case.upstream)
 
 
-def _smallest_plan(operands: Problem, configs: Sequence[WindowConfig]) -> Plan:
+def _smallest_plan(kernel_problem: Problem, configs: Sequence[WindowConfig]) -> Plan:
     """Return the plan of a step in windows with the smallest workspace."""
-    tokens, hidden, vocab = operands.tokens, operands.hidden, operands.vocab
-    sizes = operands.item_bytes, operands.accumulator_bytes
-    problem = LossProblem(tokens, hidden, vocab, *sizes, stores=can_keep(operands.dtype))
+    tokens, hidden, vocab = kernel_problem.tokens, kernel_problem.hidden, kernel_problem.vocab
+    sizes = kernel_problem.item_bytes, kernel_problem.accumulator_bytes
+    problem = LossProblem(tokens, hidden, vocab, *sizes, stores=can_keep(kernel_problem.dtype))
     widths = tuple(config.window for config in configs)
-    backend = PrimitivesBackend(operands, configs[0], widths)
+    cost_model = CostModel(kernel_problem, configs[0], widths)
     in_windows = Layout(tokens, widths[0])
-    return make_plan(problem, backend, device_of(operands.device), MINIMUM, in_windows)
+    return make_plan(problem, cost_model, device_of(kernel_problem.device), MINIMUM, in_windows)

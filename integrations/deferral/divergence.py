@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cutefce.integrations.deferral.head import is_here
+from cutefce.integrations.deferral.head_call import is_here
 from cutefce.integrations.deferral.logits import DeferredLogits
 from cutefce.integrations.deferral.loss import Transform, transform_of
 from cutefce.ops.divergence.api import linear_divergence

@@ -1,23 +1,17 @@
 """The head, whose forward returns deferred logits where a loss may follow."""
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from cutefce.integrations.deferral import runners
+from cutefce.integrations.deferral.head_call import Compute, HeadCall, is_here
+from cutefce.integrations.deferral.logits import deferred
 from cutefce.integrations.deferral.report import Counts
 from cutefce.ops import torch_compat
 from cutefce.ops.interface.checks import DTYPES
-from cutefce.ops.operators.context import PLAIN_TYPES, is_autocasting, outside_autocast
-
-Compute = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-"""Maps hidden states (..., D), weight (V, D) and bias (V,) or None to a result."""
-State = tuple[int, bool] | None
-WATCHING = "retain_grad", "register_hook", "register_post_accumulate_grad_hook"
-"""Methods of tensors that watch their gradients."""
+from cutefce.ops.operators.context import PLAIN_TYPES, is_autocasting
 
 
 class DeferringLinear(nn.Linear):
@@ -57,11 +51,10 @@ class DeferringLinear(nn.Linear):
         if obstacle:
             self.counts.add(obstacle)
             return super().forward(input)
-        from cutefce.integrations.deferral.logits import deferred
-
         if is_autocasting(input.device.type) and input.dtype != torch.float64:
             input = input.to(torch.get_autocast_dtype(input.device.type))
-        logits: Tensor = deferred(HeadCall(self, input), input)  # behaves like one
+        call = HeadCall(self, input, self.counts, self.loss_options)
+        logits: Tensor = deferred(call, input)  # behaves like one
         return logits
 
     def _is_asked(self, input: Tensor) -> bool:
@@ -105,187 +98,3 @@ class DeferringLinear(nn.Linear):
         if input.device != weight.device or input.ndim == 0 or input.shape[-1] != weight.shape[1]:
             return "input: not on the weight's device, or of another size"
         return ""
-
-
-def is_here(w: Tensor) -> bool:
-    """Whether a weight is whole and here, and not a shard or a placeholder of it."""
-    if type(w) not in PLAIN_TYPES or w.ndim != 2:
-        return False
-    return torch.compiler.is_compiling() or w.untyped_storage().size() > 0
-
-
-class HeadCall:
-    """What all logits of one call of a head share."""
-
-    def __init__(self, head: DeferringLinear, hidden: Tensor) -> None:
-        self.head = head
-        self.counts = head.counts
-        self.loss_options = head.loss_options
-        self.dtype = hidden.dtype
-        self.grad = torch.is_grad_enabled()
-        self.inference = is_inference_mode()
-        self.classes = head.weight.shape[0]
-        """V, which the weight tells: `out_features` is no more than a name of it."""
-        self.operands = hidden, head.weight, head.bias
-        self.addends: list[tuple[Tensor, State]] = []
-        """What was added to the logits, and its state then."""
-        self.versions = [_state(x) for x in self.operands]
-        self.graph = self._graph() if self.grad and runners.looks_for_parameters() else ()
-        """Tensors without elements whose graphs contain the head's parameters."""
-        self.is_in_function = self.grad and torch_compat.is_in_autograd_function()
-        self.engine: Any = runners.deepspeed_engine() if self.grad else None
-        """DeepSpeed's engine that runs the model."""
-        self.made: list[tuple[int, Tensor, int]] = []
-        """Logits that were made: the number of their memory, themselves, their version then."""
-        self.copies = 0
-        """Numbers of memories in use, beside that of the head's own logits, which is 0."""
-        self.is_fused = self.is_watched = False
-        """Whether a loss was computed without logits, and whether their gradient is watched."""
-
-    def _graph(self) -> tuple[Tensor, ...]:
-        parameters = self.operands[1:]
-        return tuple(x[:0] for x in parameters if x is not None and x.requires_grad)
-
-    def add(self, x: Tensor) -> None:
-        """Watch x, which was added to the logits, for changes before they are used."""
-        self.addends.append((x, _state(x)))
-
-    def note_fused(self) -> None:
-        """Count a loss that was computed without logits."""
-        self.check_watched()
-        self.is_fused = True
-        self.counts.add()
-
-    def check_watched(self) -> None:
-        """Raise RuntimeError if gradients of these logits would pass those that are watched by."""
-        if self.is_watched:
-            raise RuntimeError(
-                "logits: got a use of a view that was taken before retain_grad or a hook of the "
-                "logits, which would miss its gradient; expected the view to be taken afterwards"
-            )
-
-    def watch(self, method: str) -> None:
-        """Raise RuntimeError if a method that watches gradients of logits would miss some."""
-        if self.is_fused:
-            raise RuntimeError(
-                f"logits: got {method} after a loss that was computed without them, expected it "
-                "before; the loss then makes logits"
-            )
-        self.is_watched = True
-
-    def copy(self, memory: int) -> int:
-        """Return the number of new memory, for a copy of logits of `memory`.
-
-        Raises:
-            RuntimeError: if these have changed, which the copy would not see.
-        """
-        self.check_others(memory, None)
-        self.copies += 1
-        return self.copies
-
-    def evaluate(self, compute: Compute, hidden: Tensor, memory: int) -> Tensor:
-        """Return `compute` of hidden states that are taken from the call's, weight and bias.
-
-        `memory` is the number of that of the logits.
-
-        Raises:
-            RuntimeError: if what logits are made of has changed since, or is not here.
-        """
-        states = [*zip(self.operands, self.versions, strict=True), *self.addends]
-        self._check(
-            all(None in (state, _state(x)) or state == _state(x) for x, state in states),
-            "the head's weight, bias or input, or what was added, changed, or its requires_grad,",
-        )
-        self.check_others(memory, None)
-        self.check_function()
-        is_late = self._is_behind_engine()
-        with outside_autocast(hidden.device.type):
-            result = self._compute(compute, hidden)
-        if is_late:
-            for x in result if isinstance(result, tuple) else (result,):
-                if isinstance(x, Tensor) and x.requires_grad:
-                    x.register_hook(functools.partial(_check_engine, self.engine))
-        return result
-
-    def _compute(self, compute: Compute, hidden: Tensor) -> Tensor:
-        _, weight, bias = self.operands
-        if is_here(weight):  # the head may hold others, as after functional_call
-            return compute(hidden, weight, bias)
-        if is_here(self.head.weight):
-            return compute(hidden, self.head.weight, self.head.bias)
-        result: Tensor = self.head(hidden, compute)
-        return result
-
-    def check_function(self) -> None:
-        """Raise RuntimeError in a torch.autograd.Function that got logits: it sees no tensor."""
-        if self.grad and not self.is_in_function and torch_compat.is_in_autograd_function():
-            raise RuntimeError(
-                "logits: got deferred ones in torch.autograd.Function.apply, which would lose "
-                "their gradient; pass logits + 0, or call cutefce.undefer(model)"
-            )
-
-    def is_lost_by_engine(self) -> bool:
-        """Whether DeepSpeed's engine would miss the gradient of these logits, under ZeRO-3."""
-        return self.engine is not None and not self.is_fused and hasattr(self.head.weight, "ds_id")
-
-    def _is_behind_engine(self) -> bool:
-        """Whether DeepSpeed's engine has returned and found nothing of these logits.
-
-        It begins its backward where it finds the gradient of a tensor that it returned.
-
-        Raises:
-            RuntimeError: under ZeRO-3, which cannot do without.
-        """
-        if self.engine is None or self.is_fused or runners.deepspeed_engine() is self.engine:
-            return False
-        if self.is_lost_by_engine():
-            raise RuntimeError(
-                "logits: got a use of them after DeepSpeed's engine returned, under ZeRO-3, "
-                "expected it in the forward of the model; compute the loss there, return "
-                "logits + 0, or call cutefce.defer on the model in place of its head"
-            )
-        return True
-
-    def check_others(self, memory: int, own: Tensor | None) -> None:
-        """Raise RuntimeError if logits of the same memory, but for `own`, have changed since."""
-        is_same = torch.compiler.is_compiling() or all(
-            other != memory or x is own or _version(x) == version for other, x, version in self.made
-        )
-        self._check(is_same, "others that may share their memory changed in place")
-
-    def note_made(self, memory: int, logits: Tensor) -> None:
-        """Watch logits that were made for changes that others of their memory do not see."""
-        self.made.append((memory, logits, _version(logits)))
-
-    def _check(self, condition: bool, change: str) -> None:
-        if not condition:
-            raise RuntimeError(
-                f"logits: {change} before these were used, expected no change, since they are "
-                "deferred; use them before, or call cutefce.undefer(model)"
-            )
-
-
-def _check_engine(engine: Any, gradient: Tensor) -> None:
-    """Raise RuntimeError in a backward that DeepSpeed's engine has not begun."""
-    if not engine._running_engine_backward:
-        raise RuntimeError(
-            "loss: got backward() of one that was computed after DeepSpeed's engine returned, "
-            "expected engine.backward(loss)"
-        )
-
-
-def is_inference_mode() -> bool:
-    """Whether inference mode is on; False in a compiled graph, which does not know it."""
-    return not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
-
-
-def _state(x: Tensor | None) -> State:
-    """Return how often x was changed, and whether it needs a gradient; None in a graph."""
-    if x is None or torch.compiler.is_compiling():
-        return None
-    return _version(x), x.requires_grad
-
-
-def _version(x: Tensor) -> int:
-    """Return how often x was changed in place, as far as it counts that."""
-    return 0 if torch.compiler.is_compiling() or x.is_inference() else x._version

@@ -1,8 +1,9 @@
-"""The log-probabilities of K classes of each token, of deferred logits."""
+"""The log-probabilities and the entropies of deferred logits, without the logits."""
 
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from cutefce.integrations.deferral.divergence import sides_of
@@ -12,18 +13,25 @@ from cutefce.ops.interface.soft_targets import MAX_CLASSES
 
 
 def log_probs_of(
-    logits: Any, target_indices: Tensor, outputs: Sequence[str] = ()
+    logits: Any,
+    target: Tensor | None = None,
+    *,
+    target_indices: Tensor | None = None,
+    outputs: Sequence[str] = (),
 ) -> LogProbs | None:
     """Return `linear_log_probs` of the logits (..., V), None if it is not served.
 
     Args:
         logits: what may be deferred logits.
+        target: (...) the class of each token; None with `target_indices`.
         target_indices: (..., K) classes of each token.
         outputs: as of `linear_log_probs`.
     """
     if not isinstance(logits, DeferredLogits):
         return None
-    reason = _obstacle(logits, target_indices, outputs)
+    classes = target_indices if target is None else target[..., None]
+    assert classes is not None
+    reason = _obstacle(logits, classes, outputs)
     sides = sides_of("linear_log_probs", logits, reason=reason)
     if sides is None:
         return None
@@ -34,6 +42,7 @@ def log_probs_of(
         return linear_log_probs(
             hidden,
             weight,
+            target,
             target_indices=target_indices,
             outputs=outputs,
             linear_bias=bias,
@@ -46,14 +55,25 @@ def log_probs_of(
     return LogProbs(*found)
 
 
+def entropy_of(logits: Any) -> Tensor | None:
+    """Return the entropies (...) of the logits (..., V), in nats; None if they are not served."""
+    if not isinstance(logits, DeferredLogits):
+        return None
+    any_class = torch.zeros(logits.shape[:-1], dtype=torch.long, device=logits.device)
+    found = log_probs_of(logits, any_class, outputs=("entropy",))
+    return None if found is None else found.entropy
+
+
 def _obstacle(logits: DeferredLogits, indices: Tensor, outputs: Sequence[str]) -> str:
     """Return why values of these classes need logits, "" if they do not."""
     if logits.shape[:-1] != indices.shape[:-1]:
         return "classes of other tokens"
     if not 1 <= indices.shape[-1] <= MAX_CLASSES or indices.device != logits.device:
         return "more classes than are served, or on another device"
-    if "entropy" in outputs and any(name == "tanh" for name, _ in logits.steps):
+    if "entropy" not in outputs or not logits.requires_grad:
+        return ""
+    if any(name == "tanh" for name, _ in logits.steps):
         return "entropy of capped logits"
-    if "entropy" in outputs and logits.call.loss_options["gradient"] != "exact":
+    if logits.call.loss_options["gradient"] != "exact":
         return "entropy with sampled gradients"
     return ""

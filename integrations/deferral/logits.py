@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cutefce.integrations.deferral import runners
-from cutefce.integrations.deferral.head import WATCHING, HeadCall, is_inference_mode
+from cutefce.integrations.deferral.head_call import WATCHING, HeadCall, is_inference_mode
 from cutefce.integrations.deferral.loss import cross_entropy
 from cutefce.integrations.deferral.record import METHODS, LogitsRecord
 from cutefce.integrations.support.nested import replaced
@@ -198,11 +198,14 @@ def _cast(name: str, dtype: torch.dtype) -> Callable[..., Any]:
     return run
 
 
-for word in (*METHODS, "contiguous", "__getitem__"):
+for word in (*METHODS, "mul_", "div_", "contiguous", "__getitem__"):
     setattr(DeferredLogits, word, _recorded(word))
 for word, name in (("__mul__", "mul"), ("__rmul__", "mul"), ("__truediv__", "div")):
     setattr(DeferredLogits, word, _recorded(name))
-for word, name in (("__add__", "add"), ("__radd__", "add"), ("view", "reshape")):
+for word, name in (
+    *(("__add__", "add"), ("__radd__", "add"), ("view", "reshape")),
+    *(("__imul__", "mul_"), ("__itruediv__", "div_")),
+):
     setattr(DeferredLogits, word, _recorded(name, asked=word))
 for word, dtype in CASTS.items():
     setattr(DeferredLogits, word, _cast(word, dtype))

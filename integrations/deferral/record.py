@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cutefce.integrations.deferral.head import HeadCall
+from cutefce.integrations.deferral.head_call import HeadCall
 from cutefce.integrations.deferral.indexing import row_sizes, select
 from cutefce.ops import torch_compat
 from cutefce.ops.interface.checks import DTYPES
@@ -225,6 +225,20 @@ class LogitsRecord:
         dtype = torch.promote_types(self.dtype, other.dtype)
         value = other.reshape(-1).to(self.hidden.device)
         return self._step("add", value, recorded_dtype=dtype)
+
+    def mul_(self, other: Any) -> Any:
+        return self._become(self._scale("mul", other))
+
+    def div_(self, other: Any) -> Any:
+        return self._become(self._scale("div", other))
+
+    def _become(self, changed: Any) -> Any:
+        """Be what a step in place has made; others that may share the memory are not used again."""
+        if changed is not None:
+            self.call.changed.add(self.memory)
+            self.hidden, self.recorded_dtype = changed.hidden, changed.recorded_dtype
+            self.steps, self.memory = changed.steps, changed.memory
+        return changed if changed is None else self
 
     def tanh(self) -> Any:
         return self._step("tanh")

@@ -2,8 +2,9 @@
 
 import functools
 import inspect
+import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module, metadata
 from operator import attrgetter
 from typing import Any
@@ -18,12 +19,18 @@ class NotServedError(Exception):
 
 
 def replace(
-    path: str, replacement: Callable[..., Any], *, tested: str, found: str | None = None
-) -> Callable[..., Any]:
+    path: str,
+    replacement: Callable[..., Any],
+    *,
+    tested: str,
+    found: str | None = None,
+    importers: str = "",
+) -> None:
     """Replace a function of a framework by one with the same parameters.
 
     If `replacement` raises NotServedError, the one that was there is called instead.  It is also
-    what the replacement gets as `own`, if it has such a parameter.
+    what the replacement gets as `own`, if it has such a parameter.  One with `*arguments` and
+    `**named` hands on all of them, whatever they are called.
 
     Args:
         path: where its users look it up, as "package.module:name" or "package.module:Class.name".
@@ -31,21 +38,21 @@ def replace(
         tested: the distribution and the versions that the integration was tested with, as
             "trl 1.16.0".  Another version warns once.
         found: the version in use, of a distribution that may be a source tree.
-
-    Returns:
-        The function that was there.
+        importers: what the names of modules begin with, in lower case, that may have imported the
+            function by name; it is replaced there too.
 
     Raises:
-        ImportError: if the distribution or the module is not installed.
+        ImportError: if the distribution is not installed, or the module cannot be imported.
         RuntimeError: if it was replaced before, or does not have these parameters.
     """
     check_version(tested, found)
     owner, last, current = _find(path, tested)
     if getattr(current, _MARK, False):
         raise RuntimeError(f"{path}: the integration is enabled already")
-    names = [*inspect.signature(replacement).parameters]
-    more = {"own": current} if "own" in names else {}
-    check_parameters(path, [name for name in names if name not in more], tested)
+    parameters = inspect.signature(replacement).parameters
+    more = {"own": current} if "own" in parameters else {}
+    if not any(x.kind is x.VAR_POSITIONAL for x in parameters.values()):
+        check_parameters(path, [name for name in parameters if name not in more], tested)
 
     @functools.wraps(replacement)
     def call(*arguments: Any, **named: Any) -> Any:
@@ -57,9 +64,17 @@ def replace(
 
     setattr(call, _MARK, True)
     is_static = isinstance(vars(owner).get(last), staticmethod)
+    holders = [*_importers(current, importers)] if importers else []
     setattr(owner, last, staticmethod(call) if is_static else call)
-    own: Callable[..., Any] = current
-    return own
+    for module, name in holders:
+        setattr(module, name, call)
+
+
+def _importers(function: Callable[..., Any], prefix: str) -> Iterator[tuple[Any, str]]:
+    """Yield each module that begins with a prefix and holds a function, and its name there."""
+    for name, module in [*sys.modules.items()]:
+        if name.lower().startswith(prefix):
+            yield from ((module, key) for key, x in [*vars(module).items()] if x is function)
 
 
 def is_replaced(path: str, tested: str) -> bool:
@@ -71,7 +86,10 @@ def _find(path: str, tested: str) -> tuple[Any, str, Any]:
     """Return the owner of what is at `path`, its name there, and itself."""
     module, _, name = path.partition(":")
     *owners, last = name.split(".")
-    owner = import_module(module)
+    try:
+        owner = import_module(module)
+    except ImportError as error:
+        raise ImportError(f"{module}: cannot be imported, expected {tested}: {error}") from error
     owner = attrgetter(".".join(owners))(owner) if owners else owner
     current = getattr(owner, last, None)
     if current is None:

@@ -11,7 +11,7 @@ lower.py         a problem and a layout to a program
 cost.py          the memory of single steps, and the time of a program
 plan.py          the plan of a call: the fastest program within a budget
 calls.py         forward and backward of a call, and which function runs which step
-operands.py      what steps compute with
+inputs.py        DivergenceInputs: what steps compute with
 tiles.py         steps of tiles of both sides' logits: statistics, and factors
 gradients.py     steps of the gradients of a side
 factors.py       the memory of factors, as a kernel writes them

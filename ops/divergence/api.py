@@ -13,7 +13,7 @@ from cutefce.ops.divergence.options import Divergence, DivergenceTensors
 from cutefce.ops.divergence.plan import DivergencePlan, make_plan, problem_of
 from cutefce.ops.interface.checks import check_transform
 from cutefce.ops.interface.options import Sharding
-from cutefce.ops.interface.signature import runs
+from cutefce.ops.interface.public_function import runs
 
 
 def _divergence(

@@ -5,10 +5,10 @@ from collections.abc import Callable
 from torch import Tensor
 
 from cutefce.ops.divergence import gradients, tiles
-from cutefce.ops.divergence.operands import Call, Operands
+from cutefce.ops.divergence.inputs import Call, DivergenceInputs
 from cutefce.ops.divergence.steps import DW, DX, STATS, Kind
 from cutefce.ops.operators.meta import empty_gradients
-from cutefce.ops.program.run import Left
+from cutefce.ops.program.run import SavedMemory
 from cutefce.ops.program.steps import Home, Step
 
 TABLE: dict[Kind, Callable[[Call, Step], None]] = {
@@ -27,27 +27,29 @@ TABLE: dict[Kind, Callable[[Call, Step], None]] = {
 }
 
 
-def forward(x: Operands) -> tuple[Tensor, Left]:
-    """Return the statistics (6, M), and what is left for the backward."""
+def forward(x: DivergenceInputs) -> tuple[Tensor, SavedMemory]:
+    """Return the statistics (6, M), and the memory that is saved for the backward."""
     call = Call(x.plan.program, x)
     stats = call.values["stats"] = x.h.new_empty(STATS, len(x.h), dtype=x.dtype)
-    call.allocate(Home.KEPT)
+    call.allocate(Home.SAVED)
     _allocate_gradients(call, call.program.homes_of_forward)
     call.run(call.program.forward, Home.FORWARD, TABLE)
-    return stats, Left(x.plan.program, call.memory)
+    return stats, SavedMemory(x.plan.program, call.memory)
 
 
-def backward(x: Operands, left: Left | None, stats: Tensor, upstream: Tensor) -> list[Tensor]:
+def backward(
+    x: DivergenceInputs, saved: SavedMemory | None, stats: Tensor, upstream: Tensor
+) -> list[Tensor]:
     """Return dX, dW and the bias' gradient of student and teacher, without rows if not asked for.
 
-    Factors that were kept and are not `left` are computed again, by the forward.
+    Factors that are not `saved` any more are computed again, by the forward.
     """
-    memory = None if left is None else left.take()
+    memory = None if saved is None else saved.take()
     if memory is None and x.plan.kept:
-        _, left = forward(x)
-        memory = left.take()
+        _, saved = forward(x)
+        memory = saved.take()
     call = Call(x.plan.program, x, memory or {})
-    del left
+    del saved
     upstream, trained = upstream.to(x.dtype), call.program.problem.trained
     scales = {i: x.sides[i].scales(upstream, x.loss_scale) for i in trained}
     empty = []

@@ -31,7 +31,7 @@ Heads = Sequence[tuple[Tensor, Tensor]]
 """Hidden states and weight, of the student and of the teacher."""
 
 
-class CheckedCall(NamedTuple):
+class DivergenceCall(NamedTuple):
     """A call whose arguments are right, as the operator takes them."""
 
     heads: Heads
@@ -46,7 +46,7 @@ class CheckedCall(NamedTuple):
 
 def checked_call(
     sides: Sequence[Tensor], target: Tensor | None, given: dict[str, Any]
-) -> CheckedCall:
+) -> DivergenceCall:
     """Return a call of the tensors `NAMES`; raise an error that names an argument.
 
     `given` are the other arguments of `linear_divergence`, by name.
@@ -100,7 +100,7 @@ def checked_call(
             target = torch.where(target, ignored ^ 1, ignored)
         target = target.reshape(-1).long()
     flat = [(h.reshape(-1, h.shape[-1]), w) for h, w in heads]
-    return CheckedCall(flat, target, arguments, of.tokens)
+    return DivergenceCall(flat, target, arguments, of.tokens)
 
 
 def checked(name: str, value: Tensor | float | None, of: Operands) -> Tensor | None:

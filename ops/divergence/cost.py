@@ -4,11 +4,11 @@ from math import ceil
 
 from cutefce.cute_kernels.schedule.order import PARTIAL_BYTES
 from cutefce.cute_kernels.spec.divergence import DivergenceRowsSpec
+from cutefce.ops.costs.device import Device
+from cutefce.ops.costs.step_memory import accumulates_wider, row_block_bytes, upcast_bytes
 from cutefce.ops.divergence.problem import DivergenceProblem
 from cutefce.ops.divergence.steps import TILES, Kind, side_of
-from cutefce.ops.planning.device import Device
-from cutefce.ops.planning.step_memory import accumulates_wider, row_block_bytes, upcast_bytes
-from cutefce.ops.program.cost import product_seconds
+from cutefce.ops.program.predicted_time import product_seconds
 from cutefce.ops.program.steps import Program, Step
 
 KL_BLOCKS, FIRST_BLOCKS, MIXTURE_BLOCKS = 6.25, 3.25, (10.5, 8.5)

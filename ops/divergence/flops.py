@@ -5,8 +5,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from cutefce.ops.divergence.operators import OPERANDS
-from cutefce.ops.divergence.options import RECORDS, Divergence
+from cutefce.ops.divergence.options import OPERANDS, RECORDS, Divergence
 from cutefce.ops.operators.flops import product
 from cutefce.ops.schema import unpack
 

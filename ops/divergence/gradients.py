@@ -2,7 +2,7 @@
 
 import torch
 
-from cutefce.ops.divergence.operands import Call, matrix
+from cutefce.ops.divergence.inputs import Call, matrix
 from cutefce.ops.divergence.steps import side_of
 from cutefce.ops.divergence.tiles import window
 from cutefce.ops.primitives.portable_gradients import matmul_into

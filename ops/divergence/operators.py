@@ -3,7 +3,7 @@
     divergence            the reduced divergence, and the statistics of the tokens
     divergence_backward   the gradients of both sides
 
-Both plan when they run, and the factors that a forward keeps are found by its statistics.
+Both plan when they run, and the factors that a forward saves are found by its statistics.
 """
 
 from typing import Any
@@ -13,8 +13,9 @@ from torch import Tensor
 
 from cutefce.ops import torch_compat
 from cutefce.ops.divergence.calls import backward, forward
-from cutefce.ops.divergence.operands import Operands
+from cutefce.ops.divergence.inputs import DivergenceInputs
 from cutefce.ops.divergence.options import (
+    OPERANDS,
     RECORDS,
     STUDENT,
     TEACHER,
@@ -25,7 +26,7 @@ from cutefce.ops.divergence.plan import make_plan, problem_of
 from cutefce.ops.divergence.sides import Side
 from cutefce.ops.divergence.steps import STATS
 from cutefce.ops.dtypes import sum_dtype
-from cutefce.ops.operators import kept
+from cutefce.ops.operators import saved
 from cutefce.ops.operators.autograd import differentiate
 from cutefce.ops.operators.context import isolated_context
 from cutefce.ops.operators.meta import empty_gradients
@@ -33,13 +34,11 @@ from cutefce.ops.operators.operators import IMPLS, LIBRARY, UNSAFE, define, rest
 from cutefce.ops.parallel.consistency import report_errors
 from cutefce.ops.parallel.shard import shard_of
 from cutefce.ops.primitives.dispatch import falls_back
-from cutefce.ops.primitives.row_selection import select_on_host
+from cutefce.ops.primitives.select_rows import select_on_host
 from cutefce.ops.rows.logit_map import LogitMap
 from cutefce.ops.rows.targets import inverse_of
 from cutefce.ops.schema import unpack
 
-OPERANDS = 5
-"""Hidden states and weight of the student, those of the teacher, and the targets."""
 PLACES = 0, 1, OPERANDS, 2, 3, OPERANDS + 1
 """Places of hidden states, weight and bias of either side among the arguments."""
 _HEADS = "Tensor h_s, Tensor w_s, Tensor h_t, Tensor w_t, Tensor? y"
@@ -53,12 +52,12 @@ def divergence(*arguments: Any) -> tuple[Tensor, Tensor]:
     The arguments are (N, D) and (V, D) of the student and of the teacher, (N,) targets or None, and
     those of `RECORDS`.
     """
-    x = _operands(arguments)
-    rows, left = forward(x)
+    x = _inputs(arguments)
+    rows, memory = forward(x)
     values = x.options.values(rows)
     loss = values if x.loss_scale is None else values.sum() * x.loss_scale
     stats = rows if x.selection is None else x.selection.restore(rows)
-    kept.keep(stats, left)
+    saved.save(stats, memory)
     return restored(loss, x.selection), stats
 
 
@@ -68,17 +67,17 @@ def divergence_backward(upstream: Tensor, stats: Tensor, *arguments: Any) -> tup
     `upstream` is the gradient of the reduced divergence; `stats` and the arguments are those of
     `divergence`.
     """
-    x = _operands(arguments, upstream, stats)
-    left = kept.kept_with(stats)
+    x = _inputs(arguments, upstream, stats)
+    memory = saved.saved_with(stats)
     if x.selection is not None:
         stats = x.selection.take(stats)
         upstream = x.selection.take(upstream) if upstream.ndim else upstream
-    return (*backward(x, left, stats, upstream),)
+    return (*backward(x, memory, stats, upstream),)
 
 
-def _operands(
+def _inputs(
     arguments: Any, upstream: Tensor | None = None, stats: Tensor | None = None
-) -> Operands:
+) -> DivergenceInputs:
     """Return the divergence of the tokens that count, planned; that of a backward has an upstream.
 
     A GPU with targets is synchronized to learn how many tokens count.
@@ -99,7 +98,7 @@ def _operands(
     shard = shard_of(sharding, h_s, w_s, **same)
     loss_scale = _loss_scale(sides[0], tensors, options) if options.is_scalar else None
     plan = make_plan(problem, options.budget)
-    return Operands(sides, options, plan, shard, loss_scale, selection)
+    return DivergenceInputs(sides, options, plan, shard, loss_scale, selection)
 
 
 def _agreed(

@@ -119,5 +119,7 @@ class DivergenceTensors(OperatorRecord):
         return any(x is not None and x.ndim > 0 for x in given)
 
 
+OPERANDS = 5
+"""Operators' first arguments: hidden states and weight of the student, of the teacher; target."""
 RECORDS = DivergenceTensors, Divergence, Sharding
-"""In the order of the operators' arguments."""
+"""The others, in their order."""

@@ -9,14 +9,14 @@ from torch import Tensor
 from cutefce.cute_kernels.integers import ceil_div
 from cutefce.cute_kernels.problem import Problem
 from cutefce.cute_kernels.process_cache import process_cache
+from cutefce.ops.costs.budget import predicted
+from cutefce.ops.costs.device import device_of
 from cutefce.ops.divergence.cost import seconds
 from cutefce.ops.divergence.lower import lower
 from cutefce.ops.divergence.options import Divergence, DivergenceTensors
 from cutefce.ops.divergence.problem import DivergenceLayout, DivergenceProblem
 from cutefce.ops.dtypes import dtype_name
 from cutefce.ops.interface.options import Sharding
-from cutefce.ops.planning.budget import predicted
-from cutefce.ops.planning.device import device_of
 from cutefce.ops.primitives.dispatch import planned_device
 from cutefce.ops.primitives.portable_projection import is_dense
 from cutefce.ops.program.place import peak

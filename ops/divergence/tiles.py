@@ -19,7 +19,7 @@ from cutefce.ops.divergence.elementwise import (
     mixture_factors_,
 )
 from cutefce.ops.divergence.factors import FactorRows
-from cutefce.ops.divergence.operands import Call, Operands, matrix
+from cutefce.ops.divergence.inputs import Call, DivergenceInputs, matrix
 from cutefce.ops.divergence.options import STUDENT, TEACHER
 from cutefce.ops.divergence.steps import DW, SUMS, side_of
 from cutefce.ops.primitives.portable_gradients import apply_rowwise
@@ -146,7 +146,7 @@ def _add_exps(stats: Tensor, logits: Sequence[Tensor]) -> None:
         apply_rowwise(add_exps_, stats[2 * index], stats[2 * index + 1], x)
 
 
-def _add_terms(x: Operands, stats: Tensor, logits: Sequence[Tensor]) -> None:
+def _add_terms(x: DivergenceInputs, stats: Tensor, logits: Sequence[Tensor]) -> None:
     for a in (STUDENT, TEACHER):
         b = 1 - a
         operands = stats[SUMS + a], logits[a], logits[b], _lses(stats, a)
@@ -157,7 +157,7 @@ def _add_terms(x: Operands, stats: Tensor, logits: Sequence[Tensor]) -> None:
 
 
 def _write_factors(
-    x: Operands,
+    x: DivergenceInputs,
     out: Tensor,
     a: int,
     logits: Sequence[Tensor],
@@ -180,7 +180,7 @@ def _write_factors(
         apply_rowwise(kl_factors_of_second_, out, *operands)
 
 
-def _shares(x: Operands, index: int) -> tuple[Tensor, Tensor]:
+def _shares(x: DivergenceInputs, index: int) -> tuple[Tensor, Tensor]:
     """Return () the shares of a side and of the other one, on the device."""
     own, other = (x.h.new_full((), x.options.share(i), dtype=x.dtype) for i in (index, 1 - index))
     return own, other

@@ -8,8 +8,8 @@ positions.py       losses of K dimensions
 probabilities.py   losses of probabilities of all classes
 scalars.py         numbers as tensors
 call.py            torch.ops.cutefce.loss: check, run
-signature.py       how functions of many options are declared
-options.py         the table of options, and the arguments of all functions
+public_function.py what public functions do before their bodies, and with their errors
+options.py         the table of options, and what every argument may be
 checks.py          errors of one argument
 heads.py           those of hidden states, weights and targets that do not fit together
 soft_targets.py    those of soft targets, and of classes of outputs

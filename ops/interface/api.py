@@ -11,8 +11,8 @@ from torch.distributed import ProcessGroup
 from cutefce.ops.interface import call, checks
 from cutefce.ops.interface.options import check_arguments
 from cutefce.ops.interface.positions import loss_of_positions
+from cutefce.ops.interface.public_function import runs
 from cutefce.ops.interface.scalars import with_tensors
-from cutefce.ops.interface.signature import runs
 from cutefce.ops.interface.soft_targets import one_class
 from cutefce.ops.parallel.dtensor import localize
 

@@ -34,9 +34,9 @@ from cutefce.ops.operators.plans import copied_item_bytes
 from cutefce.ops.operators.seed import draw_seed
 from cutefce.ops.parallel.consistency import report_errors
 from cutefce.ops.primitives.dispatch import arch_of, try_compiler
-from cutefce.ops.rows.classes.output_classes import class_leads
 from cutefce.ops.rows.statistics import RowStats
 from cutefce.ops.rows.targets import OUTPUTS
+from cutefce.ops.soft_targets.output_classes import class_leads
 from cutefce.ops.soft_targets.rows import leads
 
 DEFAULTS = LossOptions(), TensorOptions(), Sharding()

@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 
 from cutefce.cute_kernels.problem import ITEM_BYTES
 from cutefce.ops import torch_compat
-from cutefce.ops.planning import budget
+from cutefce.ops.costs import budget
 from cutefce.ops.schema import Type
 
 DTYPES = {getattr(torch, name) for name in ITEM_BYTES}

@@ -9,8 +9,8 @@ from torch.distributed import ProcessGroup
 
 from cutefce.ops.interface import checks
 from cutefce.ops.interface.options import OUTPUTS, check_arguments, check_outputs
+from cutefce.ops.interface.public_function import runs
 from cutefce.ops.interface.scalars import with_tensors
-from cutefce.ops.interface.signature import runs
 from cutefce.ops.interface.soft_targets import one_class
 from cutefce.ops.parallel.dtensor import localize
 from cutefce.ops.rows.outputs import stat_rows

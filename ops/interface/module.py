@@ -10,8 +10,8 @@ from cutefce.ops.interface import checks
 from cutefce.ops.interface.api import linear_cross_entropy, refuse_chunking
 from cutefce.ops.interface.options import LossOptions, check_arguments, check_types, refuse
 
-KEPT = *LossOptions.names(public=True), "workspace"
-"""The arguments that a module keeps, as attributes."""
+ATTRIBUTES = *LossOptions.names(public=True), "workspace"
+"""The arguments that are attributes of a module."""
 DEFAULTS = LossOptions()
 
 
@@ -77,15 +77,15 @@ class LinearCrossEntropyLoss(nn.Module):
         self.gradient = gradient
         self.samples = samples
         self.workspace = workspace
-        kept = self._kept()
+        given = self._attributes()
         sizes = {"in_features": in_features, "num_classes": num_classes}
-        check_arguments(kept | sizes | {"bias": bias, "weight": weight})
+        check_arguments(given | sizes | {"bias": bias, "weight": weight})
         check_types(out_features=out_features)
         for x in out_features:
             if isinstance(x, bool) or not isinstance(x, checks.INTEGERS):
                 raise TypeError(f"out_features: got {x!r} among them, expected integers")
             checks.check_value("out_features", x, checks.SIZE)
-        LossOptions.from_keywords({n: x for n, x in kept.items() if x is not None}).check()
+        LossOptions.from_keywords({n: x for n, x in given.items() if x is not None}).check()
         checks.workspace_bytes(workspace)
         refuse_chunking(options)
         if weight is not None:
@@ -97,9 +97,9 @@ class LinearCrossEntropyLoss(nn.Module):
         self.linear = nn.Linear(in_features, rows, bias=bias, device=device, dtype=dtype)
         self.register_buffer("weight", weight)
 
-    def _kept(self) -> dict[str, Any]:
-        """Return the arguments that the module keeps."""
-        return {name: getattr(self, name) for name in KEPT}
+    def _attributes(self) -> dict[str, Any]:
+        """Return the arguments that are attributes of the module."""
+        return {name: getattr(self, name) for name in ATTRIBUTES}
 
     def forward(
         self,
@@ -139,17 +139,17 @@ class LinearCrossEntropyLoss(nn.Module):
             denominator=denominator,
             accumulate_into=accumulate_into,
             grad_output=grad_output,
-            **self._kept(),
+            **self._attributes(),
         )
         return loss
 
     def extra_repr(self) -> str:
         """Show the common options, and others that are not at their defaults."""
-        kept, always = self._kept(), ("reduction", "ignore_index", "workspace")
-        shown: dict[str, Any] = {name: kept.pop(name) for name in always}
+        given, always = self._attributes(), ("reduction", "ignore_index", "workspace")
+        shown: dict[str, Any] = {name: given.pop(name) for name in always}
         if self.out_features:
             shown["out_features"] = self.out_features
-        shown |= {name: x for name, x in kept.items() if x != getattr(DEFAULTS, name)}
+        shown |= {name: x for name, x in given.items() if x != getattr(DEFAULTS, name)}
         if self.out_features:
             shown["num_classes"] = self.num_classes
         return ", ".join(f"{name}={value!r}" for name, value in shown.items())

@@ -12,8 +12,8 @@ from cutefce.ops.interface.call import checked_call
 from cutefce.ops.interface.heads import check_head, token_shape
 from cutefce.ops.interface.options import Sharding, check_arguments, check_types
 from cutefce.ops.interface.probabilities import is_probabilities
+from cutefce.ops.interface.public_function import runs
 from cutefce.ops.interface.scalars import with_tensors
-from cutefce.ops.interface.signature import runs
 from cutefce.ops.operators.context import autocast, is_mixed
 from cutefce.ops.operators.plans import plan_for
 from cutefce.ops.parallel.dtensor import localize

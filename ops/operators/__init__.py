@@ -6,7 +6,7 @@ autograd.py        the derivative of the loss
 probabilities.py   losses of probabilities of all classes, and their derivative
 operands.py        the operands of programs: tokens, targets, primitives
 agreement.py       what ranks of a call must agree on
-kept.py            what a forward keeps for its backward
+saved.py           what a forward saves for its backward
 seed.py            draws the seed of sampled gradients
 plans.py           the plan of a call, made when its operator runs
 flops.py           FLOP formulas for torch's counter

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from cutefce.cute_kernels.workspace import NUM_STATS
 from cutefce.ops import torch_compat
+from cutefce.ops.costs import budget
 from cutefce.ops.interface.options import (
     OPTIONS,
     LossOptions,
@@ -20,7 +21,6 @@ from cutefce.ops.operators import operators
 from cutefce.ops.operators.context import can_bypass_dispatcher
 from cutefce.ops.operators.operators import IMPLS, LIBRARY, STEP
 from cutefce.ops.parallel.consistency import report_errors
-from cutefce.ops.planning import budget
 from cutefce.ops.rows.targets import NO_TENSORS
 from cutefce.ops.schema import unpack
 

@@ -8,12 +8,12 @@ from torch import Tensor
 
 from cutefce.ops.dtypes import sum_dtype
 from cutefce.ops.interface.options import LossCall, TensorOptions
-from cutefce.ops.operators.kept import Kept
 from cutefce.ops.operators.plans import plan_for
+from cutefce.ops.operators.saved import Saved
 from cutefce.ops.parallel.class_row import set_class_row
 from cutefce.ops.parallel.shard import VocabShard
 from cutefce.ops.primitives.dispatch import primitives_for
-from cutefce.ops.primitives.row_selection import select_rows, with_aligned_rows
+from cutefce.ops.primitives.select_rows import select_rows, with_aligned_rows
 from cutefce.ops.program.inputs import LossInputs
 from cutefce.ops.program.plan import Plan
 from cutefce.ops.rows.loss_parts import check_soft_values, without_weightless
@@ -24,13 +24,14 @@ from cutefce.ops.sampling.samples import Sampling
 
 def prepare(shard: VocabShard, x: LossCall, plan: Plan) -> LossInputs:
     """Return the operands of a forward, as programs take them."""
-    h, problem, vocab = shard.gather_hidden(x.h), plan.backend.operands, shard.total_vocab(x.w)
+    h, vocab = shard.gather_hidden(x.h), shard.total_vocab(x.w)
+    problem = plan.cost_model.kernel_problem
     options, tensors, ignored = x.options, x.tensors, x.options.ignore_index
     check_soft_values(x.y, options, tensors, vocab)
     y = without_weightless(x.y.long(), options, tensors).contiguous()
     counted = shard.counted(y, ignored) if problem.selects_rows else y
     chunk = plan.layout.chunk if plan.in_forward else y.shape[0]
-    tokens = plan.tokens, plan.backend.sorts
+    tokens = plan.tokens, plan.cost_model.sorts
     selection = select_rows(problem, y, counted, ignored, tokens, chunk)
     if selection is not None:
         y, tensors = selection.targets, selection.take_options(tensors)
@@ -51,21 +52,21 @@ def prepare(shard: VocabShard, x: LossCall, plan: Plan) -> LossInputs:
     return inputs
 
 
-def resume(shard: VocabShard, x: LossCall, kept: Kept) -> LossInputs:
-    """Return the operands of a backward whose forward has `kept` the others.
+def resume(shard: VocabShard, x: LossCall, saved: Saved) -> LossInputs:
+    """Return the operands of a backward whose forward has `saved` the others.
 
-    If that has the sums of the gradients, the hidden states are those given: what is left of the
+    If that has the sums of the gradients, the hidden states are those given: the rest of the
     backward does not read them.
     """
-    h, w, selection = x.h, x.w, kept.selection
-    if not kept.plan.in_forward:
+    h, w, selection = x.h, x.w, saved.selection
+    if not saved.plan.in_forward:
         h = shard.gather_hidden(h)
         if selection is not None and not selection.is_on_device:
             h = h.index_select(0, selection.order)
-    if kept.plan.backend.operands.arch is not None:
+    if saved.plan.cost_model.kernel_problem.arch is not None:
         w = with_aligned_rows(w)  # hooks of saved tensors may restore another layout
-    inputs = _operands(shard, h, w, copy(kept.targets), x.tensors, kept.plan, selection)
-    inputs.class_row = kept.class_row
+    inputs = _operands(shard, h, w, copy(saved.targets), x.tensors, saved.plan, selection)
+    inputs.class_row = saved.class_row
     return inputs
 
 
@@ -79,11 +80,11 @@ def _operands(
     selection: RowSelection | None,
 ) -> LossInputs:
     """Return the operands of a program that forward and backward have in common."""
-    problem = plan.backend.operands
+    problem = plan.cost_model.kernel_problem
     if problem.tokens != h.shape[0]:
         problem = replace(problem, tokens=h.shape[0])
     counted = None if selection is None else selection.counted
-    own = primitives_for(h, w, problem, targets, plan.backend.device, counted)
+    own = primitives_for(h, w, problem, targets, plan.cost_model.device, counted)
     h, w = own.projection.prepare(h, w)
     own_sums = tensors.weight_cast is not None or tensors.accumulate_into is not None
     dw_dtype = sum_dtype(w.dtype) if own_sums else w.dtype
@@ -99,12 +100,12 @@ def plan_of(x: LossCall) -> Plan:
     """
     if x.y.device.type != "cpu":
         return plan_for(x)
-    counts = without_weightless(x.y.long(), x.options, x.tensors) != x.options.ignore_index
-    plan = plan_for(x, int(counts.sum()))
+    is_counted = without_weightless(x.y.long(), x.options, x.tensors) != x.options.ignore_index
+    plan = plan_for(x, int(is_counted.sum()))
     sums_tokens = (x.step.grad_weight or x.step.grad_bias) and x.sharding.group is None
-    if not sums_tokens or plan.tokens < len(x.y) or bool(counts.all()):
+    if not sums_tokens or plan.tokens < len(x.y) or bool(is_counted.all()):
         return plan
     # a sum that overflows is taken for a bad value, which costs memory alone
-    if bool(x.h.sum(1).isfinite().masked_fill_(counts, True).all()):
+    if bool(x.h.sum(1).isfinite().masked_fill_(is_counted, True).all()):
         return plan
-    return plan_for(x, int(counts.sum()), leaves_out=True)
+    return plan_for(x, int(is_counted.sum()), leaves_out=True)

@@ -11,7 +11,7 @@ the inputs alone:
     loss_backward_into the same where it may add dW to a buffer
 
 Their schemas are built from the option records; `meta.py` has their fake implementations,
-`autograd.py` the derivative of the loss, and `kept.py` what the forward keeps for the backward.
+`autograd.py` the derivative of the loss, and `saved.py` what the forward saves for the backward.
 """
 
 import contextlib
@@ -24,6 +24,7 @@ from torch import Tensor
 from cutefce.cute_kernels.jit import build
 from cutefce.cute_kernels.jit import cache as jit_cache
 from cutefce.cute_kernels.spec import KernelSpec
+from cutefce.ops.costs.budget import MINIMUM
 from cutefce.ops.interface.options import (
     OPTIONS,
     LossCall,
@@ -31,13 +32,12 @@ from cutefce.ops.interface.options import (
     StepOptions,
     TensorOptions,
 )
-from cutefce.ops.operators import kept, meta
+from cutefce.ops.operators import meta, saved
 from cutefce.ops.operators.agreement import agreed_backward, agreed_forward, agreed_upstream
 from cutefce.ops.operators.context import isolated_context, refuse_tangents
-from cutefce.ops.operators.kept import Kept
 from cutefce.ops.operators.operands import plan_of, prepare, resume
+from cutefce.ops.operators.saved import Saved
 from cutefce.ops.parallel.shard import shard_of
-from cutefce.ops.planning.budget import MINIMUM
 from cutefce.ops.primitives.dispatch import falls_back
 from cutefce.ops.program import calls as programs
 from cutefce.ops.program.inputs import LossInputs
@@ -59,7 +59,7 @@ _FORWARD = "Tensor h, Tensor w, Tensor y"
 _BACKWARD = "Tensor upstream, Tensor h, Tensor w, Tensor y, Tensor stats"
 _RESULTS, _GRADIENTS = "(Tensor loss, Tensor stats)", "(Tensor dx, Tensor dw, Tensor dbias)"
 # CUDA graphs that a graph compiler makes must not contain them: a first call compiles, and what
-# the forward keeps for the backward is no output
+# the forward saves for the backward is no output
 UNSAFE = (torch.Tag.cudagraph_unsafe,) if hasattr(torch.Tag, "cudagraph_unsafe") else ()
 
 
@@ -110,7 +110,7 @@ def _compiling_at_once(plan: Plan, x: LossCall) -> contextlib.AbstractContextMan
 
     Ranks of a group, which would wait for each other, compile one kernel after the other.
     """
-    has_kernels = plan.backend.operands.arch is not None and not x.h.is_meta
+    has_kernels = plan.cost_model.kernel_problem.arch is not None and not x.h.is_meta
     if not has_kernels or x.sharding.group is not None:
         return NOTHING
 
@@ -153,7 +153,7 @@ def _loss_forward(plan: Plan, x: LossCall) -> tuple[Tensor, Tensor]:
     # a backward takes them in either order, but graph compilers know their shape
     if selection is not None and (x.step.returns_stats or not selection.is_on_device):
         results.stats, stats = stats, stats.restore(selection)
-    kept.keep(stats.rows, results)
+    saved.save(stats.rows, results)
     return restored(loss, selection), stats.rows
 
 
@@ -176,12 +176,12 @@ def restored(loss: Tensor, selection: RowSelection | None) -> Tensor:
     return loss.clone() if selection is None else selection.restore(loss)
 
 
-def run_forward(inputs: LossInputs, plan: Plan) -> tuple[Tensor, RowStats, Kept]:
-    """Return the reduced loss, the statistics, and what is kept with them."""
-    loss, stats, left = programs.forward(inputs, plan)
+def run_forward(inputs: LossInputs, plan: Plan) -> tuple[Tensor, RowStats, Saved]:
+    """Return the reduced loss, the statistics, and what is saved with them."""
+    loss, stats, memory = programs.forward(inputs, plan)
     targets = inputs.targets
     targets.drop_forward(keeps_soft=not plan.in_forward)
-    return loss, stats, Kept(plan, left, targets, inputs.selection, None, inputs.class_row)
+    return loss, stats, Saved(plan, memory, targets, inputs.selection, None, inputs.class_row)
 
 
 def loss_backward(
@@ -194,21 +194,21 @@ def loss_backward(
     """
     x = LossCall(h, w, y, *records).computed()
     upstream, options, tensors = agreed_upstream(upstream, x.tensors), x.options, x.tensors
-    results = kept.kept_with(stats)
+    results = saved.saved_with(stats)
     plan = results.plan if results else plan_of(x)
     if plan.adds_in_forward and results is None:
         raise RuntimeError(
             "grad_output: got a backward that does not find what its forward has kept, expected "
             "None where what a graph saves is moved or computed again"
         )
-    memory = results.left.take() if results else None
+    memory = results.memory.take() if results else None
     runs_again = memory is None
     same = {} if x.sharding.group is None else agreed_backward(upstream, stats, runs_again)
     shard = shard_of(x.sharding, x.h, x.w, **same)
     if memory is None:
         inputs = prepare(shard, x, plan)
         _, rows, results = run_forward(inputs, plan)
-        memory = results.left.take()
+        memory = results.memory.take()
     else:
         assert results is not None
         inputs = resume(shard, x, results)

@@ -11,13 +11,12 @@ import torch
 from torch import Tensor
 
 from cutefce.autotune_cache.defaults import window_configs
-from cutefce.cute_kernels.problem import MIN_SELECTED, can_keep
-from cutefce.cute_kernels.problem import Problem as Operands
+from cutefce.cute_kernels.problem import MIN_SELECTED, Problem, can_keep
 from cutefce.cute_kernels.process_cache import MAX_ENTRIES, on_reset, process_cache
 from cutefce.ops import torch_compat
+from cutefce.ops.costs.device import device_of
 from cutefce.ops.dtypes import sum_dtype
 from cutefce.ops.interface.options import LossCall
-from cutefce.ops.planning.device import device_of
 from cutefce.ops.primitives.dispatch import (
     options_unsupported_reason,
     problem_of,
@@ -25,48 +24,50 @@ from cutefce.ops.primitives.dispatch import (
     try_compiler,
 )
 from cutefce.ops.primitives.portable_projection import is_dense
-from cutefce.ops.primitives.row_selection import has_aligned_rows
+from cutefce.ops.primitives.select_rows import has_aligned_rows
+from cutefce.ops.program.cost_model import Copies, CostModel
 from cutefce.ops.program.layout import Layout
 from cutefce.ops.program.plan import Plan, plan
-from cutefce.ops.program.primitives_backend import Copies, PrimitivesBackend
-from cutefce.ops.program.problem import Problem, Upstream
+from cutefce.ops.program.problem import LossProblem, Upstream
 from cutefce.ops.program.weight import can_add_in_place
 from cutefce.ops.rows.targets import OUTPUTS
-from cutefce.ops.sampling.backend import SamplingBackend
+from cutefce.ops.sampling.cost_model import SampledCostModel
 from cutefce.ops.sampling.kernels import is_in_place
 
 
 @dataclass(frozen=True)
-class Request:
-    """What a call is planned by."""
+class PlanRequest:
+    """What the planner is asked: what to compute, and what serves it."""
 
-    problem: Problem
-    operands: Operands
+    problem: LossProblem
+    """What its program depends on."""
+    kernel_problem: Problem
+    """What kernels are chosen by, on which device."""
     copies: Copies
+    """What the call copies before."""
     sorts: bool = False
-    """See `PrimitivesBackend`."""
+    """See `CostModel`."""
 
-    def of_ranks(self, vocab: int, knows_upstream: bool) -> "Request":
+    def of_ranks(self, vocab: int, knows_upstream: bool) -> "PlanRequest":
         """Return the same for the widest shard, without copies, and a buffer that GEMMs add to."""
         problem = replace(self.problem, vocab=vocab, adds_in_place=True)
         if problem.into and knows_upstream:
             problem = replace(problem, upstream=Upstream.KNOWN)
-        return replace(
-            self, problem=problem, operands=replace(self.operands, vocab=vocab), copies=Copies()
-        )
+        kernel_problem = replace(self.kernel_problem, vocab=vocab)
+        return replace(self, problem=problem, kernel_problem=kernel_problem, copies=Copies())
 
-    def of_tokens(self, tokens: int) -> "Request":
+    def of_tokens(self, tokens: int) -> "PlanRequest":
         """Return the same of some tokens, copied with their dX."""
         problem = replace(self.problem, tokens=tokens)
         copied = (1 + problem.grad_hidden) * tokens * problem.hidden * problem.item
         copies = replace(self.copies, dense=self.copies.dense + copied)
-        operands = replace(self.operands, tokens=tokens)
-        return replace(self, problem=problem, operands=operands, copies=copies)
+        kernel_problem = replace(self.kernel_problem, tokens=tokens)
+        return replace(self, problem=problem, kernel_problem=kernel_problem, copies=copies)
 
-    def sorted(self) -> "Request":
+    def sorted(self) -> "PlanRequest":
         """Return the same with the tokens that count first, in a copy of the hidden states.
 
-        A copy of dX is made when what the call has kept, and this one, are freed.
+        A copy of dX is made when what the call has saved, and this one, are freed.
         """
         copied = self.problem.tokens * self.problem.hidden * self.problem.item
         copies = replace(self.copies, dense=self.copies.dense + copied)
@@ -114,8 +115,8 @@ def layout_of(x: Tensor) -> tuple[Any, ...]:
 
 
 def _plan_like(
-    leading: Request,
-    own: Request,
+    leading: PlanRequest,
+    own: PlanRequest,
     more: tuple[torch.device, int],
     counted: int | None,
     leaves_out: bool,
@@ -131,7 +132,7 @@ def _plan_like(
         limit = _plan(leading, *more).workspace_bytes
         if leaves_out or _plan(part, *more).workspace_bytes <= limit:
             leading, own = part, own.of_tokens(counted)
-    if leading.operands.triton and leading.problem.tokens >= MIN_SELECTED:
+    if leading.kernel_problem.triton and leading.problem.tokens >= MIN_SELECTED:
         as_given, sorted_first = _plan(leading, *more), _plan(leading.sorted(), *more)
         is_cheap = sorted_first.seconds <= SORTED * as_given.seconds
         if sorted_first.workspace_bytes <= more[1] and is_cheap:
@@ -140,37 +141,39 @@ def _plan_like(
     return made if leading == own else _plan(own, *more, made.layout)
 
 
-def request_of(x: LossCall) -> Request:
-    """Return what this rank's part of a call is planned by."""
+def request_of(x: LossCall) -> PlanRequest:
+    """Return what the planner is asked for this rank's part of a call."""
     h, w, _, step, options, tensors, sharding = x
     ranks = sharding.ranks()
     tokens = h.shape[0] * ranks if sharding.sequence_parallel else None
-    operands = problem_of(h, w, *step.gradients, tokens)
+    kernel_problem = problem_of(h, w, *step.gradients, tokens)
     buffer = tensors.accumulate_into if step.grad_weight else None
     wide = tensors.weight_cast is not None or buffer is not None
     # copies of a tile of logits that options make in plain torch
     copies = max(int(options.softcap is not None), 2 * options.reduces_all)
     if wide or copies:
-        operands = replace(operands, wide_grad_weight=wide, tile_copies=copies)
+        kernel_problem = replace(kernel_problem, wide_grad_weight=wide, tile_copies=copies)
     if sharding.group is not None:
-        operands = replace(operands, ranks=ranks, sequence_parallel=sharding.sequence_parallel)
+        kernel_problem = replace(
+            kernel_problem, ranks=ranks, sequence_parallel=sharding.sequence_parallel
+        )
     is_sampled = options.is_sampled and any(step.gradients)
-    if operands.arch is not None:
+    if kernel_problem.arch is not None:
         given = h.device, options, tensors, is_sampled
-        if options_unsupported_reason(operands, *given) is not None:
-            operands = replace(operands, arch=None, triton=triton_serves(h, w))
+        if options_unsupported_reason(kernel_problem, *given) is not None:
+            kernel_problem = replace(kernel_problem, arch=None, triton=triton_serves(h, w))
     if is_sampled:  # what is sampled are tiles of logits
-        operands = replace(operands, triton=False)
-    problem = _problem(x, operands, buffer)
+        kernel_problem = replace(kernel_problem, triton=False)
+    problem = _loss_problem(x, kernel_problem, buffer)
     if is_sampled:
         problem = replace(problem, samples=options.samples, stores=False)
-        if buffer is not None and operands.arch is not None:
+        if buffer is not None and kernel_problem.arch is not None:
             problem = replace(problem, adds_in_place=is_in_place(buffer, h.dtype))
     copied = step.copied_hidden, step.copied_weight
-    return Request(problem, operands, _copies(operands, h, w, copied))
+    return PlanRequest(problem, kernel_problem, _copies(kernel_problem, h, w, copied))
 
 
-def _problem(x: LossCall, of: Operands, buffer: Tensor | None) -> Problem:
+def _loss_problem(x: LossCall, of: Problem, buffer: Tensor | None) -> LossProblem:
     """Return what a program of a call depends on, with the buffer that it adds dW to, if any."""
     options, tensors, in_group = x.options, x.tensors, x.sharding.group is not None
     in_place = buffer is None or can_add_in_place(buffer, x.h.dtype, sum_dtype(x.h.dtype))
@@ -178,7 +181,7 @@ def _problem(x: LossCall, of: Operands, buffer: Tensor | None) -> Problem:
     if buffer is not None and in_place and tensors.grad_output is not None:
         upstream = Upstream.KNOWN
     soft = 0 if tensors.target_indices is None else tensors.target_indices.shape[-1]
-    return Problem(
+    return LossProblem(
         of.tokens,
         of.hidden,
         of.vocab,
@@ -213,7 +216,7 @@ def copied_item_bytes(given: Tensor, taken: Tensor) -> int:
     return given.element_size()
 
 
-def _copies(of: Operands, h: Tensor, w: Tensor, copied: tuple[int, int]) -> Copies:
+def _copies(of: Problem, h: Tensor, w: Tensor, copied: tuple[int, int]) -> Copies:
     """Return the copies of h (N, D) and w (V, D) that a call makes.
 
     `copied` are the `copied_item_bytes` of h and w.  The others depend on their layouts: they are
@@ -225,15 +228,15 @@ def _copies(of: Operands, h: Tensor, w: Tensor, copied: tuple[int, int]) -> Copi
 
 
 @process_cache
-def _plan(x: Request, device: torch.device, budget: int, like: Layout | None = None) -> Plan:
+def _plan(x: PlanRequest, device: torch.device, budget: int, like: Layout | None = None) -> Plan:
     """Return the plan of a request; with a layout `like`, of chunks of as many tokens."""
-    rates = device_of(x.operands.device)
-    return plan(x.problem, backend_of(x, device), rates, budget, like)
+    rates = device_of(x.kernel_problem.device)
+    return plan(x.problem, cost_model_of(x, device), rates, budget, like)
 
 
-def backend_of(x: Request, device: torch.device) -> PrimitivesBackend:
-    """Return what the primitives that serve a request need of memory."""
-    configs = window_configs(x.operands)
+def cost_model_of(x: PlanRequest, device: torch.device) -> CostModel:
+    """Return what programs cost on the primitives that serve a request."""
+    configs = window_configs(x.kernel_problem)
     widths = tuple(config.window for config in configs)
-    backend = SamplingBackend if x.problem.samples else PrimitivesBackend
-    return backend(x.operands, configs[0], widths, x.copies, device, x.sorts)
+    kind = SampledCostModel if x.problem.samples else CostModel
+    return kind(x.kernel_problem, configs[0], widths, x.copies, device, x.sorts)

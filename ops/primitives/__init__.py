@@ -12,7 +12,7 @@ triton_kernels.py          Triton: exponentials
 triton_rows.py             Triton: what is done to rows between GEMMs, and to their results
 triton_weight.py           Triton: products of dW, which it rounds or keeps
 primitives.py              one implementation of both
-row_selection.py           which tokens are computed
+select_rows.py             selects the tokens that are computed, and moves their rows
 elementwise.py             arithmetic between the GEMMs, fused on a GPU
 weighted_sum.py            Σ factor_i x_i over the rows of 16-bit operands; gathers of soft targets
 """

@@ -25,7 +25,7 @@ from cutefce.cute_kernels.spec import GradGemmSpec
 from cutefce.ops.primitives.cute_projection import Semaphores
 from cutefce.ops.primitives.cute_rowwise import RowwiseSteps, low_bits, with_rank_one
 from cutefce.ops.primitives.portable_gradients import TargetGrad, matmul_into
-from cutefce.ops.primitives.row_selection import gather_rows, row_count, row_order, row_range
+from cutefce.ops.primitives.select_rows import gather_rows, row_count, row_order, row_range
 from cutefce.ops.rows.coefficients import RankOne
 from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.targets import Targets

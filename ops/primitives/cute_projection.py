@@ -20,11 +20,12 @@ from cutefce.cute_kernels.kernel_set import KernelSet
 from cutefce.cute_kernels.schedule.order import choose_vocab_splits, most_vocab_splits
 from cutefce.cute_kernels.spec import ProjectExpSpec
 from cutefce.cute_kernels.workspace import NUM_STATS, forward_semaphore_count
-from cutefce.ops.planning.step_memory import UNUSED_COLUMNS
+from cutefce.ops.costs.step_memory import UNUSED_COLUMNS
 from cutefce.ops.primitives.portable_projection import PortableProjection
-from cutefce.ops.primitives.row_selection import (
+from cutefce.ops.primitives.select_rows import (
     clear_rows,
     far_rows,
+    gather_rows,
     row_count,
     row_order,
     row_range,
@@ -115,6 +116,9 @@ class CuteProjection(CuteSoftTargetSteps, PortableProjection):
         if class_row is not None:
             targets.set_class_logits(class_row[1])
         return logit
+
+    def select(self, h: Tensor, selection: RowSelection, scale: Tensor | None, out: Tensor) -> None:
+        gather_rows(self.kernels, h, selection, scale, out)
 
     def project_exp(
         self,

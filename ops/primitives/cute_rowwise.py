@@ -18,7 +18,7 @@ from cutefce.cute_kernels.spec import (
 from cutefce.cute_kernels.workspace import Coefficient, Move
 from cutefce.ops.primitives.cute_projection import Semaphores
 from cutefce.ops.primitives.portable_gradients import PortableGradients
-from cutefce.ops.primitives.row_selection import row_count, row_order
+from cutefce.ops.primitives.select_rows import row_count, row_order
 from cutefce.ops.rows.coefficients import RankOne, RowCoefficients
 from cutefce.ops.rows.scaling import Scaling, scaling_of
 from cutefce.ops.rows.statistics import RowStats

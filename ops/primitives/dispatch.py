@@ -3,7 +3,6 @@
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, TypeVar, cast
 
@@ -30,7 +29,7 @@ from cutefce.ops.primitives.cute_projection import CuteProjection, Semaphores
 from cutefce.ops.primitives.portable_gradients import PortableGradients
 from cutefce.ops.primitives.portable_projection import PortableProjection
 from cutefce.ops.primitives.primitives import Primitives
-from cutefce.ops.primitives.row_selection import has_aligned_rows
+from cutefce.ops.primitives.select_rows import has_aligned_rows
 from cutefce.ops.rows.selection import CountedRows
 from cutefce.ops.rows.targets import Targets, variant_of
 from cutefce.ops.sampling.sample_sizes import slots as sample_slots
@@ -361,9 +360,7 @@ def _verdict(
         return verdict
     if torch.cuda.is_current_stream_capturing():
         raise _RetryLaterError(f"the kernels never ran on {gpu.name}; first run: {VERIFY}")
-    tuning = import_module("cutefce.autotune_cache.tuning.verify")  # which imports this package
-    found: verdicts.Verdict = tuning.verify_call(gpu, str(device), dtype, configs, part)
-    return found
+    return verdicts.verified(gpu, str(device), dtype, configs, part)
 
 
 def _failed_reason(gpu: Gpu, verdict: verdicts.Verdict | None) -> str | None:

@@ -11,8 +11,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from cutefce.ops.costs.step_memory import UPCAST_BLOCK, finished_rows
 from cutefce.ops.dtypes import sum_dtype
-from cutefce.ops.planning.step_memory import UPCAST_BLOCK, finished_rows
 from cutefce.ops.primitives.elementwise import (
     can_fuse,
     finish_dw_,
@@ -21,7 +21,7 @@ from cutefce.ops.primitives.elementwise import (
     scale_by_log_,
     scale_rows_to_,
 )
-from cutefce.ops.primitives.row_selection import row_range
+from cutefce.ops.primitives.select_rows import row_range
 from cutefce.ops.rows.blocks import blocks, row_blocks
 from cutefce.ops.rows.coefficients import RankOne, RowCoefficients
 from cutefce.ops.rows.kept_sums import (

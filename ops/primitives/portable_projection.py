@@ -97,6 +97,14 @@ class PortableProjection(SoftTargetSteps):
         """Return h and w in a layout that the other steps accept, copied if necessary."""
         return dense(h), dense(w)
 
+    def select(self, h: Tensor, selection: RowSelection, scale: Tensor | None, out: Tensor) -> None:
+        """Write the rows of h (N, D) in the order of `selection`, times `scale` (M,), to `out`.
+
+        Rows of tokens that do not count are 0.  Kernels alone select rows: plain torch computes all
+        that it is given.
+        """
+        raise NotImplementedError("selection: got one of kernels, expected None in plain torch")
+
     def target_logit(self, h: Tensor, w: Tensor, targets: Targets) -> Tensor:
         """Return r (N,): +inf for ignored tokens alone, NaN for targets outside [0, V).
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from cutefce.ops.primitives.portable_gradients import PortableGradients, TargetGrad
-from cutefce.ops.primitives.triton_rows import Kept, combine
+from cutefce.ops.primitives.triton_rows import KeptSums, combine
 from cutefce.ops.primitives.triton_weight import Listed, weight_product
 from cutefce.ops.rows.coefficients import RankOne, RowCoefficients
 from cutefce.ops.rows.selection import CountedRows, RowSelection
@@ -33,13 +33,13 @@ class TritonGradients(PortableGradients):
         accumulate: bool,
         selection: RowSelection | None = None,
     ) -> None:
-        sums = Kept(kept, low)
+        sums = KeptSums(kept, low)
         for rows, product in self.hidden_products(kept, exps, w):
             own = sums.rows(rows)
             combine(own, product, joined=own if accumulate else None)
 
     def scale_kept_rows(self, kept: Tensor, low: Tensor, scale: Tensor) -> None:
-        combine(Kept(kept, low), joined=Kept(kept, low), scale=scale)
+        combine(KeptSums(kept, low), joined=KeptSums(kept, low), scale=scale)
 
     def scale_rows(self, out: Tensor, x: Tensor, scale: Tensor) -> None:
         combine(out, x, scale=scale)
@@ -69,7 +69,7 @@ class TritonGradients(PortableGradients):
     ) -> None:
         assert order is None, "these steps run over all rows that they are given"
         own = RowCoefficients.of_sums(stats, targets)
-        combine(Kept(kept, low), sums, **_last_step(w, targets, own, None))
+        combine(KeptSums(kept, low), sums, **_last_step(w, targets, own, None))
 
     def finish_kept(
         self,
@@ -83,7 +83,7 @@ class TritonGradients(PortableGradients):
         order: Tensor | None = None,
     ) -> None:
         assert order is None, "these steps run over all rows that they are given"
-        combine(out, joined=Kept(kept, low), **_last_step(w, targets, coefficients, rank_one))
+        combine(out, joined=KeptSums(kept, low), **_last_step(w, targets, coefficients, rank_one))
 
     def target_grad(self, h: Tensor, coefficient: Tensor, targets: Targets) -> TargetGrad:
         return Listed.of(h, targets.safe_index, coefficient, targets.vocab)
@@ -119,12 +119,12 @@ class TritonGradients(PortableGradients):
         accumulate: bool,
     ) -> None:
         """More than eight parameters: see the class of plain torch."""
-        out = kept if low is None else Kept(kept, low)
+        out = kept if low is None else KeptSums(kept, low)
         more: Any = {"accumulate": accumulate, "rank_one": rank_one, "counted": self.counted}
         weight_product(out, exps, scaled, first, target_grad, **more)
 
     def finish_kept_dw(self, kept: Tensor, low: Tensor, factor: Tensor) -> None:
-        combine(kept, joined=Kept(kept, low), scale=factor.expand(len(kept)))
+        combine(kept, joined=KeptSums(kept, low), scale=factor.expand(len(kept)))
 
 
 def _last_step(

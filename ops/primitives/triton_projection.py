@@ -11,7 +11,7 @@ from torch import Tensor
 from cutefce.cute_kernels.config import PortableTiles
 from cutefce.ops.primitives import triton_kernels as kernels
 from cutefce.ops.primitives.portable_projection import PartialSums, PortableProjection
-from cutefce.ops.primitives.row_selection import with_aligned_rows
+from cutefce.ops.primitives.select_rows import with_aligned_rows
 from cutefce.ops.rows.selection import CountedRows
 from cutefce.ops.rows.statistics import RowStats
 from cutefce.ops.rows.targets import Targets, launch_transform

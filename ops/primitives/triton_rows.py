@@ -18,7 +18,7 @@ COLUMNS = 1024
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptSums:
     """Sums (R, D) in 24 or 20 bits, as `rows.kept_sums.split_` writes them."""
 
     kept: Tensor
@@ -26,9 +26,9 @@ class Kept:
     low: Tensor
     """(R, D) or (R, D / 2) uint8."""
 
-    def rows(self, rows: slice) -> "Kept":
+    def rows(self, rows: slice) -> "KeptSums":
         """Return the sums of a slice of rows."""
-        return Kept(self.kept[rows], self.low[rows])
+        return KeptSums(self.kept[rows], self.low[rows])
 
 
 @triton.jit
@@ -129,10 +129,10 @@ def _combine(
 
 
 def combine(
-    out: Tensor | Kept,
+    out: Tensor | KeptSums,
     x: Tensor | None = None,
     *,
-    joined: Kept | None = None,
+    joined: KeptSums | None = None,
     scale: Tensor | None = None,
     table: Tensor | None = None,
     index: Tensor | None = None,
@@ -147,9 +147,9 @@ def combine(
     More than eight parameters: the parts of a sum, of which most calls have few.
 
     Args:
-        out: (R, D) of any dtype, rounded to nearest; or `Kept` sums.
+        out: (R, D) of any dtype, rounded to nearest; or `KeptSums` sums.
         x: (R, D) of any dtype, may be `out`.
-        joined: sums that may share memory with `out`, if that is `Kept` or (R, D) 16-bit.
+        joined: sums that may share memory with `out`, if that is `KeptSums` or (R, D) 16-bit.
         scale: (R,) float32.
         table: (L, D) of any dtype.
         index: (R,) int64 in [0, L).
@@ -159,9 +159,9 @@ def combine(
         last: () float32.
         clears: whether a row is 0 whose scale, coefficient and factor are, whatever x holds.
     """
-    to = out.kept if isinstance(out, Kept) else out
+    to = out.kept if isinstance(out, KeptSums) else out
     (rows, columns), none = to.shape, to
-    kept = out if isinstance(out, Kept) else joined
+    kept = out if isinstance(out, KeptSums) else joined
     words = none if kept is None else kept.kept.view(torch.int16)
     low = none if kept is None else kept.low
     if not rows:
@@ -191,7 +191,7 @@ def combine(
         COLUMNS=COLUMNS,
         LOW_BITS=8 if kept is None or low.shape[1] == columns else 4,
         JOINS=joined is not None,
-        SPLITS=isinstance(out, Kept),
+        SPLITS=isinstance(out, KeptSums),
         HAS_X=x is not None,
         HAS_SCALE=scale is not None,
         HAS_TABLE=table is not None,

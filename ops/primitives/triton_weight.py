@@ -22,7 +22,7 @@ from cutefce.ops.primitives.triton_kernels import (
     is_aligned,
     load_tile,
 )
-from cutefce.ops.primitives.triton_rows import Kept, join_pieces, split_pieces
+from cutefce.ops.primitives.triton_rows import KeptSums, join_pieces, split_pieces
 from cutefce.ops.rows.coefficients import RankOne
 from cutefce.ops.rows.selection import CountedRows
 
@@ -307,7 +307,7 @@ def _add_terms(
 
 
 def weight_product(
-    out: Tensor | Kept,
+    out: Tensor | KeptSums,
     exps: Tensor,
     states: Tensor,
     first: int,
@@ -323,7 +323,7 @@ def weight_product(
     Or add it to `out`, if `accumulate`.  More than eight parameters: the parts of a sum.
 
     Args:
-        out: (K, D) of the dtype of `exps`; or sums, float32 or `Kept`, with a `last` of 1.
+        out: (K, D) of the dtype of `exps`; or sums, float32 or `KeptSums`, with a `last` of 1.
         exps: (N, K) 16-bit, 0 at targets; rows begin at multiples of 16 bytes.
         states: (N, D) as `exps`.
         first: the class of the first row of `out`.
@@ -333,8 +333,8 @@ def weight_product(
         rank_one: (K, D); None for 0.
         counted: which of the first rows of `exps` count; None for all.
     """
-    keeps = isinstance(out, Kept)
-    to, low = (out.kept, out.low) if isinstance(out, Kept) else (out, None)
+    keeps = isinstance(out, KeptSums)
+    to, low = (out.kept, out.low) if isinstance(out, KeptSums) else (out, None)
     (tokens, classes), hidden, none = exps.shape, states.shape[1], states
     device, is_wide = device_of(exps.device), to.dtype == torch.float32
     in_kernel, by_token = listed is not None and not (keeps or is_wide), False

@@ -11,11 +11,11 @@ weight.py      steps of dW and of the bias' gradient
 problem.py     what is asked: sizes, gradients, what is known when
 layout.py      how it is laid out: chunks of tokens, windows of classes, what lies in dW
 steps.py       buffers, steps and programs
-primitives_backend.py  the primitives, as such: what they allocate themselves
+cost_model.py  what steps on the primitives of a call cost: their scratch, and the workspace
 emit.py        a program while it is made: its steps, and the lives of its buffers
 lower.py       a problem and a layout of a loss to a program
 place.py       offsets of buffers, and the memory that a program takes
-cost.py        the time that it takes
+predicted_time.py  the time that it takes
 search.py      the fastest of layouts within a budget
 plan.py        the plan of a loss
 """

@@ -6,20 +6,20 @@ from torch import Tensor
 
 from cutefce.ops.program.inputs import LossInputs
 from cutefce.ops.program.plan import Plan
-from cutefce.ops.program.run import Call, Left
+from cutefce.ops.program.run import Call, SavedMemory
 from cutefce.ops.program.steps import Home
 from cutefce.ops.program.table import TABLE
 from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.statistics import RowStats
 
 
-def forward(inputs: LossInputs, plan: Plan) -> tuple[Tensor, RowStats, Left]:
-    """Return the loss, the statistics, and what is left for the backward."""
+def forward(inputs: LossInputs, plan: Plan) -> tuple[Tensor, RowStats, SavedMemory]:
+    """Return the loss, the statistics, and the memory that is saved for the backward."""
     call = Call(plan.program, inputs)
-    call.allocate(Home.KEPT)
+    call.allocate(Home.SAVED)
     allocate_gradients(call, call.program.homes_of_forward)
     call.run(call.program.forward, Home.FORWARD, TABLE)
-    return call.values["loss"], call.values["stats"], Left(plan.program, call.memory)
+    return call.values["loss"], call.values["stats"], SavedMemory(plan.program, call.memory)
 
 
 def allocate_gradients(call: Call, homes: Collection[Home | None]) -> None:
@@ -41,7 +41,7 @@ def backward(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Return dX, dW and, in the dtype of sums, the bias' gradient; what is not computed is None.
 
-    `memory` is what the forward has left.  `selection` is that of the tokens, which the targets of
+    `memory` is what the forward has saved.  `selection` is that of the tokens, which the targets of
     a program in chunks have not.
     """
     if inputs.targets.options.scales_exps != plan.problem.scales_exps:

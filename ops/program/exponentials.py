@@ -5,9 +5,8 @@ from typing import Any
 
 import torch
 
-from cutefce.ops.primitives.cute_projection import CuteProjection
 from cutefce.ops.primitives.portable_gradients import scale_by_log
-from cutefce.ops.primitives.row_selection import clear_first_rows, gather_rows
+from cutefce.ops.primitives.select_rows import clear_first_rows
 from cutefce.ops.primitives.weighted_sum import add_soft_rows
 from cutefce.ops.program.run import Call
 from cutefce.ops.program.steps import Step
@@ -23,9 +22,7 @@ def gather(call: Call, s: Step) -> None:
     x, out = call.part(s.rows), rows_of(call, s, s.writes[0])
     scale, selection = scale_of(call) if "factors" in s.reads else None, x.targets.selection
     if selection is not None:
-        projection = x.primitives.projection
-        assert isinstance(projection, CuteProjection), "others compute all rows that they are given"
-        gather_rows(projection.kernels, x.h, selection, scale, out)
+        x.primitives.projection.select(x.h, selection, scale, out)
     else:
         assert scale is not None, "else the hidden states themselves are read"
         x.primitives.gradients.scale_rows(out, x.h, scale)
@@ -78,15 +75,15 @@ def project(call: Call, s: Step) -> None:
         return
     assert exps is not None
     stats, targets = call.values["stats"], x.targets
-    if s.far and "exps" not in s.writes:
+    if s.repairs and "exps" not in s.writes:
         of_all = targets, call.values["partial"], stats
         projection.repair_stored_exps(exps, states, x.w, s.columns[0], *of_all)
         return
-    if s.far:  # of windows that are not stored
+    if s.repairs:  # of windows that are not stored
         targets = copy.copy(targets)
         targets.selection = projection.far_rows(call.values["partial"], x.targets)
-        call.values["far"] = targets.selection
-    is_early = s.far or "stats" in s.reads
+        call.values["far rows"] = targets.selection
+    is_early = s.repairs or "stats" in s.reads
     reference = stats.reference if is_early else call.values["scaling"].reference
     projection.recompute_exp(states, x.w, s.columns, reference, targets, exps)
     leave_out_entries(call, s)

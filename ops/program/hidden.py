@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cutefce.ops.planning.step_memory import few_low_bits
-from cutefce.ops.primitives.row_selection import restore_rows, row_range
+from cutefce.ops.costs.step_memory import few_low_bits
+from cutefce.ops.primitives.select_rows import restore_rows, row_range
 from cutefce.ops.program.inputs import LossInputs
 from cutefce.ops.program.run import Call
 from cutefce.ops.program.steps import Step
@@ -32,7 +32,7 @@ def gemm_hidden(call: Call, s: Step) -> None:
     x, exps = call.part(s.rows), exps_of(call, s)
     gradients, w = x.primitives.gradients, row_range(x.w, *s.columns)
     sums = rows_of(call, s, s.writes[0])
-    selection = call.values.pop("far") if s.far else x.targets.selection
+    selection = call.values.pop("far rows") if s.repairs else x.targets.selection
     more: Any = {"accumulate": s.adds, "selection": selection}
     if len(s.writes) > 1:
         gradients.keep_dx(sums, low_of(call, s.writes[1]), exps, w, **more)

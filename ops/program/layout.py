@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 
 from cutefce.cute_kernels.integers import ceil_div, round_up
-from cutefce.ops.program.problem import Problem
+from cutefce.ops.program.problem import LossProblem
 from cutefce.ops.program.steps import Home, Range
 
 
@@ -61,7 +61,7 @@ class Window:
         return self.columns[1] - self.columns[0]
 
 
-def most_aliased(p: Problem, window: int, block: int) -> int:
+def most_aliased(p: LossProblem, window: int, block: int) -> int:
     """Return how many columns fit into dW with windows of `window` columns or more, whole blocks.
 
     Widths are linear in the first column, so the first window and the last one decide.
@@ -73,7 +73,7 @@ def most_aliased(p: Problem, window: int, block: int) -> int:
     return max(0, min(by_first, by_last) // block * block)
 
 
-def windows_of(p: Problem, x: Layout, block: int) -> Iterator[Window]:
+def windows_of(p: LossProblem, x: Layout, block: int) -> Iterator[Window]:
     """Yield the windows of all tokens: in dW, stored apart, and those that are computed again.
 
     Those of a chunk are stored for its gradients if they are one.
@@ -102,7 +102,7 @@ def windows_of(p: Problem, x: Layout, block: int) -> Iterator[Window]:
     yield from (Window(columns, False) for columns in even_windows(done, p.vocab, most, block))
 
 
-def scales_exps(p: Problem, x: Layout) -> bool:
+def scales_exps(p: LossProblem, x: Layout) -> bool:
     """Whether exponentials get the factors of tokens, instead of dW's hidden states.
 
     Entries among narrow exponentials that the forward has stored are rounded once, with them.
@@ -135,7 +135,7 @@ def alike(windows: Sequence[Window]) -> Iterator[Window]:
             yield from others
 
 
-def _aliased(p: Problem, count: int, block: int) -> Iterator[Window]:
+def _aliased(p: LossProblem, count: int, block: int) -> Iterator[Window]:
     """Yield the widest windows of the first `count` columns, which lie in dW."""
     elements, first = p.vocab * p.hidden, 0
     while first < count:
@@ -146,7 +146,7 @@ def _aliased(p: Problem, count: int, block: int) -> Iterator[Window]:
         first = last
 
 
-def chunks_of(p: Problem, x: Layout) -> Iterator[Range]:
+def chunks_of(p: LossProblem, x: Layout) -> Iterator[Range]:
     """Cut the tokens into chunks; there is one of no tokens."""
     for first in range(0, max(p.tokens, 1), x.chunk):
         yield first, min(first + x.chunk, p.tokens)

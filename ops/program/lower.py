@@ -8,11 +8,11 @@ from cutefce.cute_kernels.workspace import NUM_STATS, low_bytes
 from cutefce.ops.program.emit import Emitter
 from cutefce.ops.program.layout import Layout, Window, alike, chunks_of, scales_exps, windows_of
 from cutefce.ops.program.place import place, token_bytes
-from cutefce.ops.program.problem import Problem
+from cutefce.ops.program.problem import LossProblem
 from cutefce.ops.program.steps import Home, Kind, Program, Range, Step
 
 if TYPE_CHECKING:
-    from cutefce.ops.program.primitives_backend import PrimitivesBackend
+    from cutefce.ops.program.cost_model import CostModel
 
 ORDER_BYTES = 16
 """Bytes of a token's place and of its target, in the order of the rows that count."""
@@ -32,23 +32,23 @@ VALUES = (
 """Names of buffers of numbers of tokens, of their lists, and of the class row."""
 
 
-def lower(p: Problem, x: Layout, backend: "PrimitivesBackend", *, brief: bool = False) -> Program:
+def lower(p: LossProblem, x: Layout, cost_model: "CostModel", *, brief: bool = False) -> Program:
     """Return the program of a call, with a place for every buffer.
 
     A `brief` one has one of many equal chunks and windows, with the memory of all: it serves to
     choose, not to run.
     """
-    return Lowering(p, x, backend, brief).lowered()
+    return Lowering(p, x, cost_model, brief).lowered()
 
 
 class Lowering(Emitter):
     """The steps of a loss and of its gradients."""
 
-    def __init__(self, p: Problem, x: Layout, backend: "PrimitivesBackend", brief: bool) -> None:
+    def __init__(self, p: LossProblem, x: Layout, cost_model: "CostModel", brief: bool) -> None:
         program = Program(p, x.in_forward, x.low_bits)
         program.gradients, program.token_bytes = p.gradient_bytes(), token_bytes(p)
         super().__init__(program, brief=brief)
-        self.p, self.x, self.backend = p, x, backend
+        self.p, self.x, self.cost_model = p, x, cost_model
         self.every = (0, p.tokens)
         self.in_forward = x.in_forward
         assert x.low_bits or not (self.in_forward and p.keeps_sums), "sums are in pieces"
@@ -56,7 +56,7 @@ class Lowering(Emitter):
         """Partial sums, which tell until the loss which rows are far."""
         self.has_windows = self.in_forward and x.window < p.vocab
         """Whether a chunk has its columns one window after the other, which a frozen weight can."""
-        self.windows = list(windows_of(p, x, backend.block))
+        self.windows = list(windows_of(p, x, cost_model.block))
         if brief:
             self.windows = list(alike(self.windows))
         self.scales_exps = scales_exps(p, x)
@@ -80,13 +80,13 @@ class Lowering(Emitter):
         self, name: str, rows: int, columns: int, item: int, home: Home | None = None, at: int = 0
     ) -> str:
         """Name a buffer; values of tokens may be tensors of their own."""
-        if name.startswith(VALUES) and not self.backend.places_values:
+        if name.startswith(VALUES) and not self.cost_model.places_values:
             home = Home.OUTSIDE
         return super().buffer(name, rows, columns, item, home, at)
 
     def scratch(self, step: Step) -> int:
-        """Return the bytes that the backend asks for."""
-        return self.backend.scratch(self.p, self.x, step)
+        """Return the bytes that the cost model predicts for a step."""
+        return self.cost_model.scratch(self.p, self.x, step)
 
     def is_output(self, name: str) -> bool:
         """Whether a buffer is no scratch in the memory of a gradient."""
@@ -113,7 +113,7 @@ class Lowering(Emitter):
     def exps(self, n: Window) -> str:
         """Name the exponentials of a window; those that are not stored share a buffer."""
         name = "exps" if n.home is None and not n.is_stored else f"exps of {n.columns[0]}"
-        columns = n.width if n.home is not None else round_up(n.width, self.backend.block)
+        columns = n.width if n.home is not None else round_up(n.width, self.cost_model.block)
         tokens = self.x.chunk if self.in_forward else self.p.tokens
         return self.buffer(name, tokens, columns, self.p.item, n.home, n.offset)
 
@@ -174,7 +174,7 @@ class Lowering(Emitter):
 
     def sums_of(self, n: Window, rows: Range) -> str:
         """Name the partial sums of a window."""
-        count = n.times * self.backend.partial_sums(self.p, rows[1] - rows[0], n.width)
+        count = n.times * self.cost_model.partial_sums(self.p, rows[1] - rows[0], n.width)
         return self.buffer(f"partial of {n.columns[0]}", self.x.chunk, count, self.p.sums)
 
     def statistics(self, rows: Range, states: Sequence[str], windows: Sequence[Window]) -> None:
@@ -194,9 +194,9 @@ class Lowering(Emitter):
                 self.add_hidden(rows, n)
         self.reduce(rows, parts)
         for n in self.each(windows):
-            self.project_again(rows, n, states, self.stats(), far=True)
+            self.project_again(rows, n, states, self.stats(), repairs=True)
             if self.has_windows:
-                self.add_hidden(rows, n, far=True)
+                self.add_hidden(rows, n, repairs=True)
 
     def reduce(self, rows: Range, parts: Sequence[str]) -> None:
         """Emit the statistics of rows from partial sums."""
@@ -208,12 +208,18 @@ class Lowering(Emitter):
         self.emit(Kind.REDUCE, (*self.order, "logits", *parts), (self.stats(),), rows)
 
     def project_again(
-        self, rows: Range, n: Window, states: Sequence[str], reference: str, *, far: bool = False
+        self,
+        rows: Range,
+        n: Window,
+        states: Sequence[str],
+        reference: str,
+        *,
+        repairs: bool = False,
     ) -> str:
         """Emit the exponentials of a window relative to a reference that is known by now."""
         exps = self.exps(n)
         reads = (*states, reference, *self.order)
-        self.emit(Kind.PROJECT, reads, (exps,), rows, n.columns, far=far)
+        self.emit(Kind.PROJECT, reads, (exps,), rows, n.columns, repairs=repairs)
         return exps
 
     # -- gradients in the forward -----------------------------------------------------------------
@@ -259,7 +265,7 @@ class Lowering(Emitter):
         """Name what is kept of dX: it or its larger pieces in its memory."""
         rounded = self.p.rounds_hidden or self.p.dx_item == self.p.sums
         # a sum over all classes is rounded once
-        few = self.backend.few_low_bits(self.p)
+        few = self.cost_model.few_low_bits(self.p)
         return (self.dx(), *(() if rounded else self.low("low of dx", self.p.tokens, few)))
 
     # -- products ---------------------------------------------------------------------------------
@@ -274,10 +280,10 @@ class Lowering(Emitter):
         own = self.dx() if self.sums_in_dx else self.buffer("sums", p.tokens, p.hidden, item)
         return (own, *low)
 
-    def add_hidden(self, rows: Range, n: Window, *, far: bool = False) -> None:
+    def add_hidden(self, rows: Range, n: Window, *, repairs: bool = False) -> None:
         """Emit a product of dX's sums, of which the first one is written."""
         reads, sums, adds = (*self.order, self.exps(n)), self.hidden_sums(), n.columns[0] > 0
-        self.emit(Kind.GEMM_HIDDEN, reads, sums, rows, n.columns, adds=adds, far=far)
+        self.emit(Kind.GEMM_HIDDEN, reads, sums, rows, n.columns, adds=adds, repairs=repairs)
 
     @property
     def stored(self) -> list[Window]:
@@ -305,7 +311,7 @@ class Lowering(Emitter):
 
     def list_targets(self, states: Sequence[str], factors: str) -> None:
         """Emit the lists of the tokens of each class."""
-        self.buffer("listed", 1, self.backend.listed_targets(self.p, self.in_forward), 1)
+        self.buffer("listed", 1, self.cost_model.listed_targets(self.p, self.in_forward), 1)
         self.emit(Kind.LIST_TARGETS, (*self.order, *states, factors), ("listed",), self.every)
 
     def add_weight(

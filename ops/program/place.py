@@ -8,8 +8,8 @@ from itertools import groupby
 
 from cutefce.cute_kernels.integers import round_up
 from cutefce.cute_kernels.workspace import NUM_STATS
-from cutefce.ops.planning.step_memory import TARGET_BYTES
-from cutefce.ops.program.problem import Problem
+from cutefce.ops.costs.step_memory import TARGET_BYTES
+from cutefce.ops.program.problem import LossProblem
 from cutefce.ops.program.steps import ARENAS, Buffer, Home, Program
 
 ITEM = 8
@@ -26,7 +26,7 @@ def place(program: Program) -> Program:
     free = [(-b.size, name) for name, b in buffers.items() if b.home is None]
     for _, name in sorted(free):
         buffer, (first, last) = buffers[name], program.lives[name]
-        home = Home.KEPT if first < middle <= last else Home.FORWARD
+        home = Home.SAVED if first < middle <= last else Home.FORWARD
         if first >= middle:
             home = Home.BACKWARD
         offset = 0
@@ -43,9 +43,9 @@ def place(program: Program) -> Program:
     return program
 
 
-def kept(program: Program) -> int:
-    """Return the bytes that a call holds from its forward to the end of its backward."""
-    return program.arenas[Home.KEPT] + program.token_bytes
+def saved_bytes(program: Program) -> int:
+    """Return the bytes that a forward saves: a call holds them to the end of its backward."""
+    return program.arenas[Home.SAVED] + program.token_bytes
 
 
 def peak(program: Program) -> int:
@@ -58,16 +58,16 @@ def peak(program: Program) -> int:
     forward, backward = _most_outside(program)
     forward += program.arenas[Home.FORWARD] - later
     backward += program.arenas[Home.BACKWARD]
-    return kept(program) + max(forward, backward, 0)
+    return saved_bytes(program) + max(forward, backward, 0)
 
 
-def token_bytes(p: Problem) -> int:
+def token_bytes(p: LossProblem) -> int:
     """Bytes of the statistics of tokens, and of their targets."""
     statistics = NUM_STATS * p.sums * (1 + p.selects)  # in either order
     return p.tokens * (statistics + TARGET_BYTES + p.soft * soft_target_bytes(p))
 
 
-def soft_target_bytes(p: Problem) -> int:
+def soft_target_bytes(p: LossProblem) -> int:
     """Bytes of one of a token's soft targets."""
     found = 8 + 2 * p.sums
     if p.returns_classes:

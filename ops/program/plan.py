@@ -6,12 +6,12 @@ from functools import cached_property
 
 from cutefce.cute_kernels.integers import ceil_div, round_up
 from cutefce.cute_kernels.problem import LOW_BITS
-from cutefce.ops.planning.budget import predicted
-from cutefce.ops.planning.device import Device
+from cutefce.ops.costs.budget import predicted
+from cutefce.ops.costs.device import Device
+from cutefce.ops.program.cost_model import CostModel
 from cutefce.ops.program.layout import Layout, most_aliased
-from cutefce.ops.program.place import kept, peak
-from cutefce.ops.program.primitives_backend import PrimitivesBackend
-from cutefce.ops.program.problem import Problem
+from cutefce.ops.program.place import peak, saved_bytes
+from cutefce.ops.program.problem import LossProblem
 from cutefce.ops.program.search import Costed, fastest_within
 from cutefce.ops.program.steps import Program
 
@@ -30,14 +30,14 @@ SHORT_SUMS = 32
 class Plan(Costed):
     """How a call runs: its program is that of a problem and a layout."""
 
-    problem: Problem
+    problem: LossProblem
     layout: Layout
-    backend: PrimitivesBackend
+    cost_model: CostModel
 
     @cached_property
     def program(self) -> Program:
         """What runs."""
-        return self.backend.lower(self.problem, self.layout)
+        return self.cost_model.lower(self.problem, self.layout)
 
     @cached_property
     def without_entropy(self) -> "Plan":
@@ -92,17 +92,17 @@ class Plan(Costed):
         return f"{name}, {size}, {columns} columns at a time: {cost}"
 
 
-def planned(p: Problem, x: Layout, backend: PrimitivesBackend, device: Device) -> Plan:
+def planned(p: LossProblem, x: Layout, cost_model: CostModel, device: Device) -> Plan:
     """Return the plan of a layout."""
-    program = backend.lower(p, x, brief=True)
-    size = backend.workspace(p, peak(program), kept(program))
-    seconds = backend.seconds(program, device)
-    return Plan(p, x, backend, workspace_bytes=size, seconds=seconds)
+    program = cost_model.lower(p, x, brief=True)
+    size = cost_model.workspace(p, peak(program), saved_bytes(program))
+    seconds = cost_model.seconds(program, device)
+    return Plan(p, x, cost_model, workspace_bytes=size, seconds=seconds)
 
 
 def plan(
-    p: Problem,
-    backend: PrimitivesBackend,
+    p: LossProblem,
+    cost_model: CostModel,
     device: Device,
     budget: int,
     like: Layout | None = None,
@@ -114,31 +114,29 @@ def plan(
     strategy and, if gradients are formed in the forward, the tokens of a chunk.
     """
     if like is not None and like.in_forward:
-        every = round_up(p.vocab, backend.block)
+        every = round_up(p.vocab, cost_model.block)
         window = like.window if like.window < p.vocab else every
         low = _low_bits(p, ceil_div(p.tokens, like.chunk), p.into > 0 and not p.adds_in_forward)
         x = replace(like, window=window, low_bits=low)
-        return planned(p, x, backend, device).within(budget)
-    families = [*_families(p, backend, like is None)]
-    return fastest_within(families, lambda x: planned(p, x, backend, device), budget)
+        return planned(p, x, cost_model, device).within(budget)
+    families = [*_families(p, cost_model, like is None)]
+    return fastest_within(families, lambda x: planned(p, x, cost_model, device), budget)
 
 
-def _families(
-    p: Problem, backend: PrimitivesBackend, may_chunk: bool
-) -> Iterator[Sequence[Layout]]:
+def _families(p: LossProblem, cost_model: CostModel, may_chunk: bool) -> Iterator[Sequence[Layout]]:
     """Yield layouts of which each takes more memory, and less time, than the one before.
 
     The first and the last may not: one stores nothing, so that other factors are needed, and one
     computes nothing again.
     """
-    block, tokens = backend.block, max(p.tokens, 1)
+    block, tokens = cost_model.block, max(p.tokens, 1)
     every = round_up(p.vocab, block)
-    widths = [width for width in backend.windows if width < p.vocab] or [every]
+    widths = [width for width in cost_model.windows if width < p.vocab] or [every]
     if not (p.needs_gradients and p.stores):
         yield [Layout(tokens, widths[0])]
         return
     if may_chunk and p.can_chunk:  # the first, so that others are compared with few plans of them
-        yield from _chunks(p, every, backend.skips_far)
+        yield from _chunks(p, every, cost_model.skips_far)
     for window in widths:
         # float32 sums are worth their memory where few windows add to them
         for low in (*_bits(p, window), *[0] * (window == widths[0])) or (0,):
@@ -149,21 +147,21 @@ def _families(
                 yield [*some, Layout(tokens, widths[0], round_up(rest, block), aliased, low)]
 
 
-def _bits(p: Problem, window: int) -> list[int]:
+def _bits(p: LossProblem, window: int) -> list[int]:
     """Return the low bits of sums of dX over windows that are worth a try."""
     if not (p.keeps_sums and p.grad_hidden and p.dx_item == p.item):
         return []
     return [_low_bits(p, ceil_div(p.vocab, window))]
 
 
-def _low_bits(p: Problem, additions: int, is_exact: bool = False) -> int:
+def _low_bits(p: LossProblem, additions: int, is_exact: bool = False) -> int:
     """Return the bits beside 16 of sums of so many additions; the most if they are to be exact."""
     if not p.keeps_sums:
         return 0
     return LOW_BITS[is_exact or additions > SHORT_SUMS or p.hidden % 2]
 
 
-def _chunks(p: Problem, every: int, skips_far: bool) -> Iterator[Sequence[Layout]]:
+def _chunks(p: LossProblem, every: int, skips_far: bool) -> Iterator[Sequence[Layout]]:
     """Yield chunks from small to large; with windows where dX alone is formed.
 
     Such windows are computed again where references move: steps that skip all rows must be cheap.

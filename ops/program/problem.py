@@ -18,7 +18,7 @@ class Upstream(Enum):
 
 
 @dataclass(frozen=True)
-class Problem:
+class LossProblem:
     """One linear cross entropy: `tokens` rows of `hidden` features against `vocab` classes."""
 
     tokens: int

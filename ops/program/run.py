@@ -18,11 +18,14 @@ from cutefce.ops.torch_compat import capture_id
 
 
 @dataclass
-class Left:
-    """What a forward leaves for a backward: no inputs, and no statistics, by which it is found."""
+class SavedMemory:
+    """The memory that a forward saves for a backward.
+
+    It has no inputs, and not the statistics, by which a backward finds it.
+    """
 
     program: Program
-    memory: dict[Home, Tensor]
+    by_home: dict[Home, Tensor]
     capture: int | None = field(default_factory=lambda: capture_id())
     """The CUDA graph capture in which the forward ran; None if in none."""
 
@@ -33,8 +36,8 @@ class Left:
         the caller's: threads may share a graph.
         """
         if not self.program.is_spent:
-            return dict(self.memory)
-        memory: dict[Home, Tensor] | None = vars(self).pop("memory", None)  # in one step
+            return dict(self.by_home)
+        memory: dict[Home, Tensor] | None = vars(self).pop("by_home", None)  # in one step
         if memory is not None and self.capture != capture_id():
             return {home: x.clone() for home, x in memory.items()}
         return memory

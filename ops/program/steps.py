@@ -15,10 +15,10 @@ class Home(Enum):
 
     __hash__ = object.__hash__  # there is one object of each: that of names takes time
 
-    KEPT = "what lives from the forward to the backward"
+    SAVED = "what lives from the forward to the backward"
     FORWARD = "scratch of the forward"
     BACKWARD = "scratch of the backward"
-    STATS = "the statistics of tokens, by which a backward finds what its forward kept"
+    STATS = "the statistics of tokens, by which a backward finds what its forward saved"
     DX = "dX"
     DW = "dW"
     DBIAS = "the gradient of the bias"
@@ -28,7 +28,7 @@ class Home(Enum):
     OUTSIDE = "tensors that primitives allocate"
 
 
-ARENAS = Home.KEPT, Home.FORWARD, Home.BACKWARD
+ARENAS = Home.SAVED, Home.FORWARD, Home.BACKWARD
 GRADIENTS = Home.DX, Home.DW, Home.DBIAS, Home.SECOND_DX, Home.SECOND_DW
 
 
@@ -100,8 +100,8 @@ class Step:
     columns: Range = (0, 0)
     adds: bool = False
     """Whether it adds to what it writes."""
-    far: bool = False
-    """Whether it does work again because REDUCE has moved a reference.
+    repairs: bool = False
+    """Whether it does the work of far rows again: those whose reference REDUCE has moved.
 
     Kernels repair the row blocks where one has; in a window of a chunk they compute all rows, if
     one has.  Otherwise a launch exits at once.
@@ -184,7 +184,7 @@ class Program:
 
     @cached_property
     def is_spent(self) -> bool:
-        """Whether a backward overwrites what the forward has left, or hands it out as a gradient.
+        """Whether a backward overwrites what the forward has saved, or hands it out as a gradient.
 
         Another backward then has to run the forward's steps again; so it does where these add to
         the caller's buffer.

@@ -1,4 +1,4 @@
-"""The steps of programs as calls of the primitives of a backend."""
+"""Which function runs which step, on the primitives that serve a call."""
 
 from collections.abc import Callable
 from enum import Enum

@@ -7,7 +7,6 @@ coefficients.py    what a backward multiplies exponentials by
 scaling.py         where these factors are applied
 loss_parts.py      what losses are made of, when it is first used
 loss_terms.py      coefficients of the loss of a token, from targets as given
-classes            K classes of a token, with probabilities or as outputs
 target_rows.py     the targets' part of dW, in plain torch
 blocks.py          blocks of rows
 logit_map.py       from raw logits to the model's

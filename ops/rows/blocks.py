@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
+from cutefce.ops.costs.step_memory import row_block_bytes
 from cutefce.ops.dtypes import sum_dtype
-from cutefce.ops.planning.step_memory import row_block_bytes
 
 
 def blocks(count: int, size: int) -> Iterator[slice]:

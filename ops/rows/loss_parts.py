@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from cutefce.ops.interface.options import LossOptions, TensorOptions
-from cutefce.ops.rows.classes.output_classes import OutputClasses
-from cutefce.ops.rows.classes.soft_targets import SoftTargets
 from cutefce.ops.rows.loss_terms import GivenTargets, LossTerms
 from cutefce.ops.rows.selection import RowSelection
+from cutefce.ops.soft_targets.output_classes import OutputClasses
 from cutefce.ops.soft_targets.rows import LARGEST, is_outside, is_wrong
+from cutefce.ops.soft_targets.targets import SoftTargets
 
 
 class LossParts(NamedTuple):

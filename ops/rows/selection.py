@@ -32,9 +32,9 @@ class CountedRows:
     """The first token of a chunk, from which on rows are numbered."""
 
     @staticmethod
-    def of(counts: Tensor) -> "CountedRows":
-        """Return the number of tokens that count, of counts (N,) bool."""
-        count = counts.sum(0, keepdim=True, dtype=torch.int32)
+    def of(is_counted: Tensor) -> "CountedRows":
+        """Return how many tokens count; `is_counted` (N,) says which do."""
+        count = is_counted.sum(0, keepdim=True, dtype=torch.int32)
         if not count.is_cuda:
             return CountedRows(count, count, None)
         copied, event = torch.empty(1, dtype=torch.int32, pin_memory=True), torch.cuda.Event()

@@ -18,12 +18,12 @@ from cutefce.cute_kernels.variant import (
 )
 from cutefce.ops.dtypes import sum_dtype
 from cutefce.ops.interface.options import LossOptions, TensorOptions
-from cutefce.ops.rows.classes.output_classes import OutputClasses
-from cutefce.ops.rows.classes.soft_targets import SoftTargets
 from cutefce.ops.rows.logit_map import LogitMap
 from cutefce.ops.rows.loss_parts import LossParts, parts_of, without_weightless
 from cutefce.ops.rows.loss_terms import GivenTargets, LossTerms
 from cutefce.ops.rows.selection import RowSelection
+from cutefce.ops.soft_targets.output_classes import OutputClasses
+from cutefce.ops.soft_targets.targets import SoftTargets
 
 if TYPE_CHECKING:
     from cutefce.ops.rows.statistics import RowStats

@@ -13,7 +13,7 @@ sample_sizes.py  entries that a token may keep, columns that its lse is estimate
 random_bits.py   the random bits of entries
 steps.py         the steps that sampled gradients add to those of programs
 lower.py         a problem to a program
-backend.py       the memory and the time of these steps
+cost_model.py    the memory and the time of these steps
 table.py         which function runs which of them
 estimates.py     steps of the logits that log-sum-exps are estimated of
 portable.py      the other steps in plain torch

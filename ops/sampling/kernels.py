@@ -19,7 +19,7 @@ from cutefce.cute_kernels.sampling_set import SamplingKernels, sampling_kernels
 from cutefce.cute_kernels.spec import SparseRowsSpec
 from cutefce.ops.dtypes import dtype_name
 from cutefce.ops.primitives.cute_projection import CuteProjection
-from cutefce.ops.primitives.row_selection import (
+from cutefce.ops.primitives.select_rows import (
     gather_rows,
     has_aligned_rows,
     row_order,

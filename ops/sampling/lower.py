@@ -3,34 +3,34 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from cutefce.ops.planning.step_memory import added_rows
+from cutefce.ops.costs.step_memory import added_rows
 from cutefce.ops.program.layout import Layout, Window, even_windows
 from cutefce.ops.program.lower import Lowering
-from cutefce.ops.program.problem import Problem
+from cutefce.ops.program.problem import LossProblem
 from cutefce.ops.program.steps import Home, Program, Range
 from cutefce.ops.sampling.sample_sizes import estimate_count, slots
 from cutefce.ops.sampling.steps import SampleKind
 
 if TYPE_CHECKING:
-    from cutefce.ops.program.primitives_backend import PrimitivesBackend
+    from cutefce.ops.program.cost_model import CostModel
 
 WORD, INDEX = 4, 8
 """Bytes of a number of 32 bits, and of one of 64, in which kernels have an entry."""
 
 
-def lower(p: Problem, x: Layout, backend: "PrimitivesBackend") -> Program:
+def lower(p: LossProblem, x: Layout, cost_model: "CostModel") -> Program:
     """Return the program of a call with sampled gradients, with a place for every buffer."""
-    lowering = _PortableLowering if backend.operands.arch is None else _KernelLowering
-    return lowering(p, x, backend).lowered()
+    lowering = _PortableLowering if cost_model.kernel_problem.arch is None else _KernelLowering
+    return lowering(p, x, cost_model).lowered()
 
 
 class _SampledLowering(Lowering):
     """A forward that estimates log-sum-exps; it stores no exponentials."""
 
-    def __init__(self, p: Problem, x: Layout, backend: "PrimitivesBackend") -> None:
-        super().__init__(p, x, backend, brief=False)
+    def __init__(self, p: LossProblem, x: Layout, cost_model: "CostModel") -> None:
+        super().__init__(p, x, cost_model, brief=False)
         # the same ones whatever is trained
-        cut = even_windows(0, p.vocab, x.window, backend.block)
+        cut = even_windows(0, p.vocab, x.window, cost_model.block)
         self.windows = [Window(columns, False) for columns in cut]
 
     def step(
@@ -62,7 +62,7 @@ class _SampledLowering(Lowering):
             classes.append(self.outside("places", p.tokens, 2, INDEX))
             self.step(kind.PLACE_TARGETS, classes[:1], classes[2:])
         share = count // max(p.ranks, 1)
-        sums = self.backend.partial_sums(p, p.tokens, share)
+        sums = self.cost_model.partial_sums(p, p.tokens, share)
         partial = self.outside("partial of classes", p.tokens, sums, p.sums)
         self.step(kind.PROJECT_CLASSES, (*states, "logits", *classes), (partial,), (0, share))
         self.outside("estimate", p.tokens, 1, p.sums)
@@ -83,7 +83,13 @@ class _PortableLowering(_SampledLowering):
         self.step(SampleKind.DECIDE, ("estimate", self.stats()), kept)
 
     def project_again(
-        self, rows: Range, n: Window, states: Sequence[str], reference: str, *, far: bool = False
+        self,
+        rows: Range,
+        n: Window,
+        states: Sequence[str],
+        reference: str,
+        *,
+        repairs: bool = False,
     ) -> str:
         exps = self.exps(n)
         self.step(
@@ -131,7 +137,7 @@ class _KernelLowering(_SampledLowering):
             return
         if p.every_class or not p.grad_weight or (p.into and not p.adds_in_place):
             # sums are formed beside dW, some rows at a time
-            room = min(added_rows(p.hidden, p.sums, self.backend.operands.device), p.vocab)
+            room = min(added_rows(p.hidden, p.sums, self.cost_model.kernel_problem.device), p.vocab)
             rows.append(self.buffer("room", room, p.hidden, p.sums))
         listed = [*self.chosen, self.stats(), factors]
         if p.every_class and p.grad_weight:

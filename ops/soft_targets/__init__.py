@@ -1,5 +1,7 @@
-"""Steps of soft targets on the kernels, and what they do where there are none.
+"""K classes of each token: with probabilities (soft targets), or with log-probabilities as outputs.
 
-rows.py       the rows of soft targets: leads, and the other classes sorted
-kernels.py    launches of the kernels between the GEMMs
+targets.py          SoftTargets: classes with probabilities, and their terms among exponentials
+output_classes.py   OutputClasses: those whose log-probabilities are outputs
+rows.py             what both are made of: the lead of each token, and the other classes sorted
+kernels.py          launches of the kernels between the GEMMs
 """

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from cutefce.cute_kernels.jit.cache import compiled
 from cutefce.cute_kernels.kernel_set import KernelSet
-from cutefce.ops.primitives.row_selection import row_order
+from cutefce.ops.primitives.select_rows import row_order
 from cutefce.ops.primitives.weighted_sum import SoftTargetSteps
 from cutefce.ops.rows.targets import Targets
 

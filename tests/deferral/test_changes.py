@@ -105,3 +105,21 @@ def test_a_copy_of_changed_logits_is_refused(copy: Any) -> None:
     logits.mul_(2)
     with pytest.raises(RuntimeError, match=SHARED):
         copy(part)
+
+
+def test_views_of_logits_that_were_scaled_in_place_are_refused() -> None:
+    """A view that is taken afterwards has the scale; one of before would need it."""
+    model = Model()
+    wanted = ce(model(TOKENS) / 2, TARGETS)
+    cutefce.defer(model)
+    logits: Any = model(TOKENS)
+    early = logits[:, :-1]
+    copy = logits.clone()
+    logits /= 2
+    torch.testing.assert_close(ce(logits, TARGETS), wanted)
+    torch.testing.assert_close(ce(copy.div_(2)[:], TARGETS), wanted)
+    uses: list[Any] = [lambda x: ce(x, TARGETS[:, :-1]), lambda x: x.argmax(), lambda x: x.clone()]
+    for use in uses:
+        with pytest.raises(RuntimeError, match=SHARED):
+            use(early)
+    assert cutefce.deferral_report(model) == cutefce.DeferralReport(2, {})

@@ -1,6 +1,8 @@
 """hooks: a framework's function is replaced once, and only if it is the expected one."""
 
+import sys
 import warnings
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -41,6 +43,19 @@ def test_a_function_is_replaced_once() -> None:
     assert vars(click.utils.echo)["__wrapped__"] is ours
     with pytest.raises(RuntimeError, match="enabled already"):
         hooks.replace(PATH, ours, tested=installed())
+
+
+def test_copies_by_other_names_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    import click.utils
+
+    importer, other = ModuleType("ClickUser"), ModuleType("other")
+    for module in (importer, other):
+        vars(module)["say"] = click.utils.echo
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    own = click.utils.echo
+    hooks.replace(PATH, ours, tested=installed(), importers="clickuser")
+    assert vars(importer)["say"] is click.utils.echo
+    assert vars(other)["say"] is own
 
 
 def test_what_is_not_served_is_left_to_the_framework(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,3 +141,10 @@ def test_a_commit_is_no_other_version(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_missing_package_is_named() -> None:
     with pytest.raises(ImportError, match=r"no-such-package: not installed"):
         hooks.check_version("no-such-package 1.0")
+
+
+def test_a_module_that_cannot_be_imported_is_named() -> None:
+    """Such as one that needs a package which the framework does not install by itself."""
+    expected = "click.no_such_module: cannot be imported, expected click .*: No module named"
+    with pytest.raises(ImportError, match=expected):
+        hooks.replace("click.no_such_module:call", lambda x: x, tested=installed())

@@ -36,7 +36,7 @@ from cutefce.cute_kernels.workspace import (
 )
 from cutefce.ops.interface.options import LossOptions, TensorOptions
 from cutefce.ops.primitives.portable_gradients import PortableGradients
-from cutefce.ops.primitives.row_selection import as_bits
+from cutefce.ops.primitives.select_rows import as_bits
 from cutefce.ops.rows.coefficients import RankOne, RowCoefficients
 from cutefce.ops.rows.kept_sums import joined_sums
 from cutefce.ops.rows.loss_parts import LossParts

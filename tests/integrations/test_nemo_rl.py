@@ -191,13 +191,14 @@ def distillation_loss(losses: Any, logits: Any, zero_outside: bool, **more: Any)
 
 @pytest.mark.parametrize("zero_outside", [False, True])
 def test_distillation_is_that_of_logits(zero_outside: bool, losses: ModuleType) -> None:
+    """NeMo-RL divides logits by a sampling temperature in place."""
     torch.manual_seed(0)
     head, hidden = nn.Linear(16, 62), torch.randn(3, 10, 16)
-    want = distillation_loss(losses, head(hidden), zero_outside)
+    want = distillation_loss(losses, head(hidden).div_(0.7), zero_outside)
     want.backward()
     wanted = gradients_of(head)
     integration.enable_distillation(head)
-    got = distillation_loss(losses, head(hidden), zero_outside)
+    got = distillation_loss(losses, head(hidden).div_(0.7), zero_outside)
     torch.testing.assert_close(got, want)
     got.backward()
     assert cutefce.deferral_report(head) == cutefce.DeferralReport(1, {})

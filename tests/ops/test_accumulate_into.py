@@ -12,6 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 import cutefce
 from cutefce.cute_kernels.config import PortableTiles
+from cutefce.ops.costs import step_memory
+from cutefce.ops.costs.budget import MINIMUM
 from cutefce.ops.interface.options import (
     LossCall,
     LossOptions,
@@ -19,10 +21,8 @@ from cutefce.ops.interface.options import (
     StepOptions,
     TensorOptions,
 )
-from cutefce.ops.operators import agreement, kept
+from cutefce.ops.operators import agreement, saved
 from cutefce.ops.operators.plans import plan_for
-from cutefce.ops.planning import step_memory
-from cutefce.ops.planning.budget import MINIMUM
 from tests.support.backends import Backend, on_backends
 from tests.support.layouts import LAYOUTS, Layout, pinned
 from tests.support.options import LOSSES, OptionsCase
@@ -425,7 +425,7 @@ def test_a_backward_that_finds_nothing_raises(monkeypatch: pytest.MonkeyPatch) -
     given: dict[str, Any] = {"accumulate_into": torch.zeros(100, 16), "grad_output": 1.0}
     h, w = case.h.requires_grad_(), case.w.requires_grad_()
     loss = cutefce.linear_cross_entropy(h, w, case.y, workspace=IN_FORWARD, **given)
-    monkeypatch.setattr(kept, "kept_with", lambda _: None)
+    monkeypatch.setattr(saved, "saved_with", lambda _: None)
     with pytest.raises(RuntimeError, match=r"^grad_output: got a backward that does not find"):
         loss.backward()
 

@@ -14,7 +14,7 @@ from torch.export import Dim, export
 
 import cutefce
 from bench.harness.timing import peak_bytes
-from cutefce.ops.operators import kept, operators
+from cutefce.ops.operators import operators, saved
 from tests.support.reference import are_same, random_case
 from tests.support.stand_in_gpu import served_by_kernels
 from tests.support.steps import WORKSPACES, gradients, have_same_bits, operands
@@ -204,7 +204,7 @@ def test_compiled_steps_take_the_memory_of_eager_ones(
         step()
         forwards.clear()
         peaks.append(peak_bytes(step, "cpu"))
-        assert len(forwards) == 1 and not kept._kept
+        assert len(forwards) == 1 and not saved._saved
     assert peaks[1] <= peaks[0] + 4096
 
 

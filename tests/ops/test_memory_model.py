@@ -21,7 +21,7 @@ from cutefce.ops.interface.options import (
     TensorOptions,
 )
 from cutefce.ops.operators.plans import plan_for
-from cutefce.ops.program.problem import Problem
+from cutefce.ops.program.problem import LossProblem
 from cutefce.ops.rows.targets import OUTPUTS
 from tests.support.layouts import Layout, pinned_plan, predicted
 from tests.support.memory import peaks
@@ -40,7 +40,7 @@ def measure(
     reduction: str = "mean",
     grad_hidden: bool = True,
     grad_weight: bool = True,
-) -> tuple[int, int, Problem]:
+) -> tuple[int, int, LossProblem]:
     """Return predicted and measured workspace in bytes."""
     # kernels of all the shapes before could be so many that this one's would run unfused
     torch.compiler.reset()

@@ -9,14 +9,14 @@ from torch import Tensor
 import cutefce
 from cutefce.autotune_cache import defaults
 from cutefce.cute_kernels.problem import Problem
+from cutefce.ops.costs.device import GPU
 from cutefce.ops.divergence.plan import make_plan
 from cutefce.ops.divergence.problem import DivergenceProblem
 from cutefce.ops.dtypes import dtype_name
 from cutefce.ops.interface import checks
-from cutefce.ops.planning.device import GPU
+from cutefce.ops.program.cost_model import CostModel
 from cutefce.ops.program.plan import plan as make_loss_plan
-from cutefce.ops.program.primitives_backend import PrimitivesBackend
-from cutefce.ops.program.problem import Problem as LossProblem
+from cutefce.ops.program.problem import LossProblem
 
 TOKENS, HIDDEN, VOCAB = 8192, 4096, 128256
 
@@ -36,7 +36,7 @@ def test_a_plan_is_that_of_a_hopper_gpu(
 ) -> None:
     problem = Problem(TOKENS, HIDDEN, VOCAB, dtype_name(dtype), "cuda", arch=arch)
     configs = defaults.window_configs(problem)
-    backend = PrimitivesBackend(problem, configs[0], tuple(config.window for config in configs))
+    cost_model = CostModel(problem, configs[0], tuple(config.window for config in configs))
     item, sums = problem.item_bytes, problem.accumulator_bytes
     loss = LossProblem(
         TOKENS,
@@ -47,7 +47,7 @@ def test_a_plan_is_that_of_a_hopper_gpu(
         stores=item != 2 or dtype == torch.bfloat16,
         selects=arch is not None,
     )
-    want = make_loss_plan(loss, backend, GPU, checks.workspace_bytes(workspace))
+    want = make_loss_plan(loss, cost_model, GPU, checks.workspace_bytes(workspace))
     w = empty(VOCAB, HIDDEN, dtype=dtype)
     for shape in ((TOKENS, HIDDEN), (8, TOKENS // 8, HIDDEN)):
         assert cutefce.plan(empty(*shape, dtype=dtype), w, workspace=workspace) == want

@@ -15,7 +15,7 @@ import cutefce
 from cutefce.cute_kernels.config import PortableTiles
 from cutefce.ops.interface import call
 from cutefce.ops.interface.options import LossOptions, Sharding, StepOptions, TensorOptions
-from cutefce.ops.operators import kept
+from cutefce.ops.operators import saved
 from cutefce.ops.rows.targets import Targets
 from cutefce.ops.sampling import sample_sizes
 from cutefce.ops.sampling.estimate_classes import estimate_classes, target_places
@@ -344,7 +344,7 @@ def test_later_backwards_give_the_same_bits(
     loss = eager(*leaves, x.case.y, **SAMPLED)
     first = torch.autograd.grad(loss, leaves, retain_graph=True)
     if not finds:
-        monkeypatch.setattr(kept, "kept_with", lambda stats: None)
+        monkeypatch.setattr(saved, "saved_with", lambda stats: None)
     assert all(map(torch.equal, first, torch.autograd.grad(loss, leaves)))
 
 

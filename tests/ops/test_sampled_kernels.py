@@ -14,7 +14,7 @@ from cutefce.cute_kernels.arch import arch_named
 from cutefce.cute_kernels.config import PortableTiles
 from cutefce.cute_kernels.problem import Problem
 from cutefce.cute_kernels.spec import ChooseClassesSpec, KernelSpec, SelectRowsSpec
-from cutefce.ops.planning.device import GPU
+from cutefce.ops.costs.device import GPU
 from cutefce.ops.primitives.dispatch import sampling_unsupported_reason
 from cutefce.ops.program.plan import planned
 from tests.ops.test_sampled import GREAT, NAMES, SAMPLED, SHAPE, drawn, eager
@@ -132,8 +132,9 @@ def test_peak_memory_is_predicted(
     options["gradient"] = "sampled"
 
     plan = cutefce.plan(h, w, **options)
-    backend = replace(plan.backend, operands=replace(plan.backend.operands, device="cuda"))
-    plan = planned(plan.problem, plan.layout, backend, GPU)
+    on_gpu = replace(plan.cost_model.kernel_problem, device="cuda")
+    cost_model = replace(plan.cost_model, kernel_problem=on_gpu)
+    plan = planned(plan.problem, plan.layout, cost_model, GPU)
     check(plan.program)
 
     def step() -> None:

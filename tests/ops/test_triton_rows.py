@@ -31,7 +31,7 @@ def kept(sums: Tensor, low_bits: int) -> Any:
     words = torch.empty(rows, columns, dtype=torch.bfloat16, device=DEVICE)
     low = torch.empty(rows, columns * low_bits // 8, dtype=torch.uint8, device=DEVICE)
     split_(words_of(words, low), low, sums)
-    return kernels.Kept(words, low)
+    return kernels.KeptSums(words, low)
 
 
 @shapes

@@ -91,11 +91,11 @@ def test_sums_are_kept_in_pieces(sizes: tuple[int, int, int], low_bits: int) -> 
     classes, hidden = x.product.shape
     words = torch.empty(classes, hidden, dtype=torch.bfloat16, device=DEVICE)
     low = torch.empty(classes, hidden * low_bits // 8, dtype=torch.uint8, device=DEVICE)
-    x.run(kernels.Kept(words, low), listed=False)
+    x.run(kernels.KeptSums(words, low), listed=False)
     # a sum is rounded to 8 + low_bits digits, each time that it is kept
     near = 2.0 ** -(8 + low_bits) * float(x.product.abs().max())
     torch.testing.assert_close(joined_sums(words, low).double(), x.product, rtol=0, atol=near)
-    x.run(kernels.Kept(words, low), accumulate=True)
+    x.run(kernels.KeptSums(words, low), accumulate=True)
     want = 2 * x.product + x.terms
     near = 3 * 2.0 ** -(8 + low_bits) * float(want.abs().max())
     torch.testing.assert_close(joined_sums(words, low).double(), want, rtol=0, atol=near)

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cutefce.ops.program.cost_model import CostModel
 from cutefce.ops.program.layout import Layout
-from cutefce.ops.program.primitives_backend import PrimitivesBackend
-from cutefce.ops.program.problem import Problem, Upstream
+from cutefce.ops.program.problem import LossProblem, Upstream
 from cutefce.ops.program.steps import GRADIENTS, Home, Kind, Program, Step
 
 IGNORED = -100
@@ -27,7 +27,7 @@ DTYPES = {4: torch.float32, 8: torch.float64}
 Exchange = Generator[tuple[Kind, Tensor], Tensor, Any]
 
 
-class Backend(PrimitivesBackend):
+class SmallBlocks(CostModel):
     """Windows of any columns, one sum a row, and no scratch."""
 
     places_values = True
@@ -39,16 +39,16 @@ class Backend(PrimitivesBackend):
     def block(self) -> int:
         return 1
 
-    def partial_sums(self, p: Problem, rows: int, columns: int) -> int:
+    def partial_sums(self, p: LossProblem, rows: int, columns: int) -> int:
         return 1
 
-    def few_low_bits(self, p: Problem) -> int:
+    def few_low_bits(self, p: LossProblem) -> int:
         return LOW_BITS
 
-    def listed_targets(self, p: Problem, in_chunks: bool) -> int:
+    def listed_targets(self, p: LossProblem, in_chunks: bool) -> int:
         return 4
 
-    def scratch(self, p: Problem, x: Layout, step: Step) -> int:
+    def scratch(self, p: LossProblem, x: Layout, step: Step) -> int:
         return 0
 
 
@@ -78,7 +78,7 @@ class Call:
 
     def __init__(self, q: Program, x: Inputs) -> None:
         self.q, self.x, self.p = q, x, q.problem
-        self.memory: dict[Home, Tensor] = {Home.KEPT: unknown(q.arenas[Home.KEPT])}
+        self.memory: dict[Home, Tensor] = {Home.SAVED: unknown(q.arenas[Home.SAVED])}
         stats = q.buffers["stats"]
         self.memory[Home.STATS] = unknown(stats.size)
         if x.into is not None:
@@ -110,13 +110,13 @@ class Call:
             firsts = [self.q.lives[n][0] for n, b in self.q.buffers.items() if b.home is home]
             if firsts and start <= min(firsts) < start + len(steps):
                 self.memory[home] = unknown(gradient_size(self.p, home))
-        own = (*GRADIENTS, Home.KEPT, scratch)
+        own = (*GRADIENTS, Home.SAVED, scratch)
         self.held = max(self.held, sum(len(self.memory[x]) for x in own if x in self.memory))
         for number, step in enumerate(steps, start):
             yield from self.step(step)
             for name in (*step.reads, *step.writes):
-                is_kept = self.q.buffers[name].home is Home.KEPT and not self.is_spent
-                if self.q.lives[name][1] == number and not is_kept:
+                is_saved = self.q.buffers[name].home is Home.SAVED and not self.is_spent
+                if self.q.lives[name][1] == number and not is_saved:
                     b = self.q.buffers[name]
                     assert b.home is not None
                     self.memory[b.home][b.offset : b.end] = 255
@@ -156,7 +156,7 @@ class Call:
         if "order" in s.reads:
             order, count = v("order")[:-1, 0].clone(), int(v("order")[-1, 0])
         r = torch.arange(s.rows[0], max(min(s.rows[1], count), s.rows[0]))
-        r = r[self.far[r]] if s.far else r
+        r = r[self.far[r]] if s.repairs else r
         k, t = r - s.rows[0], order[r]
         y = x.target[t] - x.first
         own, at = (y >= 0) & (y < p.vocab) & (x.target[t] != IGNORED), y.clamp(0, p.vocab - 1)
@@ -338,7 +338,7 @@ def is_rounded(q: Program) -> bool:
     return any(step.kind is Kind.KEEP_HIDDEN and step.final for step in q.forward)
 
 
-def gradient_size(p: Problem, home: Home) -> int:
+def gradient_size(p: LossProblem, home: Home) -> int:
     """Return the bytes of a gradient."""
     return {
         Home.DX: p.tokens * p.hidden * p.item,

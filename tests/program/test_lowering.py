@@ -12,14 +12,22 @@ from torch import Tensor
 from cutefce.ops.program.layout import Layout, most_aliased
 from cutefce.ops.program.lower import lower
 from cutefce.ops.program.place import peak, token_bytes
-from cutefce.ops.program.problem import Problem, Upstream
+from cutefce.ops.program.problem import LossProblem, Upstream
 from cutefce.ops.program.steps import Home, Kind, Program
-from tests.program.interpreter import IGNORED, LOW_BITS, Backend, Call, Inputs, counted, together
+from tests.program.interpreter import (
+    IGNORED,
+    LOW_BITS,
+    Call,
+    Inputs,
+    SmallBlocks,
+    counted,
+    together,
+)
 from tests.support.sound_programs import check
 from tests.support.tiers import rest_slow
 
 TOKENS, HIDDEN, VOCAB = 40, 24, 150
-WHOLE = Problem(TOKENS, HIDDEN, VOCAB, item=8, sums=8)
+WHOLE = LossProblem(TOKENS, HIDDEN, VOCAB, item=8, sums=8)
 TRAINED = [x for x in itertools.product((True, False), repeat=3) if any(x)]
 LAYOUTS = {
     "nothing kept": Layout(TOKENS, 32),
@@ -58,16 +66,16 @@ MEMORIES: dict[str, dict[str, Any]] = {
 }
 
 
-def can_run(p: Problem, x: Layout) -> bool:
+def can_run(p: LossProblem, x: Layout) -> bool:
     """Whether a call can have this layout."""
     if x.in_forward and (
         not p.can_chunk or (x.window < p.vocab and (p.grad_weight or p.grad_bias))
     ):
         return False
-    return x.aliased <= most_aliased(p, min(x.window, 16), Backend().block)
+    return x.aliased <= most_aliased(p, min(x.window, 16), SmallBlocks().block)
 
 
-def inputs_of(p: Problem, shards: Sequence[int] = (VOCAB,), seed: int = 0) -> list[Inputs]:
+def inputs_of(p: LossProblem, shards: Sequence[int] = (VOCAB,), seed: int = 0) -> list[Inputs]:
     """Return random inputs for each rank; the first token and a fourth of all are ignored."""
     draw, dtype = torch.Generator().manual_seed(seed), {4: torch.float32, 8: torch.float64}[p.item]
     total = sum(shards)
@@ -92,7 +100,7 @@ def inputs_of(p: Problem, shards: Sequence[int] = (VOCAB,), seed: int = 0) -> li
     return found
 
 
-def expected(p: Problem, ranks: Sequence[Inputs]) -> tuple[Tensor, tuple[Tensor, ...]]:
+def expected(p: LossProblem, ranks: Sequence[Inputs]) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Return the loss of all ranks, and the gradients of h, w and the bias."""
     x = ranks[0]
     given = x.h, torch.cat([r.w for r in ranks]), torch.cat([r.bias for r in ranks])
@@ -146,7 +154,7 @@ def compare(programs: Sequence[Program], ranks: Sequence[Inputs]) -> None:
         assert call.held + token_bytes(call.p) == peak(call.q) + gradients
 
 
-def cases() -> Iterator[tuple[str, Problem, Layout]]:
+def cases() -> Iterator[tuple[str, LossProblem, Layout]]:
     for (call, p), (memory, more), (name, x) in itertools.product(
         CALLS.items(), MEMORIES.items(), LAYOUTS.items()
     ):
@@ -167,7 +175,7 @@ PARTS = 23
 def test_gradients_are_those_of_autograd(part: int) -> None:
     for name, p, x in itertools.islice(cases(), part, None, PARTS):
         print(name)
-        compare([lower(p, x, Backend())], inputs_of(p))
+        compare([lower(p, x, SmallBlocks())], inputs_of(p))
 
 
 @pytest.mark.parametrize("name", ["in dW and kept", "two chunks", "windows in chunks"])
@@ -179,10 +187,10 @@ def test_every_step_is_needed(call: str, name: str) -> None:
     p = dataclasses.replace(
         CALLS[call], selects=True, grad_weight=trains, grad_bias=trains, grad_hidden=True
     )
-    count, inputs = len([*lower(p, x, Backend()).steps()]), inputs_of(p)
+    count, inputs = len([*lower(p, x, SmallBlocks()).steps()]), inputs_of(p)
     wanted, gradients = expected(p, inputs)
     for number in range(count):
-        program = lower(p, x, Backend())
+        program = lower(p, x, SmallBlocks())
         part = program.forward if number < len(program.forward) else program.backward
         if part[number - len(program.forward) * (part is program.backward)].kind is Kind.CLEAR:
             continue  # of what this interpreter does not read
@@ -219,12 +227,12 @@ def test_ranks_share_a_call(shards: tuple[int, int], layouts: tuple[str, str]) -
         fitting = []
         for own, x in zip(owns, chosen, strict=True):
             window = min(x.window, own.vocab) if x.window < VOCAB else own.vocab
-            aliased = min(x.aliased, most_aliased(own, 16, Backend().block))
+            aliased = min(x.aliased, most_aliased(own, 16, SmallBlocks().block))
             kept = min(x.kept, own.vocab)
             own_layout = Layout(x.chunk, window, kept, aliased, in_forward=x.in_forward)
             fitting.append(own_layout)
         if all(can_run(*pair) for pair in zip(owns, fitting, strict=True)):
-            programs = [lower(*pair, Backend()) for pair in zip(owns, fitting, strict=True)]
+            programs = [lower(*pair, SmallBlocks()) for pair in zip(owns, fitting, strict=True)]
             compare(programs, inputs_of(owns[0], shards))
         else:
             assert "chunks" in layouts[0] and p.upstream is Upstream.ROWS, call

@@ -10,16 +10,16 @@ import torch
 import cutefce
 from cutefce.autotune_cache.defaults import widest_window, window_configs
 from cutefce.cute_kernels.config import PortableTiles
-from cutefce.cute_kernels.problem import Problem as Operands
-from cutefce.ops.planning.budget import MAXIMUM, MINIMUM
-from cutefce.ops.planning.device import GPU
-from cutefce.ops.program.cost import seconds
+from cutefce.cute_kernels.problem import Problem
+from cutefce.ops.costs.budget import MAXIMUM, MINIMUM
+from cutefce.ops.costs.device import GPU
+from cutefce.ops.program.cost_model import CostModel
 from cutefce.ops.program.layout import Layout, most_aliased
 from cutefce.ops.program.lower import lower
 from cutefce.ops.program.place import peak
 from cutefce.ops.program.plan import _families, plan, planned
-from cutefce.ops.program.primitives_backend import PrimitivesBackend
-from cutefce.ops.program.problem import Problem, Upstream
+from cutefce.ops.program.predicted_time import seconds
+from cutefce.ops.program.problem import LossProblem, Upstream
 from cutefce.ops.program.search import FREE, WORTH
 from tests.support.sound_programs import check
 from tests.support.tiers import rest_slow
@@ -35,25 +35,25 @@ SIZES = [
 ]
 
 
-def backend_of(p: Problem, arch: str | None = "sm_90a") -> PrimitivesBackend:
+def cost_model_of(p: LossProblem, arch: str | None = "sm_90a") -> CostModel:
     """Return the primitives of a problem on a Hopper GPU, or on a CPU."""
     dtype = {2: "bfloat16", 4: "float32", 8: "float64"}[p.item]
     device = "cpu" if arch is None else "cuda"
     grads = p.grad_hidden, p.grad_weight
-    operands = Operands(p.tokens, p.hidden, p.vocab, dtype, device, *grads, arch)
-    configs = window_configs(operands)
-    return PrimitivesBackend(operands, configs[0], tuple(config.window for config in configs))
+    problem = Problem(p.tokens, p.hidden, p.vocab, dtype, device, *grads, arch)
+    configs = window_configs(problem)
+    return CostModel(problem, configs[0], tuple(config.window for config in configs))
 
 
 DRAWS = {"first": range(3), "others": range(3, 100)}
 
 
-def random_problem(draw: random.Random) -> Problem:
+def random_problem(draw: random.Random) -> LossProblem:
     """Return a problem of any size, with any gradients."""
     tokens, hidden, vocab = (int(2 ** draw.uniform(*span)) for span in ((0, 16), (5, 13), (6, 18)))
     trained = draw.choice(["hw", "hwb", "h", "w", "hb", ""])
     item, sums = draw.choice([(2, 4), (2, 4), (4, 4), (8, 8)])
-    return Problem(
+    return LossProblem(
         tokens,
         8 * (hidden // 8 + 1),
         vocab,
@@ -71,7 +71,7 @@ def random_problem(draw: random.Random) -> Problem:
     )
 
 
-def random_layout(draw: random.Random, p: Problem) -> Layout:
+def random_layout(draw: random.Random, p: LossProblem) -> Layout:
     """Return any layout that this problem can have."""
     window = min(256 * draw.randint(1, 64), p.vocab)
     low = draw.choice([4, 8]) if p.keeps_sums else 0
@@ -96,10 +96,10 @@ def test_no_buffers_overlap(draws: range) -> None:
             x = random_layout(draw, p)
             if p.tokens // x.chunk > 40 or p.vocab // x.window > 200:
                 continue
-            backend = backend_of(p)
-            program = lower(p, x, backend)
+            cost_model = cost_model_of(p)
+            program = lower(p, x, cost_model)
             check(program)
-            of_brief = lower(p, x, backend, brief=True)
+            of_brief = lower(p, x, cost_model, brief=True)
             assert of_brief.arenas == program.arenas
             assert seconds(of_brief, GPU) == pytest.approx(seconds(program, GPU), rel=0.02)
             assert peak(of_brief) == pytest.approx(peak(program), rel=0.01, abs=MIB)
@@ -108,21 +108,21 @@ def test_no_buffers_overlap(draws: range) -> None:
 @pytest.mark.parametrize("sizes", rest_slow(SIZES))
 @pytest.mark.parametrize("grad_weight", [True, False])
 def test_more_memory_is_never_slower(sizes: tuple[int, int, int], grad_weight: bool) -> None:
-    p = Problem(*sizes, grad_weight=grad_weight, selects=sizes[0] >= 512)
+    p = LossProblem(*sizes, grad_weight=grad_weight, selects=sizes[0] >= 512)
     grows(p, range(0, 2048 * MIB, 150 * MIB))
 
 
-def grows(p: Problem, budgets: range, arch: str | None = "sm_90a") -> None:
+def grows(p: LossProblem, budgets: range, arch: str | None = "sm_90a") -> None:
     """Check the plans of a problem with budgets that grow."""
-    backend = backend_of(p, arch)
-    least = plan(p, backend, GPU, 0)
+    cost_model = cost_model_of(p, arch)
+    least = plan(p, cost_model, GPU, 0)
     time, memory = float("inf"), 0
     for budget in (*budgets, MAXIMUM):
-        found = plan(p, backend, GPU, budget)
+        found = plan(p, cost_model, GPU, budget)
         assert found.workspace_bytes <= max(budget, least.workspace_bytes)
         assert found.seconds <= time * (1 + 1e-9) and found.workspace_bytes >= memory
         time, memory = found.seconds, found.workspace_bytes
-    smallest = plan(p, backend, GPU, MINIMUM)
+    smallest = plan(p, cost_model, GPU, MINIMUM)
     most, of = WORTH
     assert smallest.workspace_bytes <= least.workspace_bytes * most / of + FREE
     assert smallest.seconds <= least.seconds and smallest.budget is None
@@ -139,16 +139,16 @@ def test_no_layout_is_better_than_the_plan(draws: range) -> None:
         p, arch = random_problem(draw), draw.choice([None, "sm_90a"])
         if draw.random() < 0.3:
             p = replace(p, soft=draw.choice([4, 64]), into=0)
-        backend = backend_of(p, arch)
-        families = [*_families(p, backend, may_chunk=True)]
+        cost_model = cost_model_of(p, arch)
+        families = [*_families(p, cost_model, may_chunk=True)]
         some = [x for f in families for x in (*f[:2], *f[1:-1:9], *f[-2:])]
-        plans = [planned(p, x, backend, GPU) for x in dict.fromkeys(some)]
+        plans = [planned(p, x, cost_model, GPU) for x in dict.fromkeys(some)]
         least = min(x.workspace_bytes for x in plans)
         sizes = sorted({x.workspace_bytes for x in plans})
         time, memory = float("inf"), 0
         for size in sizes[:: len(sizes) // 8 + 1]:
             for budget in (size - 1, size):
-                found = plan(p, backend, GPU, budget)
+                found = plan(p, cost_model, GPU, budget)
                 assert found.workspace_bytes <= max(1.02 * max(budget, least), MIB)
                 assert found.seconds <= time * (1 + 1e-9)
                 assert 1.02 * found.workspace_bytes >= memory or memory <= MIB
@@ -197,17 +197,17 @@ def test_a_frozen_head_takes_two_products_in_little_memory(
 
 
 def test_windows_inside_chunks_need_kernels_that_skip_rows() -> None:
-    p = Problem(8192, 4096, 131072, grad_weight=False, selects=True)
+    p = LossProblem(8192, 4096, 131072, grad_weight=False, selects=True)
     for arch in ("sm_90a", "sm_100a"):
-        layouts = [plan(p, backend_of(p, arch), GPU, mib * MIB).layout for mib in (80, 140, 300)]
+        layouts = [plan(p, cost_model_of(p, arch), GPU, mib * MIB).layout for mib in (80, 140, 300)]
         assert any(x.in_forward and x.window < p.vocab for x in layouts) == (arch == "sm_90a")
 
 
 def test_a_buffer_whose_upstream_gradient_is_known_needs_no_sums() -> None:
-    p = Problem(32768, 4096, 131072, selects=True, into=4, upstream=Upstream.KNOWN)
+    p = LossProblem(32768, 4096, 131072, selects=True, into=4, upstream=Upstream.KNOWN)
     products = 6 * p.tokens * p.hidden * p.vocab / GPU.flops
     for mib, ratio in ((300, 1.3), (1024, 1.1)):
-        found = plan(p, backend_of(p), GPU, mib * MIB)
+        found = plan(p, cost_model_of(p), GPU, mib * MIB)
         assert found.adds_in_forward and "dW in the caller's buffer" in str(found)
         assert found.workspace_bytes <= mib * MIB and found.seconds <= ratio * products
 
@@ -235,7 +235,7 @@ def test_a_sampled_plan_above_a_budget_says_what_helps() -> None:
 @pytest.mark.parametrize("vocab", [1, 7, 8, 1000, 1025, 32001, 50257, 151669])
 @pytest.mark.parametrize("device", ["cpu", "cuda", "xpu"])
 def test_windows_are_legal_and_no_wider_than_the_vocabulary(vocab: int, device: str) -> None:
-    config = widest_window(Operands(512, 64, vocab, "bfloat16", device))
+    config = widest_window(Problem(512, 64, vocab, "bfloat16", device))
     assert config.window % config.tile_columns == 0
     assert config.tile_columns % config.reference_block == 0
     assert config.reference_block <= vocab + 7

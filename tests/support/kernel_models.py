@@ -43,7 +43,7 @@ from cutefce.ops.primitives import (
     cute_projection,
     cute_rowwise,
     dispatch,
-    row_selection,
+    select_rows,
 )
 from cutefce.ops.program.plan import Plan
 from cutefce.ops.rows.kept_sums import joined_sums
@@ -673,5 +673,5 @@ def use_models(
     """Launch the models, or another replacement, in the place of compiled kernels: unverified."""
     monkeypatch.setattr(dispatch, "_unproven_reason", lambda *_: None)
     modules = cute_projection, cute_gradients, cute_rowwise, dispatch
-    for module in (*modules, row_selection, sampling, logits, row_kernel, soft_rows, soft_kernels):
+    for module in (*modules, select_rows, sampling, logits, row_kernel, soft_rows, soft_kernels):
         monkeypatch.setattr(module, "compiled", replacement)

@@ -16,6 +16,8 @@ from torch import Tensor
 from cutefce.cute_kernels.config import PortableTiles
 from cutefce.cute_kernels.integers import round_up
 from cutefce.cute_kernels.problem import LOW_BITS
+from cutefce.ops.costs.budget import MAXIMUM
+from cutefce.ops.costs.device import CPU
 from cutefce.ops.interface.options import (
     LossCall,
     LossOptions,
@@ -24,9 +26,7 @@ from cutefce.ops.interface.options import (
     TensorOptions,
 )
 from cutefce.ops.operators import operands
-from cutefce.ops.operators.plans import Request, backend_of, request_of
-from cutefce.ops.planning.budget import MAXIMUM
-from cutefce.ops.planning.device import CPU
+from cutefce.ops.operators.plans import PlanRequest, cost_model_of, request_of
 from cutefce.ops.program import layout as program_layout
 from cutefce.ops.program.plan import Plan, planned
 
@@ -96,12 +96,12 @@ def chunk_of(layout: Layout, tokens: int) -> int:
     return max(1, min(layout.chunk or tokens, tokens))
 
 
-def plan_of(layout: Layout, request: Request, device: torch.device) -> Plan:
+def plan_of(layout: Layout, request: PlanRequest, device: torch.device) -> Plan:
     """Return the plan of a request in a layout; beside Triton, tokens that count come first."""
-    if request.operands.triton:
+    if request.kernel_problem.triton:
         request = request.sorted()
-    p, backend = request.problem, backend_of(request, device)
-    every = round_up(p.vocab, backend.block)
+    p, cost_model = request.problem, cost_model_of(request, device)
+    every = round_up(p.vocab, cost_model.block)
     in_chunks, chunk = layout.in_chunks and p.needs_gradients, chunk_of(layout, p.tokens)
     low = layout.low_bits if in_chunks else layout.hidden_bits or 0
     if not p.keeps_sums or (p.dx_item != p.item and not in_chunks):
@@ -110,11 +110,11 @@ def plan_of(layout: Layout, request: Request, device: torch.device) -> Plan:
         window = layout.window if 0 < layout.kept < p.vocab else every
         x = program_layout.Layout(chunk, window, low_bits=low, in_forward=True)
     else:
-        most = program_layout.most_aliased(p, backend.block, backend.block)
+        most = program_layout.most_aliased(p, cost_model.block, cost_model.block)
         aliased = min(layout.aliased, most)
         kept = layout.kept if p.needs_gradients else 0
         x = program_layout.Layout(max(p.tokens, 1), layout.window, kept, aliased, low)
-    return planned(p, x, backend, CPU)
+    return planned(p, x, cost_model, CPU)
 
 
 @contextmanager

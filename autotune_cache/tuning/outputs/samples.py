@@ -24,7 +24,7 @@ from cutefce.ops.program.plan import Plan
 from cutefce.ops.program.run import Call
 from cutefce.ops.program.steps import Step
 from cutefce.ops.rows.targets import Targets
-from cutefce.ops.sampling.backend import SamplingBackend
+from cutefce.ops.sampling.cost_model import SampledCostModel
 from cutefce.ops.sampling.kernels import Entries
 from cutefce.ops.sampling.random_bits import random_bits, row_states
 from cutefce.ops.sampling.sample_sizes import slots
@@ -79,8 +79,8 @@ def sampled_outputs(case: Case, primitives: Primitives) -> dict[str, CheckedOutp
 
 def _entries(inputs: Inputs, plan: Plan) -> Tensor:
     """Return (2,) float64: how many entries are kept, and Σ of their columns over V."""
-    _, _, left = programs.forward(inputs, plan)
-    own = Entries.of(Call(plan.program, inputs, left.memory))
+    _, _, saved = programs.forward(inputs, plan)
+    own = Entries.of(Call(plan.program, inputs, saved.by_home))
     columns, counts = own.entries >> 32, own.counts
     is_entry = torch.arange(columns.shape[1], device=counts.device) < counts[:, None]
     places = torch.where(is_entry, columns, 0).sum() / len(inputs.w)
@@ -131,7 +131,7 @@ def _sampled(inputs: Inputs, plan: Plan, samples: int) -> tuple[Inputs, Plan]:
 
     Kernels get estimates of which some are too low.
     """
-    index, own, operands = inputs.targets.index, inputs.primitives, plan.backend.operands
+    index, own, problem = inputs.targets.index, inputs.primitives, plan.cost_model.kernel_problem
     rows = torch.arange(len(index), device=index.device)
     inputs = replace(inputs, sampling=Sampling(_seed(index), samples, rows, len(inputs.w)))
     if isinstance(own.projection, CuteProjection):
@@ -139,7 +139,7 @@ def _sampled(inputs: Inputs, plan: Plan, samples: int) -> tuple[Inputs, Plan]:
         given = own.projection
         low = _LowEstimates(given.kernels, given.num_sms, given.semaphores, given.clears)
         own = replace(own, projection=low)
-        inputs, operands = replace(inputs, primitives=own), replace(operands, arch=arch)
-    backend = SamplingBackend(operands, plan.backend.tiles, plan.backend.windows)
-    problem = replace(plan.problem, samples=samples, stores=False)
-    return inputs, Plan(problem, plan.layout, backend)
+        inputs, problem = replace(inputs, primitives=own), replace(problem, arch=arch)
+    cost_model = SampledCostModel(problem, plan.cost_model.tiles, plan.cost_model.windows)
+    sampled = replace(plan.problem, samples=samples, stores=False)
+    return inputs, Plan(sampled, plan.layout, cost_model)

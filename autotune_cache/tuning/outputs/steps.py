@@ -11,19 +11,18 @@ from cutefce.autotune_cache import defaults
 from cutefce.autotune_cache.tuning.cases import Case, CheckedOutput
 from cutefce.cute_kernels.integers import ceil_div, round_up
 from cutefce.cute_kernels.problem import LOW_BITS, can_keep
+from cutefce.ops.costs.budget import DEFAULT
 from cutefce.ops.dtypes import sum_dtype
 from cutefce.ops.interface.options import LossOptions, TensorOptions
-from cutefce.ops.planning.budget import DEFAULT
 from cutefce.ops.primitives.cute_projection import CuteProjection
 from cutefce.ops.primitives.primitives import Primitives
-from cutefce.ops.primitives.row_selection import restore_rows, select_on_device
+from cutefce.ops.primitives.select_rows import restore_rows, select_on_device
 from cutefce.ops.program import calls as programs
+from cutefce.ops.program.cost_model import CostModel
 from cutefce.ops.program.inputs import LossInputs
 from cutefce.ops.program.layout import Layout
 from cutefce.ops.program.plan import Plan
-from cutefce.ops.program.primitives_backend import PrimitivesBackend
-from cutefce.ops.program.problem import Problem as LossProblem
-from cutefce.ops.program.problem import Upstream
+from cutefce.ops.program.problem import LossProblem, Upstream
 from cutefce.ops.program.run import Call
 from cutefce.ops.rows import targets as rows
 from cutefce.ops.rows.coefficients import RowCoefficients
@@ -149,9 +148,9 @@ def prepared(
         grad_weight_item=inputs.dw_dtype.itemsize,
     )
     tiles = primitives.config
-    backend = PrimitivesBackend(replace(p, arch=None), tiles, (tiles.window,))
+    cost_model = CostModel(replace(p, arch=None), tiles, (tiles.window,))
     layout = Layout(chunk, window, kept, 0, way.low_bits, in_forward=way.chunks > 0)
-    return inputs, Plan(problem, layout, backend), selection
+    return inputs, Plan(problem, layout, cost_model), selection
 
 
 def run(
@@ -161,7 +160,7 @@ def run(
 
     The first operands are those of `prepared`; `upstream` is (N,), and 1 for reduced losses.
     """
-    loss, stats, left = programs.forward(inputs, plan)
+    loss, stats, saved = programs.forward(inputs, plan)
     if inputs.targets.options.is_scalar:
         upstream = upstream.new_ones(())
     elif selection is not None:
@@ -171,7 +170,7 @@ def run(
     of_chunks = selection if plan.in_forward else None
     if of_chunks is not None:
         inputs.targets.selection = None  # all rows of the sums are defined
-    dx, dw, _ = programs.backward(plan, left.memory, inputs, upstream, stats, of_chunks)
+    dx, dw, _ = programs.backward(plan, saved.by_home, inputs, upstream, stats, of_chunks)
     return loss, stats, dx, dw
 
 
@@ -211,7 +210,7 @@ def exponential_outputs(case: Case, primitives: Primitives) -> dict[str, Checked
     """Return recomputed exponentials, and those that a forward stores, if the dtype can."""
     vocab, dtype = case.problem.vocab, case.h.dtype
     inputs, plan, _ = prepared(case, primitives, Way(stored=1))
-    _, stats, left = programs.forward(inputs, plan)
+    _, stats, saved = programs.forward(inputs, plan)
     window = defaults.widest_window(case.problem).window
     recomputed = inputs.h.new_empty(len(inputs.h), window)
     first = (vocab - 1) // window * window
@@ -222,7 +221,7 @@ def exponential_outputs(case: Case, primitives: Primitives) -> dict[str, Checked
     recomputed = recomputed[:, : vocab - first]
     results = {"recomputed exponentials": CheckedOutput(recomputed, 1, stats.sum_exp, floor)}
     if plan.layout.kept:
-        exps = Call(plan.program, inputs, left.memory).view("exps of 0")[:, :vocab]
+        exps = Call(plan.program, inputs, saved.by_home).view("exps of 0")[:, :vocab]
         # the portable path rounds again when it changes the reference
         results["stored exponentials"] = CheckedOutput(exps, 2, stats.sum_exp, floor)
     return results

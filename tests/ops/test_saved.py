@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import cutefce
 from cutefce.cute_kernels.config import PortableTiles
 from cutefce.ops import torch_compat
-from cutefce.ops.operators import kept
+from cutefce.ops.operators import saved
 from cutefce.ops.program import run
 from tests.support.layouts import LAYOUTS, Layout, pinned
 from tests.support.reference import are_same, random_case
@@ -30,9 +30,9 @@ def nothing_is_left() -> Iterator[None]:
 
 
 def assert_nothing_is_left() -> None:
-    if kept._kept:
+    if saved._saved:
         gc.collect()
-    assert not kept._kept
+    assert not saved._saved
 
 
 def leaves(dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -54,8 +54,8 @@ def test_a_backward_outside_of_the_forwards_capture_overwrites_nothing_of_it(
     want = torch.autograd.grad(loss_of(layout, h, w, y), (h, w))
     monkeypatch.setattr(run, "capture_id", lambda: 1)
     loss = loss_of(layout, h, w, y)
-    ((_, results),) = kept._kept.values()
-    made = [*results.left.memory.values()]
+    ((_, results),) = saved._saved.values()
+    made = [*results.memory.by_home.values()]
     before = [x.view(torch.uint8).clone() for x in made]
     monkeypatch.setattr(run, "capture_id", lambda: None)
     got = torch.autograd.grad(loss, (h, w))
@@ -107,11 +107,11 @@ def test_a_graph_that_is_dropped_frees_it(
 ) -> None:
     h, w, y = leaves(torch.float32, device)
     loss = loss_of(layout, h, w, y)
-    assert len(kept._kept) == 1
+    assert len(saved._saved) == 1
     del loss
-    assert not kept._kept  # at once, without a garbage collection
+    assert not saved._saved  # at once, without a garbage collection
     loss_of(layout, h, w, y).backward()
-    assert not kept._kept
+    assert not saved._saved
 
 
 def copied() -> AbstractContextManager[None]:
@@ -147,7 +147,7 @@ def test_checkpoints_keep_nothing(
 
     expected = torch.autograd.grad(loss(h, w), (h, w))
     again = checkpoint(loss, h, w, use_reentrant=use_reentrant)
-    assert not kept._kept
+    assert not saved._saved
     again.backward()
     for x, gradient in zip((h, w), expected, strict=True):
         assert x.grad is not None and are_same(x.grad, gradient)

@@ -1,12 +1,12 @@
-"""The time of a program: a sum over its steps, with a few numbers of a device.
+"""The predicted time of a program: a sum over its steps, with a few numbers of a device.
 
 It serves to choose among the programs of one call, so what these have in common may be left out.
 """
 
 from collections.abc import Iterable, Sequence
 
-from cutefce.ops.planning.device import Device
-from cutefce.ops.program.problem import Problem
+from cutefce.ops.costs.device import Device
+from cutefce.ops.program.problem import LossProblem
 from cutefce.ops.program.steps import Kind, Program, Step
 
 
@@ -22,9 +22,9 @@ def seconds(program: Program, device: Device, unfused: Sequence[Kind] = ()) -> f
     return total
 
 
-def _product_bytes(p: Problem, step: Step) -> int:
+def _product_bytes(p: LossProblem, step: Step) -> int:
     """Return the bytes of a product's sums that are written, and read again to be rounded."""
-    if p.item == p.sums or step.far:
+    if p.item == p.sums or step.repairs:
         return 0
     is_hidden = step.kind is Kind.GEMM_HIDDEN
     if is_hidden and len(step.writes) == 1:
@@ -33,13 +33,13 @@ def _product_bytes(p: Problem, step: Step) -> int:
     return 2 * (last - first) * p.hidden * p.sums
 
 
-def _seconds(p: Problem, step: Step, device: Device, program: Program) -> float:
+def _seconds(p: LossProblem, step: Step, device: Device, program: Program) -> float:
     rows, columns = step.rows[1] - step.rows[0], step.columns[1] - step.columns[0]
-    if step.far:  # no row is, but for rare ones
+    if step.repairs:  # no row is far, but for rare ones
         return device.launch
     match step.kind:
         case Kind.PROJECT | Kind.GEMM_HIDDEN | Kind.GEMM_WEIGHT:
-            longer = device.kept * (step.kind is Kind.GEMM_HIDDEN and len(step.writes) > 1)
+            longer = device.kept_sums * (step.kind is Kind.GEMM_HIDDEN and len(step.writes) > 1)
             product = product_seconds(device, rows, columns, p.hidden, p.item, 1 + longer)
             return product + _sums(program, step, device)
         case Kind.GATHER | Kind.RESCALE | Kind.KEEP_HIDDEN | Kind.FINISH_HIDDEN:

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from cutefce.cute_kernels.workspace import NO_CLASS
-from cutefce.ops.rows.classes.soft_targets import SoftTargets
 from cutefce.ops.rows.logit_map import LogitMap
 from cutefce.ops.rows.loss_terms import GivenTargets
 from cutefce.ops.soft_targets.rows import is_outside, sort_own, sum_equal
+from cutefce.ops.soft_targets.targets import SoftTargets
 
 if TYPE_CHECKING:
     from cutefce.ops.rows.statistics import RowStats

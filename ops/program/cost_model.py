@@ -1,4 +1,4 @@
-"""What the primitives of a call allocate themselves: values of tokens, and scratch of steps.
+"""What a call costs on the primitives that serve it: the scratch of each step, and the workspace.
 
 Kernels compute in registers and shared memory.  Plain torch takes tiles of logits; on a CPU also
 blocks of operands that are converted to the dtype of sums, and of rows.
@@ -11,9 +11,9 @@ import torch
 
 from cutefce.cute_kernels.config import WindowConfig
 from cutefce.cute_kernels.integers import ceil_div
-from cutefce.cute_kernels.problem import Problem as Operands
-from cutefce.ops.planning.device import Device
-from cutefce.ops.planning.step_memory import (
+from cutefce.cute_kernels.problem import Problem
+from cutefce.ops.costs.device import Device
+from cutefce.ops.costs.step_memory import (
     CONVERTED,
     GATHERED,
     PLAIN,
@@ -22,7 +22,7 @@ from cutefce.ops.planning.step_memory import (
     few_low_bits,
     finished_rows,
     has_weight_kernels,
-    kept_bytes,
+    kept_sums_bytes,
     partial_sums,
     reduce_bytes,
     row_block_bytes,
@@ -34,10 +34,10 @@ from cutefce.ops.planning.step_memory import (
     tile_bytes,
     upcast_bytes,
 )
-from cutefce.ops.program.cost import seconds
 from cutefce.ops.program.layout import Layout, scales_exps
 from cutefce.ops.program.lower import lower
-from cutefce.ops.program.problem import Problem
+from cutefce.ops.program.predicted_time import seconds
+from cutefce.ops.program.problem import LossProblem
 from cutefce.ops.program.steps import Kind, Program, Step
 
 MADE_BYTES = 33
@@ -58,11 +58,11 @@ class Copies:
 
 
 @dataclass(frozen=True)
-class PrimitivesBackend:
-    """The primitives that serve a call."""
+class CostModel:
+    """What programs cost on the primitives that serve a call."""
 
-    operands: Operands
-    """Which kernels serve it, on which device."""
+    kernel_problem: Problem
+    """What says which kernels serve it, on which device."""
     tiles: WindowConfig
     """The widest window."""
     windows: tuple[int, ...]
@@ -85,35 +85,36 @@ class PrimitivesBackend:
     @property
     def is_fused(self) -> bool:
         """Whether kernels form gradients, with no scratch of their own."""
-        return has_weight_kernels(self.operands)
+        return has_weight_kernels(self.kernel_problem)
 
     @property
     def skips_far(self) -> bool:
         """Whether steps on far rows take no time where no row is far: kernels select rows."""
-        return self.is_fused and self.operands.selects_rows
+        return self.is_fused and self.kernel_problem.selects_rows
 
-    def lower(self, p: Problem, x: Layout, *, brief: bool = False) -> Program:
+    def lower(self, p: LossProblem, x: Layout, *, brief: bool = False) -> Program:
         """Return the program of a call, see `cutefce.ops.program.lower`."""
         return lower(p, x, self, brief=brief)
 
     def seconds(self, program: Program, device: Device) -> float:
         """Return the time of a program."""
         unfused = () if self.is_fused else (Kind.GEMM_HIDDEN, Kind.GEMM_WEIGHT)
-        return seconds(program, device, unfused[:1] if self.operands.triton else unfused)
+        return seconds(program, device, unfused[:1] if self.kernel_problem.triton else unfused)
 
-    def workspace(self, p: Problem, peak: int, kept: int) -> int:
-        """Return the workspace of a call whose program takes `peak` bytes, and holds `kept`.
+    def workspace(self, p: LossProblem, peak: int, saved: int) -> int:
+        """Return the workspace of a call whose program takes `peak` bytes.
 
+        `saved` are the bytes that it holds from the forward to the end of the backward.
         Copies made before the forward live until the backward has its gradients, which then are
         converted, one after the other, to the dtypes of the tensors given.  A rank whose hidden
         states are a share gathers them, and has all of dX's sums until the ranks add theirs.
         """
-        of, copies, converted = self.operands, self.copies, 0
+        of, copies, converted = self.kernel_problem, self.copies, 0
         peak += copies.dense
         if p.grad_hidden_item and p.grad_hidden:  # ranks add theirs
             shared, reduced = shared_sums_bytes(of)
             ordered = p.tokens * p.hidden * p.sums * p.selects  # in the order of the call
-            peak = max(peak, kept + max(ordered, reduced)) + shared
+            peak = max(peak, saved + max(ordered, reduced)) + shared
         if of.sequence_parallel:
             peak += p.tokens * p.hidden * p.item
         own_tokens = p.tokens // of.ranks if of.sequence_parallel else p.tokens
@@ -129,26 +130,26 @@ class PrimitivesBackend:
                 converted = max(converted, copy)
         return max(peak, converted)
 
-    def partial_sums(self, p: Problem, rows: int, columns: int) -> int:
+    def partial_sums(self, p: LossProblem, rows: int, columns: int) -> int:
         """Return how many numbers PROJECT writes for a row, of so many rows and columns."""
-        return partial_sums(self.operands, self.tiles, rows, columns)
+        return partial_sums(self.kernel_problem, self.tiles, rows, columns)
 
-    def few_low_bits(self, p: Problem) -> int:
+    def few_low_bits(self, p: LossProblem) -> int:
         """Return 4, or 8 where two columns of a byte would be of two rows."""
         return few_low_bits(p.hidden)
 
-    def listed_targets(self, p: Problem, in_chunks: bool) -> int:
+    def listed_targets(self, p: LossProblem, in_chunks: bool) -> int:
         """Return the bytes of the targets' part of dW; plain torch adds that of each chunk."""
         if in_chunks and not self.is_fused:
             return 0
-        return targets_bytes(self.operands, p.tokens)
+        return targets_bytes(self.kernel_problem, p.tokens)
 
-    def scratch(self, p: Problem, x: Layout, step: Step) -> int:
+    def scratch(self, p: LossProblem, x: Layout, step: Step) -> int:
         """Return the bytes that a step takes while it runs, beside its buffers."""
-        of, columns = self.operands, step.columns[1] - step.columns[0]
+        of, columns = self.kernel_problem, step.columns[1] - step.columns[0]
         rows = step.rows[1] - step.rows[0]
         match step.kind:
-            case Kind.PROJECT if step.far and "exps" not in step.writes:
+            case Kind.PROJECT if step.repairs and "exps" not in step.writes:
                 return self._columns(rows, columns)
             case Kind.PROJECT:
                 stores = any(name.startswith("exps") for name in step.writes)
@@ -182,22 +183,23 @@ class PrimitivesBackend:
             case Kind.GEMM_WEIGHT:
                 return self._weight(p, step, rows, columns, x)
             case Kind.KEEP_HIDDEN:
-                kept = kept_bytes(of, rows, few_low_bits(p.hidden)) if len(step.writes) > 1 else 0
+                bits = few_low_bits(p.hidden)
+                kept = kept_sums_bytes(of, rows, bits) if len(step.writes) > 1 else 0
                 return max(kept, rows_bytes(of, rows, GATHERED))
             case Kind.RESCALE if len(step.writes) > 1:
-                return kept_bytes(of, rows, x.low_bits)
+                return kept_sums_bytes(of, rows, x.low_bits)
             case Kind.FINISH_HIDDEN:
                 pieces = any(name.startswith("low") for name in step.reads)
                 joins = pieces and not (self.is_fused or of.triton)
                 sums = self._sums(p, self._finished_rows(p), rows) if joins else 0
                 return sums + max(sums, rows_bytes(of, rows, GATHERED))
             case Kind.FINISH_WEIGHT if len(step.reads) > 1:
-                return kept_bytes(of, p.vocab, x.low_bits)
+                return kept_sums_bytes(of, p.vocab, x.low_bits)
         return 0
 
-    def _weight(self, p: Problem, step: Step, rows: int, columns: int, x: Layout) -> int:
+    def _weight(self, p: LossProblem, step: Step, rows: int, columns: int, x: Layout) -> int:
         """Bytes of a product that adds to dW, or writes rows of it."""
-        of = self.operands
+        of = self.kernel_problem
         is_beside = step.writes == ("into",) and not p.adds_in_place
         beside = added_bytes(of, columns) if is_beside else 0
         if self.is_fused:
@@ -213,36 +215,36 @@ class PrimitivesBackend:
         steps += [target_rows_bytes(of, rows), rows_bytes(of, rows, CONVERTED)]
         if len(step.writes) > 1:  # of a chunk, whose targets are summed for it
             sums += targets_bytes(of, rows)
-            steps.append(kept_bytes(of, block, x.low_bits))
+            steps.append(kept_sums_bytes(of, block, x.low_bits))
         return sums + max(steps)
 
-    def _kept_hidden(self, p: Problem, columns: int, low_bits: int) -> int:
+    def _kept_hidden(self, p: LossProblem, columns: int, low_bits: int) -> int:
         """Bytes of adding a product over some columns to kept sums of dX."""
         if self.is_fused:
             return 0
         rows = min(self._finished_rows(p), p.tokens)
-        product = upcast_bytes(self.operands, rows, columns, p.hidden)
-        added = kept_bytes(self.operands, rows, low_bits)
+        product = upcast_bytes(self.kernel_problem, rows, columns, p.hidden)
+        added = kept_sums_bytes(self.kernel_problem, rows, low_bits)
         return self._sums(p, rows, p.tokens) + max(product, added)
 
-    def _finished_rows(self, p: Problem) -> int:
+    def _finished_rows(self, p: LossProblem) -> int:
         """Rows of dX's sums that exist at a time beside kept ones."""
-        return finished_rows(p.hidden, p.sums, self.operands.device)
+        return finished_rows(p.hidden, p.sums, self.kernel_problem.device)
 
-    def _sums(self, p: Problem, rows: int, most: int) -> int:
+    def _sums(self, p: LossProblem, rows: int, most: int) -> int:
         """Bytes of rows of sums, of at most so many."""
         return min(rows, most) * p.hidden * p.sums
 
     def _columns(self, rows: int, columns: int) -> int:
         """Bytes of a block of rows of exponentials in the dtype of sums, on a CPU."""
-        of = self.operands
+        of = self.kernel_problem
         if of.device != "cpu" or not accumulates_wider(of):
             return 0
         return min(rows * columns * of.accumulator_bytes, row_block_bytes(of.device))
 
-    def _gathered(self, p: Problem, rows: int) -> int:
+    def _gathered(self, p: LossProblem, rows: int) -> int:
         """Bytes of the rows of the weight that soft targets gather, on a CPU."""
-        of, elements = self.operands, p.soft * p.hidden
+        of, elements = self.kernel_problem, p.soft * p.hidden
         if of.device != "cpu" or not p.soft:
             return 0
         block = min(soft_block_rows(elements, p.sums, of.device), rows)

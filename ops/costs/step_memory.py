@@ -56,7 +56,7 @@ def rows_bytes(p: Problem, rows: int, halves: int) -> int:
     return block // 2 * halves if accumulates_wider(p) else block
 
 
-def kept_bytes(p: Problem, rows: int, low_bits: int) -> int:
+def kept_sums_bytes(p: Problem, rows: int, low_bits: int) -> int:
     """Bytes of a row-wise step that adds to kept sums: their words are of two numbers, or of one.
 
     A block has as many words as it has sums.

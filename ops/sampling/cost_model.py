@@ -8,11 +8,11 @@ from enum import Enum
 
 from cutefce.cute_kernels.config import PortableTiles
 from cutefce.cute_kernels.integers import round_up
-from cutefce.ops.planning.device import Device
-from cutefce.ops.planning.step_memory import accumulates_wider, tile_bytes
+from cutefce.ops.costs.device import Device
+from cutefce.ops.costs.step_memory import accumulates_wider, tile_bytes
+from cutefce.ops.program.cost_model import CostModel
 from cutefce.ops.program.layout import Layout
-from cutefce.ops.program.primitives_backend import PrimitivesBackend
-from cutefce.ops.program.problem import Problem
+from cutefce.ops.program.problem import LossProblem
 from cutefce.ops.program.steps import Program, Step
 from cutefce.ops.sampling.lower import lower
 from cutefce.ops.sampling.sample_sizes import chosen_rows
@@ -28,10 +28,10 @@ SAMPLED_AGAIN = 28
 """Bytes of a token's target, order and references where it may be sampled again."""
 
 
-class SamplingBackend(PrimitivesBackend):
-    """The primitives that serve a call with sampled gradients."""
+class SampledCostModel(CostModel):
+    """What programs of sampled gradients cost on the primitives that serve a call."""
 
-    def lower(self, p: Problem, x: Layout, *, brief: bool = False) -> Program:
+    def lower(self, p: LossProblem, x: Layout, *, brief: bool = False) -> Program:
         """Return the program of a call; a brief one is no shorter."""
         return lower(p, x, self)
 
@@ -47,22 +47,22 @@ class SamplingBackend(PrimitivesBackend):
         columns = ((x.kind, x.columns[1] - x.columns[0]) for x in program.steps())
         return total + sum(count * each.get(kind, 0) for kind, count in columns)
 
-    def scratch(self, p: Problem, x: Layout, step: Step) -> int:
+    def scratch(self, p: LossProblem, x: Layout, step: Step) -> int:
         """Return the bytes that a step takes while it runs, beside its buffers."""
-        columns, is_portable = step.columns[1] - step.columns[0], self.operands.arch is None
+        columns, is_portable = step.columns[1] - step.columns[0], self.kernel_problem.arch is None
         match step.kind:
             case SampleKind.CHOOSE_CLASSES:
                 return (CHOOSE if is_portable else 4) * p.vocab * max(p.ranks, 1)
             case SampleKind.PROJECT_CLASSES:
-                return tile_bytes(self.operands, self.tiles, p.tokens, columns)
+                return tile_bytes(self.kernel_problem, self.tiles, p.tokens, columns)
             case SampleKind.PROJECT_SAMPLES:
                 assert isinstance(self.tiles, PortableTiles)
                 rows = min(p.tokens, self.tiles.tile_rows)
                 tile = rows * round_up(columns, self.block) * p.sums
-                logits = tile_bytes(self.operands, self.tiles, rows, columns, stored=True)
-                if self.operands.device == "cpu" and accumulates_wider(self.operands):
+                logits = tile_bytes(self.kernel_problem, self.tiles, rows, columns, stored=True)
+                if self.kernel_problem.device == "cpu" and accumulates_wider(self.kernel_problem):
                     logits -= rows * self.tiles.columns(rows) * p.sums  # are in the tile
-                chosen = min(rows, chosen_rows(columns, self.operands.device)) * columns
+                chosen = min(rows, chosen_rows(columns, self.kernel_problem.device)) * columns
                 return p.tokens * (p.sums + 4) + tile + max(logits, chosen * CHOICE)
             case SampleKind.SAMPLE_AGAIN:
                 sums = self.partial_sums(p, p.tokens, p.vocab)

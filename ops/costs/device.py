@@ -15,7 +15,7 @@ class Device:
     """Seconds of a product in which processors wait at its beginning and its end."""
     launch: float
     """Seconds of any other step beyond what it moves."""
-    kept: float = 0.09
+    kept_sums: float = 0.09
     """Part by which a product takes longer that rounds sums of dX to fewer bits: its tiles are
     smaller."""
 

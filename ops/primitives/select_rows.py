@@ -1,4 +1,7 @@
-"""Which tokens a call computes: kernels select on the device, others where the plan says so."""
+"""Selects the tokens that a call computes, gathers their rows, and puts results back.
+
+Kernels select on the device.  Others select where the plan says so.
+"""
 
 from dataclasses import replace
 

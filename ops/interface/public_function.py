@@ -1,4 +1,7 @@
-"""Public functions of many options: declared once, and run with those that were given."""
+"""What public functions do before their bodies, and with their errors.
+
+A function declares its signature alone.  `options.py` says what its arguments may be.
+"""
 
 import functools
 import inspect

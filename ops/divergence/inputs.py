@@ -19,7 +19,7 @@ from cutefce.ops.rows.selection import RowSelection
 
 
 @dataclass(frozen=True)
-class Operands:
+class DivergenceInputs:
     """A divergence of two sides, as planned."""
 
     sides: Sequence[Side]
@@ -53,7 +53,7 @@ class Operands:
         return RowKernel.of(self.sides, self.options, self.scales)
 
 
-Call = Interpreter[Operands]
+Call = Interpreter[DivergenceInputs]
 
 
 def matrix(call: Call, name: str, rows: int | None = None, columns: int | None = None) -> Tensor:

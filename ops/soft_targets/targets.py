@@ -2,7 +2,7 @@
 
 The *lead* of a token, its class of the largest probability, is what the target is for a hard loss:
 its exponential is left out of the sums, and logits are relative to its own.  With q_ik the
-probabilities, c_ik the classes, y_i the lead, and the symbols of `loss_terms`,
+probabilities, c_ik the classes, y_i the lead, and the symbols of `ops.rows.loss_terms`,
 
     loss_i = A_i lse_i - B_i u_iy - Σ_k b_ik u_{i, c_ik} - Γ_i U_i + Z_i lse_i²
     b_ik = (1 - ε) t_i κ_{c_ik} q_ik, 0 where c_ik = y_i       B_i = the same Σ_k where c_ik = y_i

@@ -1,0 +1,101 @@
+"""SkyRL: log-probabilities and entropies of its fused path, on Megatron.
+
+    import cutefce.integrations.skyrl
+
+    cutefce.integrations.skyrl.enable()  # with fused_lm_head_logprob=true
+
+Call it in the workers, before the first step.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cutefce.integrations.gradients import loss_options
+from cutefce.integrations.support import hooks
+from cutefce.integrations.support.gathered import of_gathered
+from cutefce.ops.interface.log_probs import LogProbs, linear_log_probs
+
+TESTED = "skyrl 0.3.0"
+MODULE = "skyrl.backends.skyrl_train.distributed.megatron.model_utils"
+LOG_PROBS = f"{MODULE}:_fused_lm_head_logprob_apply"
+ENTROPY = f"{MODULE}:_fused_vocab_parallel_entropy_from_hidden"
+
+
+def enable() -> None:
+    """Replace what SkyRL computes of hidden states and weight, packed or not.
+
+    SkyRL's own code still rolls the targets, and gathers the values of context parallelism.
+
+    Raises:
+        ImportError: if SkyRL or Megatron-Core is not installed.
+        RuntimeError: if it is enabled already, or a function of SkyRL has other parameters.
+    """
+    hooks.replace(LOG_PROBS, log_probs, tested=TESTED)
+    hooks.replace(ENTROPY, entropies, tested=TESTED, importers="skyrl")
+
+
+def log_probs(
+    backend: str,
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    vocab_start_index: int,
+    vocab_end_index: int,
+    chunk_size: int,
+    tp_group: dist.ProcessGroup,
+    inference_only: bool,
+) -> Tensor:
+    """Return the log-probabilities (B, S) of target, in float32.
+
+    More than eight parameters: they are SkyRL's, of which `backend`, `chunk_size` and
+    `inference_only` change no value, and the indices tell what the group does.
+
+    Args:
+        backend: not used.
+        hidden: (B, S, D), gathered from the ranks of sequence parallelism.
+        weight: (V / ranks, D), this rank's classes.
+        target: (B, S) token ids of all ranks' classes.
+        vocab_start_index: not used.
+        vocab_end_index: not used.
+        chunk_size: not used.
+        tp_group: the group of tensor parallelism.
+        inference_only: not used.
+
+    Raises:
+        NotImplementedError: for hidden states of several ranks that need a gradient and are not
+            gathered.
+    """
+    return _values(hidden, weight, target, tp_group).log_probs
+
+
+def entropies(
+    hidden: Tensor,
+    lm_head_weight: Tensor,
+    tp_group: dist.ProcessGroup,
+    chunk_size: int | None = None,
+    temperature: float = 1.0,
+) -> Tensor:
+    """Return the entropies (B, S), in nats and float32; unlike SkyRL's, with gradients.
+
+    Args:
+        hidden: as of `log_probs`.
+        lm_head_weight: the same.
+        tp_group: the same.
+        chunk_size: not used.
+        temperature: divisor of the logits.
+    """
+    any_class = torch.zeros(hidden.shape[:-1], dtype=torch.long, device=hidden.device)
+    options = {"outputs": ("entropy",), "temperature": temperature}
+    entropy = _values(hidden, lm_head_weight, any_class, tp_group, **options).entropy
+    assert entropy is not None
+    return entropy
+
+
+def _values(
+    hidden: Tensor, weight: Tensor, target: Tensor, group: dist.ProcessGroup, **options: Any
+) -> LogProbs:
+    rows = of_gathered(hidden, group).to(weight.dtype)
+    return linear_log_probs(rows, weight, target, group=group, **options, **loss_options())
