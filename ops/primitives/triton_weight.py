@@ -41,7 +41,7 @@ class Listed:
     order: Tensor
     """(N,) int64: the tokens."""
     target: Tensor
-    """(N,) int64: their targets, in order; V for tokens without a term."""
+    """(N,) int32: their targets, in order; V for tokens without a term."""
     bounds: Tensor
     """(V + 1,) int32: where each class's tokens begin."""
     coefficient: Tensor
@@ -52,8 +52,9 @@ class Listed:
     @staticmethod
     def of(h: Tensor, target: Tensor, coefficient: Tensor, vocab: int) -> "Listed":
         """List tokens by their `target` (N,) in [0, V); those whose coefficient is 0 at the end."""
-        target, order = torch.where(coefficient == 0, vocab, target).sort(stable=True)
-        classes = torch.arange(vocab + 1, device=target.device)
+        listed = torch.where(coefficient == 0, vocab, target).int()
+        target, order = listed.sort(stable=True)  # int32 takes half the time
+        classes = torch.arange(vocab + 1, dtype=torch.int32, device=target.device)
         bounds = torch.searchsorted(target, classes, out_int32=True)
         return Listed(order, target, bounds, coefficient[order], h)
 

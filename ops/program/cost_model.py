@@ -98,8 +98,15 @@ class CostModel:
 
     def seconds(self, program: Program, device: Device) -> float:
         """Return the time of a program."""
-        unfused = () if self.is_fused else (Kind.GEMM_HIDDEN, Kind.GEMM_WEIGHT)
-        return seconds(program, device, unfused[:1] if self.kernel_problem.triton else unfused)
+        return seconds(program, device, self._is_fused_step)
+
+    def _is_fused_step(self, step: Step) -> bool:
+        """Whether the product of a step is rounded or kept without sums that are written before.
+
+        Triton's rows of dW are rounded so, and take as long as the others if they are kept.
+        """
+        is_rounded = step.kind is Kind.GEMM_WEIGHT and len(step.writes) == 1
+        return self.is_fused or (self.kernel_problem.triton and is_rounded)
 
     def workspace(self, p: LossProblem, peak: int, saved: int) -> int:
         """Return the workspace of a call whose program takes `peak` bytes.

@@ -3,50 +3,49 @@
 It serves to choose among the programs of one call, so what these have in common may be left out.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 from cutefce.ops.costs.device import Device
 from cutefce.ops.program.problem import LossProblem
 from cutefce.ops.program.steps import Kind, Program, Step
 
 
-def seconds(program: Program, device: Device, unfused: Sequence[Kind] = ()) -> float:
+def seconds(
+    program: Program, device: Device, is_fused: Callable[[Step], bool] = lambda step: True
+) -> float:
     """Return the predicted time of forward and backward.
 
-    Products of `unfused` kinds that are rounded or kept are written as sums before.
+    Products that are not `is_fused` are written as sums before they are rounded or kept.
     """
-    p, total = program.problem, 0.0
-    for step in program.steps():
-        written = _product_bytes(p, step) if step.kind in unfused else 0
-        total += step.times * (written / device.bytes + _seconds(p, step, device, program))
-    return total
+    return sum(s.times * _seconds(program, s, device, is_fused(s)) for s in program.steps())
 
 
-def _product_bytes(p: LossProblem, step: Step) -> int:
-    """Return the bytes of a product's sums that are written, and read again to be rounded."""
-    if p.item == p.sums or step.repairs:
-        return 0
-    is_hidden = step.kind is Kind.GEMM_HIDDEN
-    if is_hidden and len(step.writes) == 1:
-        return 0
-    first, last = step.rows if is_hidden else step.columns
-    return 2 * (last - first) * p.hidden * p.sums
-
-
-def _seconds(p: LossProblem, step: Step, device: Device, program: Program) -> float:
+def _seconds(program: Program, step: Step, device: Device, is_fused: bool) -> float:
+    p: LossProblem = program.problem
     rows, columns = step.rows[1] - step.rows[0], step.columns[1] - step.columns[0]
     if step.repairs:  # no row is far, but for rare ones
         return device.launch
     match step.kind:
         case Kind.PROJECT | Kind.GEMM_HIDDEN | Kind.GEMM_WEIGHT:
-            longer = device.kept_sums * (step.kind is Kind.GEMM_HIDDEN and len(step.writes) > 1)
+            is_kept = step.kind is Kind.GEMM_HIDDEN and len(step.writes) > 1
+            longer = device.kept_sums * (is_kept and is_fused)
+            moved = _sums(program, step) + (0 if is_fused else _product_bytes(p, step))
             product = product_seconds(device, rows, columns, p.hidden, p.item, 1 + longer)
-            return product + _sums(program, step, device)
+            return product + moved / device.bytes
         case Kind.GATHER | Kind.RESCALE | Kind.KEEP_HIDDEN | Kind.FINISH_HIDDEN:
             return device.launch + 2 * rows * p.hidden * p.item / device.bytes
         case Kind.FINISH_WEIGHT:
             return device.launch + _bytes(program, (*step.reads, *step.writes)) / device.bytes
     return device.launch
+
+
+def _product_bytes(p: LossProblem, step: Step) -> int:
+    """Return the bytes of a product's sums that are written, and read again to be rounded."""
+    is_hidden = step.kind is Kind.GEMM_HIDDEN
+    if step.kind is Kind.PROJECT or p.item == p.sums or (is_hidden and len(step.writes) == 1):
+        return 0
+    first, last = step.rows if is_hidden else step.columns
+    return 2 * (last - first) * p.hidden * p.sums
 
 
 def product_seconds(
@@ -61,14 +60,14 @@ def product_seconds(
     return max(product, columns * hidden * item / device.bytes) + device.edge
 
 
-def _sums(program: Program, step: Step, device: Device) -> float:
-    """Return the time in which sums are read and written."""
+def _sums(program: Program, step: Step) -> float:
+    """Return the bytes of sums that are read and written."""
     if step.kind is Kind.PROJECT or not step.adds:
         return 0.0
     rows = step.rows if step.kind is Kind.GEMM_HIDDEN else step.columns
     item = sum(program.buffers[name].size for name in step.writes)
     held = max(program.buffers[step.writes[0]].rows, 1)
-    return 2 * (rows[1] - rows[0]) * item / held / device.bytes
+    return 2 * (rows[1] - rows[0]) * item / held
 
 
 def _bytes(program: Program, names: Iterable[str]) -> int:
