@@ -11,7 +11,7 @@ from concurrent.futures import ProcessPoolExecutor
 import click
 from rich.table import Table
 
-from cutefce.autotune_cache import ahead
+from cutefce.autotune_cache.tuning.runner import all_kernels
 from cutefce.commands.common import make_console
 from cutefce.cute_kernels import cache_files
 from cutefce.cute_kernels.arch import ARCHS, arch_named
@@ -42,7 +42,7 @@ def compile_kernels(names: str) -> None:
         archs = [arch_named(name) for name in names.split(",")]
     except ValueError as error:
         raise click.BadParameter(str(error), param_hint="--arch") from error
-    kernels = [kernel for arch in archs for kernel in ahead.all_kernels(arch)]
+    kernels = [kernel for arch in archs for kernel in all_kernels(arch)]
     table = Table("arch", "kernel", "", "registers", "spilled B", "shared B", "seconds", "warnings")
     clean, folder = True, jit_cache.cache_folder()
     cache_files.make_folder(folder)

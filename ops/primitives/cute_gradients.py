@@ -17,7 +17,7 @@ from cutefce.cute_kernels.arch.base import TILE_K
 from cutefce.cute_kernels.config import GemmConfig, KernelConfigs
 from cutefce.cute_kernels.integers import ceil_div
 from cutefce.cute_kernels.jit.cache import compiled
-from cutefce.cute_kernels.kernel_set import KernelSet, with_low_bits
+from cutefce.cute_kernels.kernel_set import KernelSet
 from cutefce.cute_kernels.problem import can_keep
 from cutefce.cute_kernels.process_cache import process_cache
 from cutefce.cute_kernels.schedule.order import add_tiles, choose_k_splits
@@ -130,7 +130,8 @@ class CuteGradients(RowwiseSteps):
         accumulate: bool,
         selection: RowSelection | None = None,
     ) -> None:
-        spec = with_low_bits(self.kernels.grad_hidden_keep, low_bits(kept, low))
+        assert self.kernels.grad_hidden_keep is not None
+        spec = replace(self.kernels.grad_hidden_keep, low_bits=low_bits(kept, low))
         operands = exps, w.t(), (kept, low), None, None
         self._launch(spec, operands, selection, overwrite=int(not accumulate))
 
@@ -183,7 +184,8 @@ class CuteGradients(RowwiseSteps):
         accumulate: bool,
     ) -> None:
         """More than eight parameters: operands, and what the last step adds."""
-        spec = with_low_bits(self.kernels.grad_weight_keep, low_bits(kept, low))
+        assert self.kernels.grad_weight_keep is not None
+        spec = replace(self.kernels.grad_weight_keep, low_bits=low_bits(kept, low))
         if not self.fixed_tiles:
             spec = kept_sums_kernel(spec, (*kept.shape, exps.shape[0]), self.num_sms)
         spec, term = with_rank_one(spec, rank_one)
@@ -192,7 +194,7 @@ class CuteGradients(RowwiseSteps):
         self._launch(spec, operands, selection, overwrite=int(not accumulate))
 
     def finish_kept_dw(self, kept: Tensor, low: Tensor, factor: Tensor) -> None:
-        spec = with_low_bits(self.kernels.finish_kept_weight, low_bits(kept, low))
+        spec = replace(self.kernels.kept, step="round", low_bits=low_bits(kept, low))
         compiled(spec)(kept, low, factor.view(1))
 
     def _launch(

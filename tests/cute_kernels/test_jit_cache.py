@@ -254,10 +254,13 @@ def test_without_a_cache_folder_kernels_serve_their_process(
 
 
 def test_every_kernel_has_its_own_key(folder: Path) -> None:
-    from cutefce.autotune_cache import ahead
+    from cutefce.autotune_cache.tuning.runner import Runner
     from cutefce.cute_kernels.arch import ARCHS
+    from cutefce.cute_kernels.gpu import Gpu
+    from cutefce.cute_kernels.parts import PARTS
 
-    every = [kernel for arch in ARCHS for kernel in ahead.all_kernels(arch)]
+    runners = [Runner(Gpu(arch, "any", 132)) for arch in ARCHS]
+    every = [k for x in runners for k in x.kernels("bfloat16", x.base(), PARTS)]
     assert len({jit_cache.library_path(kernel) for kernel in every}) == len(every)
 
 

@@ -6,6 +6,7 @@ registers are redistributed.
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -15,7 +16,7 @@ from cutefce.cute_kernels.arch import ARCHS
 from cutefce.cute_kernels.arch.sm90 import Sm90
 from cutefce.cute_kernels.kernel_set import kernel_set
 from cutefce.cute_kernels.sampling_set import sampling_kernels
-from cutefce.cute_kernels.spec import KernelSpec, ProjectExpSpec
+from cutefce.cute_kernels.spec import KernelSpec, ProjectExpSpec, SelectRowsSpec
 from cutefce.cute_kernels.spec.divergence import divergence_rows, logits_kernel
 from cutefce.cute_kernels.variant import KernelVariant, LogitTransform
 from tests.emulation.compiled import compiled
@@ -41,7 +42,7 @@ KINDS: dict[str, KernelSpec | None] = {
     "small sums": SMALL.row_sums,
     "small repair_exps": SMALL.repair_exps,
     "small grad_hidden": kernels_of(COOPERATIVE).grad_hidden,
-    "select_rows": KERNELS.select_rows,
+    "select_rows": SelectRowsSpec("sm_90a"),
     "move_rows": KERNELS.move_rows,
     "sort_targets": KERNELS.sort_targets,
     "target_logit": KERNELS.target_logit,
@@ -56,8 +57,8 @@ MORE: dict[str, KernelSpec | None] = {
     "grad_hidden": KERNELS.grad_hidden,
     "swapped sums": FEW.row_sums,
     "swapped sums and exps": FEW.row_sums,
-    "sums and logits of soft targets": KERNELS.of_soft_targets[0],
-    "grad_hidden, exponentials scaled": KERNELS.of_soft_targets[-1],
+    "sums and logits of soft targets": KERNELS.with_soft_logits(KERNELS.row_sums),
+    "grad_hidden, exponentials scaled": KERNELS.grad_hidden_scaling,
     "grad_weight": KERNELS.grad_weight,
     "grad_weight_keep_32": KERNELS.grad_weight_keep,
     "scale_rows": KERNELS.scale_rows,
@@ -78,15 +79,15 @@ MORE: dict[str, KernelSpec | None] = {
 }
 for name, kernels in SETS.items():  # Blackwell's project_exp does not use PDL
     MORE |= {
-        f"{name} keep_sums": kernels.keep_sums,
-        f"{name} finish_kept": kernels.finish_kept,
-        f"{name} scale_kept_rows": kernels.scale_kept_rows,
+        f"{name} keep_sums": kernels.kept,
+        f"{name} finish_kept": replace(kernels.kept, step="finish"),
+        f"{name} scale_kept_rows": replace(kernels.kept, step="scale"),
         f"{name} move_rows": kernels.move_rows,
         f"{name} probability_coefficients": kernels.probability_coefficients,
         f"{name} reduce_partials": kernels.reduce_partials,
         f"{name} finish_dx": kernels.finish_dx,
         f"{name} target_logit": kernels.target_logit,
-        f"{name} select_rows": kernels.select_rows,
+        f"{name} select_rows": SelectRowsSpec(name),
         f"{name} row_coefficients": kernels.row_coefficients,
     }
 ROLE = r"setmaxnreg\.\w+"

@@ -24,6 +24,7 @@ from cutefce.cute_kernels.spec import (
     OUT_AND_SUMS,
     GradGemmSpec,
     ScaleAddRowsSpec,
+    SelectRowsSpec,
 )
 from cutefce.cute_kernels.variant import LogitTransform
 from cutefce.cute_kernels.workspace import (
@@ -347,7 +348,7 @@ def test_kept_sums(size: tuple[int, int], rank_one: bool, scatters: int) -> None
     want, want_low = torch.empty_like(kept), torch.empty(7, columns, dtype=torch.uint8)
     order = torch.tensor([5, 3, 6, 0, 2, 1, 4])
     places = order if scatters else torch.arange(7)
-    keep = dataclasses.replace(kernels.keep_sums, low_bits=low_bits)
+    keep = dataclasses.replace(kernels.kept, low_bits=low_bits)
     run(keep, kept, low, sums, table, target, others, -100, order, scatters)
     PortableGradients(16).keep_sums(want, want_low, sums, table, targets, stats)
     is_nan = joined_sums(want, want_low).isnan()
@@ -357,7 +358,7 @@ def test_kept_sums(size: tuple[int, int], rank_one: bool, scatters: int) -> None
     scale, target_scale, factor, row = *torch.randn(3, 7), torch.randn(hidden)
     scale[5] = target_scale[5] = factor[5] = 0.0
     term = RankOne(factor, row) if rank_one else None
-    kernel = dataclasses.replace(kernels.finish_kept, low_bits=low_bits, rank_one=rank_one)
+    kernel = dataclasses.replace(keep, step="finish", rank_one=rank_one)
     more = table, target, scale, target_scale, (factor, row) if term else None, order
     # of sums in the order of the targets
     out = torch.full_like(kept, torch.nan)
@@ -377,7 +378,7 @@ def test_rows_of_kept_sums_are_scaled(low_bits: int) -> None:
     low = torch.empty(5, round_up(columns, 16), dtype=torch.uint8)[:, :columns]
     split_sums(kept, low, sums)
     want, want_low = kept.clone(), low.contiguous()
-    run(dataclasses.replace(kernels.scale_kept_rows, low_bits=low_bits), kept, low, scale)
+    run(dataclasses.replace(kernels.kept, step="scale", low_bits=low_bits), kept, low, scale)
     PortableGradients(16).scale_kept_rows(want, want_low, scale)
     got, expected = joined_sums(kept, low), joined_sums(want, want_low)
     torch.testing.assert_close(got, expected, rtol=0.0, atol=0.0, equal_nan=True)
@@ -525,7 +526,7 @@ def check_selection(tokens: int, chunk: int, ignored: float, **how: Any) -> None
     y[~counts_of_all] = -100
     order, selected = (torch.full_like(y, -7) for _ in range(2))
     counts = torch.zeros(ceil_div(tokens, chunk), dtype=torch.int32)
-    run(kernels_of(PINGPONG).select_rows, y, order, selected, counts, chunk, -100, **how)
+    run(SelectRowsSpec("sm_90a"), y, order, selected, counts, chunk, -100, **how)
     assert torch.equal(order, (~counts_of_all).long().argsort(stable=True))
     assert torch.equal(selected, y[order])
     firsts, count = torch.arange(0, tokens, chunk), int(counts_of_all.sum())
