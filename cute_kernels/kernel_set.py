@@ -17,12 +17,10 @@ from cutefce.cute_kernels.spec import (
     MoveRowsSpec,
     PrepareSoftSpec,
     ProjectExpSpec,
-    PutSoftSpec,
     ReducePartialsSpec,
     RowCoefficientsSpec,
     ScaleAddRowsSpec,
     SoftLeadsSpec,
-    SoftLogitsSpec,
     SortTargetsSpec,
     TargetLogitSpec,
 )
@@ -41,12 +39,6 @@ class KernelSet:
     """Classes of the largest probabilities of soft targets."""
     prepare_soft: PrepareSoftSpec
     """The other classes, sorted."""
-    soft_logits: SoftLogitsSpec
-    """Their logits."""
-    put_soft: PutSoftSpec
-    """Their entries among exponentials."""
-    scale_soft: PutSoftSpec
-    """The same where exponentials get the factors of tokens."""
     row_sums: ProjectExpSpec
     """Row sums; if `can_keep`, it stores the exponentials of the first columns, too."""
     exps: ProjectExpSpec
@@ -87,6 +79,13 @@ class KernelSet:
             return None
         config = arch_named(kernel.arch).scaling_config(kernel.config)
         return dataclasses.replace(kernel, config=config).scaling
+
+    @property
+    def sampled_sums(self) -> ProjectExpSpec:
+        """`row_sums` that also samples entries."""
+        return dataclasses.replace(
+            self.row_sums, config=self.exps.config, store=False, samples=True
+        )
 
     @property
     def reads_soft_logits(self) -> bool:
@@ -130,9 +129,6 @@ def kernel_set(
         target_logit=TargetLogitSpec(arch.name, dtype, transform),
         soft_leads=SoftLeadsSpec(arch.name),
         prepare_soft=PrepareSoftSpec(arch.name),
-        soft_logits=SoftLogitsSpec(arch.name, dtype),
-        put_soft=PutSoftSpec(arch.name, dtype),
-        scale_soft=PutSoftSpec(arch.name, dtype, scales=True),
         row_sums=project(
             configs.project_exp, sums=True, store=can_keep(dtype), reductions=reductions
         ),

@@ -15,8 +15,17 @@ pytest.importorskip("cutlass")
 from cutefce.cute_kernels.arch import ARCHS
 from cutefce.cute_kernels.arch.sm90 import Sm90
 from cutefce.cute_kernels.kernel_set import kernel_set
-from cutefce.cute_kernels.sampling_set import sampling_kernels
-from cutefce.cute_kernels.spec import KernelSpec, ProjectExpSpec, SelectRowsSpec
+from cutefce.cute_kernels.sampling_set import sort_entries
+from cutefce.cute_kernels.spec import (
+    KernelSpec,
+    ListSamplesSpec,
+    PrepareSamplesSpec,
+    ProjectExpSpec,
+    PutSoftSpec,
+    SelectRowsSpec,
+    SoftLogitsSpec,
+    SparseRowsSpec,
+)
 from cutefce.cute_kernels.spec.divergence import divergence_rows, logits_kernel
 from cutefce.cute_kernels.variant import KernelVariant, LogitTransform
 from tests.emulation.compiled import compiled
@@ -36,7 +45,6 @@ CAPPED = kernel_set(
 )
 FEW = kernel_set(Sm90(), "bfloat16", Sm90().default_configs(300, 4096, 132))
 """With swapped operands."""
-SAMPLING = sampling_kernels(KERNELS, 8192, 500)
 SMALL = kernels_of(PINGPONG)
 KINDS: dict[str, KernelSpec | None] = {
     "small sums": SMALL.row_sums,
@@ -64,15 +72,15 @@ MORE: dict[str, KernelSpec | None] = {
     "scale_rows": KERNELS.scale_rows,
     "soft_leads": KERNELS.soft_leads,
     "prepare_soft": KERNELS.prepare_soft,
-    "soft_logits": KERNELS.soft_logits,
-    "put_soft": KERNELS.put_soft,
-    "scale_soft": KERNELS.scale_soft,
+    "soft_logits": SoftLogitsSpec("sm_90a", "bfloat16"),
+    "put_soft": PutSoftSpec("sm_90a", "bfloat16"),
+    "scale_soft": PutSoftSpec("sm_90a", "bfloat16", scales=True),
     "capped sums and exps": CAPPED.row_sums,
     "capped target_logit": CAPPED.target_logit,
-    "sampled sums": SAMPLING.project_exp,
-    "prepare_samples": SAMPLING.prepare,
-    "sort_samples": SAMPLING.sort,
-    "sparse_rows": SAMPLING.grad_hidden,
+    "sampled sums": KERNELS.sampled_sums,
+    "prepare_samples": PrepareSamplesSpec("sm_90a", "first"),
+    "sort_samples": sort_entries("sm_90a", 500, softcap=False),
+    "sparse_rows": SparseRowsSpec("sm_90a", "bfloat16", "hidden", blocks=3),
     "divergence of rows": divergence_rows("sm_90a", True, True, True),
     "divergence of rows, read once": divergence_rows("sm_90a", False, False, True, True),
     "logits": logits_kernel(Sm90(), "bfloat16"),
@@ -150,7 +158,7 @@ def test_no_access_before_the_wait(kernel: KernelSpec | None) -> None:
 
 @pytest.mark.slow
 def test_each_of_several_kernels_waits() -> None:
-    ptx = compiled(SAMPLING.list_classes).ptx
+    ptx = compiled(ListSamplesSpec("sm_90a")).ptx
     _, *entries = ptx.split(".entry")
     assert len(entries) == 5
     for entry in entries:

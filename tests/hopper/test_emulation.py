@@ -23,8 +23,10 @@ from cutefce.cute_kernels.problem import LOW_BITS, LOWEST_LOGIT
 from cutefce.cute_kernels.spec import (
     OUT_AND_SUMS,
     GradGemmSpec,
+    PutSoftSpec,
     ScaleAddRowsSpec,
     SelectRowsSpec,
+    SoftLogitsSpec,
 )
 from cutefce.cute_kernels.variant import LogitTransform
 from cutefce.cute_kernels.workspace import (
@@ -620,7 +622,7 @@ def test_logits_of_soft_targets(size: tuple[int, int]) -> None:
     h[order[4]] = torch.nan
     for selects in (0, 1):
         logits = torch.full((5, classes), 7.0)
-        run(kernels_of(PINGPONG).soft_logits, h, w, (index, b, logits), order, selects)
+        run(SoftLogitsSpec("sm_90a", "bfloat16"), h, w, (index, b, logits), order, selects)
         rows = h[order] if selects else h[:5]
         want = (rows.double()[:, None] * w[index.clamp(max=29)].double()).sum(2)
         counts = b != 0
@@ -634,7 +636,8 @@ def test_entries_of_soft_targets(first: int) -> None:
     index = torch.rand(19, 100).topk(70, 1).indices
     b, entries = torch.rand(19, 70), torch.randn(19, 70)
     b[torch.rand(19, 70) < 0.3] = 0
-    kernel, memory = kernels_of(PINGPONG).put_soft, torch.full((19, 64), 7.0).bfloat16()
+    kernel = PutSoftSpec("sm_90a", "bfloat16")
+    memory = torch.full((19, 64), 7.0).bfloat16()
     all_columns = torch.full((19, 100), 7.0)
     for clears in (0, 1):
         run(kernel, memory[:, :50], index, b, entries, first, clears)
@@ -660,7 +663,7 @@ def test_scaled_exponentials_with_entries_of_soft_targets(
     index[b != 0] = torch.where(index == lead[:, None], 0, index)[b != 0]
     b[(index == 0) & (first == 0)] = 0
     given = exps, index, b, entries, lead, of_lead, scale, first
-    run(kernels_of(PINGPONG).scale_soft, *given, is_scaled)
+    run(PutSoftSpec("sm_90a", "bfloat16", scales=True), *given, is_scaled)
     others = before[:, :columns] * (1 if is_scaled else scale[:, None])
     want = torch.cat([torch.zeros(5, first), others], 1)
     row, place = (b != 0).nonzero(as_tuple=True)
