@@ -1,4 +1,4 @@
-"""Architectures with kernels: limits, legal configurations and defaults."""
+"""Architectures with kernels: limits, configurations and defaults."""
 
 from cutefce.cute_kernels.arch.base import Arch
 from cutefce.cute_kernels.arch.sm90 import Sm90

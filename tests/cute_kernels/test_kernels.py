@@ -783,41 +783,6 @@ def test_strict_mode_raises_the_reason(strict: None) -> None:
         cutefce.linear_cross_entropy(torch.randn(4, 8), torch.randn(16, 8), torch.zeros(4).long())
 
 
-@pytest.mark.parametrize("arch", ARCHS, ids=lambda arch: arch.name)
-def test_configurations_are_legal(arch: Arch) -> None:
-    for config in arch.prebuilt_configs():
-        arch.check(config)
-
-
-@pytest.mark.parametrize(
-    ("config", "named"),
-    [
-        (GemmConfig(96, 192, 2, 5, True), "tile_m: got 96"),
-        (GemmConfig(128, 200, 2, 5, True), "tile_n: got 200"),
-        (GemmConfig(128, 192, 4, 5, True), "cluster: got 4"),
-        (GemmConfig(128, 256, 2, 3, True), "accumulators"),
-        (GemmConfig(128, 176, 2, 2, True, swaps=True), "at most 160 accumulators"),
-        (GemmConfig(128, 144, 2, 6, True, swaps=True), "shared memory"),
-        (GemmConfig(128, 192, 2, 6, True), "shared memory"),
-        (GemmConfig(128, 192, 2, 1, True), "stages: got 1, expected at least 2"),
-        (GemmConfig(0, 192, 2, 5, True), "at least one row"),
-        (GemmConfig(128, 0, 2, 5, True), "at least one row"),
-        (GemmConfig(128, 192, 2, 5, True, 0), "raster_group: got 0"),
-        (GemmConfig(128, 192, 2, 5.0, True), "stages: got 5.0, expected int"),  # type: ignore[arg-type]
-        (GemmConfig(128, 192, 2, 5, 1), "pingpong: got 1, expected bool"),  # type: ignore[arg-type]
-        (GemmConfig(128, 192, 2, 5, True, two_cta=True), "two_cta: got True, expected False"),
-        (
-            GemmConfig(128, 192, 2, 5, True, poly_exp2_per_16=4),
-            "poly_exp2_per_16: got 4, expected 0",
-        ),
-    ],
-    ids=str,
-)
-def test_illegal_configurations_are_rejected(config: GemmConfig, named: str) -> None:
-    with pytest.raises(ValueError, match=named):
-        Sm90().check(config)
-
-
 def test_unknown_architecture() -> None:
     with pytest.raises(ValueError, match="arch: got 'sm_80', expected one of sm_90a"):
         arch_named("sm_80")
