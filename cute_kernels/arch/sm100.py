@@ -1,15 +1,13 @@
 """Blackwell: limits and default configurations."""
 
-import dataclasses
 from dataclasses import dataclass
 
 from cutefce.cute_kernels.arch.base import TILE_K, Arch
 from cutefce.cute_kernels.config import GemmConfig, KernelConfigs
 
-TWO_CTA = GemmConfig(128, 256, cluster=2, stages=6, pingpong=False, two_cta=True)
-MULTICAST = GemmConfig(128, 256, cluster=2, stages=4, pingpong=False)
+TWO_CTA = GemmConfig(128, 256, cluster=2, stages=6, pingpong=False)
 SINGLE_CTA = GemmConfig(128, 256, cluster=1, stages=4, pingpong=False)
-"""Configurations of `project_exp`."""
+"""Configurations of `project_exp`: a cluster of two thread blocks is a 2-CTA pair."""
 
 
 @dataclass(frozen=True)
@@ -20,8 +18,6 @@ class Sm100(Arch):
     capability: tuple[int, int] = (10, 0)
     family: str = "sm100"
     forms_weight_gradient: bool = False
-    poly_exp2_per_16: int = 4
-    """Of every 16 exponentials, the number worth computing by a polynomial; 0 if none is."""
 
     ACC_STAGES = 2
     """Accumulators in tensor memory: MMAs fill one while the epilogue reads the other."""
@@ -31,10 +27,7 @@ class Sm100(Arch):
     """Epilogue tiles of a warp in shared memory that may be in flight."""
 
     def prebuilt_configs(self) -> tuple[GemmConfig, ...]:
-        plain = TWO_CTA, MULTICAST, SINGLE_CTA
-        if not self.poly_exp2_per_16:
-            return plain
-        return *plain, dataclasses.replace(TWO_CTA, poly_exp2_per_16=self.poly_exp2_per_16)
+        return TWO_CTA, SINGLE_CTA
 
     def default(self, tokens: int) -> GemmConfig:
         return SINGLE_CTA if tokens <= SINGLE_CTA.rows else TWO_CTA
@@ -49,5 +42,4 @@ class Sm100(Arch):
         return 1 << (self.ACC_STAGES * config.tile_n - 1).bit_length()
 
     def stage_bytes(self, config: GemmConfig) -> int:
-        ctas_per_b_tile = 2 if config.two_cta else 1
-        return (config.tile_m + config.tile_n // ctas_per_b_tile) * TILE_K * 2
+        return (config.tile_m + config.tile_n // config.cluster) * TILE_K * 2

@@ -23,7 +23,7 @@ GRADIENTS = (COOPERATIVE, PINGPONG, TALL, SHARED)
 SWAPPED = GemmConfig(64, 48, cluster=2, stages=2, pingpong=True, swaps=True)
 SWAPPED_TALL = GemmConfig(256, 32, cluster=1, stages=3, pingpong=False, swaps=True)
 
-TWO_CTA, MULTICAST, SINGLE_CTA, POLY_EXP2 = BLACKWELL.prebuilt_configs()
+TWO_CTA, SINGLE_CTA = BLACKWELL.prebuilt_configs()
 
 
 @functools.cache
