@@ -107,6 +107,3 @@ class KernelConfigs:
     soft targets; None for the same as of the others."""
 
     SHORT: ClassVar[int] = 1 << 15
-
-    SHORT_SUMS: ClassVar[int] = 1024
-    """Products of each kept sum below which epilogues take longer than MMAs."""

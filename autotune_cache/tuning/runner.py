@@ -93,11 +93,8 @@ class Runner:
         self, problem: Problem, configs: KernelConfigs, variant: KernelVariant = PLAIN
     ) -> Primitives:
         """Return the primitives on the kernels of `configs`, of calls with a variant."""
-        kernels, tiles = (
-            kernel_set(self.arch, problem.dtype, configs, variant),
-            defaults.widest_window(problem),
-        )
-        return kernel_primitives(tiles, kernels, self.gpu.num_sms, fixed_tiles=True)
+        kernels = kernel_set(self.arch, problem.dtype, configs, variant)
+        return kernel_primitives(defaults.widest_window(problem), kernels, self.gpu.num_sms)
 
     def small_case(self, name: str, dtype: str) -> Case:
         """Return the inputs of a small problem, by its name."""

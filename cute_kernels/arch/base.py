@@ -87,14 +87,6 @@ class Arch(ABC):
         """Return those of the gradient GEMMs that load and store sums, the common ones first."""
         return ()
 
-    def kept_sums_time(self, _: GemmConfig, inner: int) -> float:
-        """Return the time of one of these configurations a column, relative to the first one's.
-
-        Each sum gets `inner` products.  GPU models do not differ in it, unlike in
-        `default_configs`.
-        """
-        return 1.0
-
     @abstractmethod
     def stage_bytes(self, config: GemmConfig) -> int:
         """Return the shared memory of one stage."""

@@ -58,7 +58,7 @@ class GemmTimes:
     """Of at least `long_tokens` tokens."""
     long_tokens: int
     kept_sums: dict[GemmConfig, float]
-    """Of at least `KernelConfigs.SHORT_SUMS` products each."""
+    """Of at least 1024 products each."""
 
     SHORT_TOKENS: ClassVar[int] = 512
 
@@ -88,8 +88,6 @@ H100_TIMES = GemmTimes(
     kept_sums={KEPT_128: 1.0, KEPT_192: 0.9},
 )
 """Of 768 to 8192 tokens and 1024 to 4096 hidden features, on one of 80 GB; dW in whole steps."""
-SHORT_SUMS_TIMES = {KEPT_128: 1.0, KEPT_192: 1.05}
-"""`GemmTimes.kept_sums` of fewer products than `KernelConfigs.SHORT_SUMS`: of 512, on an H200."""
 H100_MODELS = "H100", "H800"
 """In the names of GPU models that are taken for an H100."""
 SINGLE_CTA_TIME = 1.03
@@ -164,10 +162,6 @@ class Sm90(Arch):
 
     def kept_sums_configs(self) -> tuple[GemmConfig, ...]:
         return KEPT_128, KEPT_192
-
-    def kept_sums_time(self, config: GemmConfig, inner: int) -> float:
-        is_short = inner < KernelConfigs.SHORT_SUMS
-        return SHORT_SUMS_TIMES[config] if is_short else H200_TIMES.kept_sums[config]
 
     def accumulators(self, config: GemmConfig) -> int:
         """Return the float32 accumulators of a thread."""

@@ -211,12 +211,8 @@ def kernel_primitives(
     kernels: KernelSet,
     num_sms: int,
     grad_bias: bool = False,
-    fixed_tiles: bool = False,
 ) -> Primitives:
-    """Return primitives on the kernels, for one call on one stream of a GPU with `num_sms` SMs.
-
-    With `fixed_tiles`, kept sums of few rows have the tiles of `kernels` too, as checks need.
-    """
+    """Return primitives on the kernels, for one call on one stream of a GPU with `num_sms` SMs."""
     semaphores, gemms = Semaphores(), kernels.grad_weight
     # the bias' gradient is a GEMM of cuBLAS, as all are without kernels for them; and those of sums
     # of dW read whole K tiles of tokens, which row blocks of swapped operands may not fill
@@ -224,7 +220,7 @@ def kernel_primitives(
     projection = CuteProjection(kernels, num_sms, semaphores, clears)
     if gemms is None:
         return Primitives(window, projection, CublasGradients(kernels, window.window, semaphores))
-    gradients = CuteGradients(kernels, num_sms, semaphores, fixed_tiles)
+    gradients = CuteGradients(kernels, num_sms, semaphores)
     return Primitives(window, projection, gradients)
 
 

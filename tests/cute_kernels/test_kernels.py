@@ -85,7 +85,7 @@ def with_configs(configs: KernelConfigs, dtype: torch.dtype) -> Primitives:
     tiles = widest_window(Problem(1, 64, 1000, name, "cuda"))
     count = torch.cuda.get_device_properties(0).multi_processor_count
     kernels = kernel_set.kernel_set(ARCH, name, configs)
-    return kernel_primitives(tiles, kernels, count, fixed_tiles=True)
+    return kernel_primitives(tiles, kernels, count)
 
 
 def exact_exps(case: Case, reference: Tensor) -> Tensor:
