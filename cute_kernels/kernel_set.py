@@ -11,12 +11,11 @@ from cutefce.cute_kernels.arch import arch_named
 from cutefce.cute_kernels.arch.base import Arch
 from cutefce.cute_kernels.config import KernelConfigs
 from cutefce.cute_kernels.problem import FLOAT32_LOW_BITS, LOW_BITS, can_keep
-from cutefce.cute_kernels.spec import (
-    GradGemmSpec,
+from cutefce.cute_kernels.spec.gemm import GradGemmSpec, ProjectExpSpec
+from cutefce.cute_kernels.spec.rowwise import (
     KeptSumsSpec,
     MoveRowsSpec,
     PrepareSoftSpec,
-    ProjectExpSpec,
     ReducePartialsSpec,
     RowCoefficientsSpec,
     ScaleAddRowsSpec,

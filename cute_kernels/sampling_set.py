@@ -1,6 +1,6 @@
 """Kernels of sampled gradients that depend on the sizes of a call."""
 
-from cutefce.cute_kernels.spec import SortSamplesSpec, SparseRowsSpec
+from cutefce.cute_kernels.spec.sampling import SortSamplesSpec, SparseRowsSpec
 
 SORT_SIZES = 256, 1024, 4096
 """Entries of a row that kernels sort at most, in shared memory of up to 32 KiB."""

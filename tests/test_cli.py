@@ -25,7 +25,7 @@ from cutefce.cute_kernels.arch import arch_named
 from cutefce.cute_kernels.arch.sm90 import LOW
 from cutefce.cute_kernels.jit.compiler import Report
 from cutefce.cute_kernels.jit.subprocess_worker import WorkerError
-from cutefce.cute_kernels.spec import ProjectExpSpec
+from cutefce.cute_kernels.spec.gemm import ProjectExpSpec
 from cutefce.cute_kernels.variant import LogitTransform
 from cutefce.version import __version__
 from tests.support.fake_tuner import RUNNER, TARGET, InlineWorker

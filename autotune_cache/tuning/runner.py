@@ -25,7 +25,7 @@ from cutefce.cute_kernels.kernel_set import kernel_set
 from cutefce.cute_kernels.parts import FORWARD, PARTS, STEP
 from cutefce.cute_kernels.problem import Problem
 from cutefce.cute_kernels.process_cache import process_cache
-from cutefce.cute_kernels.spec import KernelSpec
+from cutefce.cute_kernels.spec.kernel import KernelSpec
 from cutefce.cute_kernels.variant import PLAIN, PREBUILT, KernelVariant
 from cutefce.ops.primitives.dispatch import kernel_primitives, portable_primitives
 from cutefce.ops.primitives.primitives import Primitives

@@ -24,7 +24,7 @@ from cutefce.cute_kernels.gpu import Gpu
 from cutefce.cute_kernels.jit.subprocess_worker import SubprocessWorker, WorkerError
 from cutefce.cute_kernels.parts import PARTS
 from cutefce.cute_kernels.problem import Problem
-from cutefce.cute_kernels.spec import KernelSpec
+from cutefce.cute_kernels.spec.kernel import KernelSpec
 from cutefce.version import __version__
 
 PREPARE_SECONDS, TRIAL_SECONDS = 120, 60

@@ -24,7 +24,7 @@ from cutefce.cute_kernels.jit import build
 from cutefce.cute_kernels.jit.notices import announce
 from cutefce.cute_kernels.jit.subprocess_worker import SubprocessWorker, WorkerError
 from cutefce.cute_kernels.parts import PARTS, has_gradients, parts_of
-from cutefce.cute_kernels.spec import KernelSpec
+from cutefce.cute_kernels.spec.kernel import KernelSpec
 
 LOCK_SECONDS = 1200
 """How long to wait for another process that verifies the same kernels."""

@@ -17,7 +17,7 @@ from cutefce.cute_kernels.config import KernelConfigs
 from cutefce.cute_kernels.jit import cache as jit_cache
 from cutefce.cute_kernels.parts import PARTS
 from cutefce.cute_kernels.problem import Problem
-from cutefce.cute_kernels.spec import KernelSpec
+from cutefce.cute_kernels.spec.kernel import KernelSpec
 
 CUBLAS: Literal["cublas"] = "cublas"
 """Entrant that runs the same GEMMs on cuBLAS."""

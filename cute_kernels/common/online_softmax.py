@@ -30,13 +30,13 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.runtime import make_fake_compact_tensor
 
-from cutefce.cute_kernels import spec
 from cutefce.cute_kernels.common.dsl import DTYPES, LOG2_E, exp2, matrix, vector
 from cutefce.cute_kernels.common.launch import HostFunction, Signature
 from cutefce.cute_kernels.common.logit_transform import transform_argument
 from cutefce.cute_kernels.common.row_reductions import finite
 from cutefce.cute_kernels.common.sampling import samples_argument
 from cutefce.cute_kernels.common.soft_classes import classes_argument
+from cutefce.cute_kernels.spec import gemm as spec
 
 
 class Rows(NamedTuple):

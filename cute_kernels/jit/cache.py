@@ -34,7 +34,7 @@ from cutefce.cute_kernels.jit.canonical import canonical_source
 from cutefce.cute_kernels.jit.compiler import OPTIONS, SYMBOL, Report, compile_kernel, report
 from cutefce.cute_kernels.jit.notices import CompilingNotice
 from cutefce.cute_kernels.process_cache import process_cache, warn_once
-from cutefce.cute_kernels.spec import KernelSpec
+from cutefce.cute_kernels.spec.kernel import KernelSpec
 
 SOURCES = Path(__file__).parent.parent
 """The package whose sources the fingerprint covers."""

@@ -23,12 +23,12 @@ from cutlass._mlir.dialects import nvvm
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
 from cutlass.utils import blackwell_helpers as sm100
 
-from cutefce.cute_kernels import spec
 from cutefce.cute_kernels.arch import arch_named
 from cutefce.cute_kernels.arch.base import TILE_K
 from cutefce.cute_kernels.arch.sm100 import Sm100
 from cutefce.cute_kernels.common.dsl import DTYPES
 from cutefce.cute_kernels.schedule.scheduler import TileScheduler
+from cutefce.cute_kernels.spec import gemm as spec
 
 EPILOGUE_WARPS = 4
 """Warps 0 to 3 read accumulators: warp i can access lanes 32·i to 32·i + 31."""

@@ -15,7 +15,6 @@ from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import blackwell_helpers as sm100
 
-from cutefce.cute_kernels import spec
 from cutefce.cute_kernels.common.dsl import LOG2_E, exp2, partition
 from cutefce.cute_kernels.common.launch import Signature
 from cutefce.cute_kernels.common.logit_transform import (
@@ -42,6 +41,7 @@ from cutefce.cute_kernels.sm100.mainloop import (
     after_sync,
     before_sync,
 )
+from cutefce.cute_kernels.spec import gemm as spec
 
 
 def compile_signature(kernel: spec.ProjectExpSpec) -> Signature:

@@ -17,7 +17,7 @@ from cutefce.cute_kernels import cache_files
 from cutefce.cute_kernels.arch import ARCHS, arch_named
 from cutefce.cute_kernels.jit import cache as jit_cache
 from cutefce.cute_kernels.jit.compiler import Report
-from cutefce.cute_kernels.spec import KernelSpec
+from cutefce.cute_kernels.spec.kernel import KernelSpec
 from cutefce.cute_kernels.variant import IDENTITY, SUM_ONLY
 
 MAX_VARIANT_SPILL_BYTES = 32

@@ -19,7 +19,7 @@ from cutefce.cute_kernels.jit.cache import compiled
 from cutefce.cute_kernels.kernel_set import KernelSet
 from cutefce.cute_kernels.problem import can_keep
 from cutefce.cute_kernels.schedule.order import add_tiles, choose_k_splits
-from cutefce.cute_kernels.spec import GradGemmSpec
+from cutefce.cute_kernels.spec.gemm import GradGemmSpec
 from cutefce.ops.primitives.cute_projection import Semaphores
 from cutefce.ops.primitives.cute_rowwise import RowwiseSteps, low_bits, with_rank_one
 from cutefce.ops.primitives.portable_gradients import TargetGrad, matmul_into

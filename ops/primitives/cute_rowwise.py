@@ -9,12 +9,8 @@ from torch import Tensor
 from cutefce.cute_kernels.jit.cache import compiled
 from cutefce.cute_kernels.kernel_set import KernelSet
 from cutefce.cute_kernels.problem import FLOAT32_LOW_BITS
-from cutefce.cute_kernels.spec import (
-    OUT_AND_SUMS,
-    GradGemmSpec,
-    KeptSumsSpec,
-    ScaleAddRowsSpec,
-)
+from cutefce.cute_kernels.spec.gemm import GradGemmSpec
+from cutefce.cute_kernels.spec.rowwise import OUT_AND_SUMS, KeptSumsSpec, ScaleAddRowsSpec
 from cutefce.cute_kernels.workspace import Coefficient, Move
 from cutefce.ops.primitives.cute_projection import Semaphores
 from cutefce.ops.primitives.portable_gradients import PortableGradients

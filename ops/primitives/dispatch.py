@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cutefce.autotune_cache import defaults, lookup, verdicts
-from cutefce.cute_kernels import kernel_set, spec
+from cutefce.cute_kernels import kernel_set
 from cutefce.cute_kernels.arch import ARCHS, arch_for, arch_named
 from cutefce.cute_kernels.arch.base import TILE_K, Arch
 from cutefce.cute_kernels.config import KernelConfigs, PortableTiles, WindowConfig
@@ -21,6 +21,7 @@ from cutefce.cute_kernels.parts import FORWARD, SAMPLES, SOFT_TARGETS, STEP
 from cutefce.cute_kernels.problem import MAX_SELECTED, Problem
 from cutefce.cute_kernels.process_cache import on_reset, process_cache, reset, warn_once
 from cutefce.cute_kernels.sampling_set import MAX_SAMPLE_SLOTS
+from cutefce.cute_kernels.spec import rowwise as spec
 from cutefce.cute_kernels.variant import PLAIN, KernelVariant
 from cutefce.ops.costs.step_memory import weight_rows
 from cutefce.ops.dtypes import dtype_name

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from cutefce.cute_kernels.jit.cache import compiled
 from cutefce.cute_kernels.sampling_set import sort_entries, weight_sums
-from cutefce.cute_kernels.spec import (
+from cutefce.cute_kernels.spec.sampling import (
     ChooseClassesSpec,
     ListSamplesSpec,
     PrepareSamplesSpec,

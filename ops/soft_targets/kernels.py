@@ -5,7 +5,7 @@ from torch import Tensor
 
 from cutefce.cute_kernels.jit.cache import compiled
 from cutefce.cute_kernels.kernel_set import KernelSet
-from cutefce.cute_kernels.spec import PutSoftSpec, SoftLogitsSpec
+from cutefce.cute_kernels.spec.rowwise import PutSoftSpec, SoftLogitsSpec
 from cutefce.ops.primitives.select_rows import row_order
 from cutefce.ops.primitives.weighted_sum import SoftTargetSteps
 from cutefce.ops.rows.targets import Targets

@@ -12,12 +12,14 @@ import torch
 
 from cutefce.autotune_cache import lookup, table_io, verdicts
 from cutefce.autotune_cache.tuning.runner import Runner
-from cutefce.cute_kernels import cache_files, process_cache, spec
+from cutefce.cute_kernels import cache_files, process_cache
 from cutefce.cute_kernels.arch import ARCHS
 from cutefce.cute_kernels.arch.sm90 import Sm90
 from cutefce.cute_kernels.config import GemmConfig, KernelConfigs
 from cutefce.cute_kernels.integers import round_up
 from cutefce.cute_kernels.problem import Problem
+from cutefce.cute_kernels.spec.gemm import ProjectExpSpec
+from cutefce.cute_kernels.spec.kernel import KernelSpec
 from cutefce.cute_kernels.variant import PLAIN, PREBUILT
 from cutefce.ops.interface.options import LossOptions
 from cutefce.ops.primitives import cute_projection, dispatch
@@ -127,9 +129,9 @@ def test_an_edited_configuration_is_launched(file: Path, monkeypatch: pytest.Mon
     gpu = SimpleNamespace(name=GPU.name, multi_processor_count=GPU.num_sms)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    launched: list[spec.KernelSpec] = []
+    launched: list[KernelSpec] = []
 
-    def note(kernel: spec.KernelSpec) -> Callable[..., None]:
+    def note(kernel: KernelSpec) -> Callable[..., None]:
         return lambda *arguments: launched.append(kernel)
 
     monkeypatch.setattr(cute_projection, "compiled", note)
@@ -144,7 +146,7 @@ def test_an_edited_configuration_is_launched(file: Path, monkeypatch: pytest.Mon
         h, w, y = torch.zeros(4, 8), torch.zeros(32, 8), torch.zeros(4, dtype=torch.long)
         steps.project_exp(h, w, (0, 32), h[:, 0], Targets(y, 32, LossOptions()))
         (kernel,) = launched
-        assert isinstance(kernel, spec.ProjectExpSpec)
+        assert isinstance(kernel, ProjectExpSpec)
         assert kernel.config == config
         launched.clear()
     process_cache.reset()

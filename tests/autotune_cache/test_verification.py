@@ -17,7 +17,7 @@ from cutefce.autotune_cache import lookup, verdicts
 from cutefce.autotune_cache.table_io import file_name
 from cutefce.autotune_cache.tuning import tuner, verify, worker
 from cutefce.autotune_cache.tuning.runner import Runner, with_tuned
-from cutefce.cute_kernels import process_cache, spec
+from cutefce.cute_kernels import process_cache
 from cutefce.cute_kernels.arch.sm90 import Sm90
 from cutefce.cute_kernels.arch.sm100 import Sm100
 from cutefce.cute_kernels.config import KernelConfigs
@@ -26,6 +26,8 @@ from cutefce.cute_kernels.jit import build
 from cutefce.cute_kernels.jit import cache as jit_cache
 from cutefce.cute_kernels.jit.subprocess_worker import SubprocessWorker, WorkerError
 from cutefce.cute_kernels.parts import FORWARD, SAMPLES, STEP, parts_of
+from cutefce.cute_kernels.spec.kernel import KernelSpec
+from cutefce.cute_kernels.spec.rowwise import TargetLogitSpec
 from cutefce.ops.interface.options import LossOptions, TensorOptions
 from cutefce.ops.primitives import dispatch
 from tests.support.fake_tuner import RUNNER, InProcess, tune_inline
@@ -293,13 +295,13 @@ def test_a_check_without_a_subprocess_is_no_verdict(
     assert known() is None
 
 
-BUILT = spec.TargetLogitSpec("sm_90a", "bfloat16")
+BUILT = TargetLogitSpec("sm_90a", "bfloat16")
 
 
 class BuiltRunner(FaultyRunner):
     """Needs one kernel to be compiled."""
 
-    def kernels(self, *_: Any) -> tuple[spec.KernelSpec, ...]:
+    def kernels(self, *_: Any) -> tuple[KernelSpec, ...]:
         return (BUILT,)
 
 

@@ -9,7 +9,7 @@ import pytest
 from cutefce.autotune_cache.tuning import targets, timing, worker
 from cutefce.autotune_cache.tuning.cases import SMALL_PROBLEMS, MismatchError
 from cutefce.autotune_cache.tuning.runner import Runner, with_tuned
-from cutefce.cute_kernels import process_cache, spec
+from cutefce.cute_kernels import process_cache
 from cutefce.cute_kernels.arch import ARCHS
 from cutefce.cute_kernels.arch.base import Arch
 from cutefce.cute_kernels.jit import cache as jit_cache
@@ -22,6 +22,8 @@ from cutefce.cute_kernels.parts import (
     STEP,
     parts_of,
 )
+from cutefce.cute_kernels.spec.kernel import KernelSpec
+from cutefce.cute_kernels.spec.rowwise import PrepareSoftSpec, SelectRowsSpec, SoftLeadsSpec
 from tests.support.fake_tuner import RUNNER, SIZES, TARGET
 from tests.support.faulty_candidates import Kind, config
 from tests.support.kernel_models import model_of, use_models
@@ -91,18 +93,18 @@ def no_results(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture
-def launched(no_results: None, monkeypatch: pytest.MonkeyPatch) -> set[spec.KernelSpec]:
+def launched(no_results: None, monkeypatch: pytest.MonkeyPatch) -> set[KernelSpec]:
     """Return the kernels that would be launched; only what addresses memory depends on runs."""
-    kernels: set[spec.KernelSpec] = set()
+    kernels: set[KernelSpec] = set()
 
-    def note(kernel: spec.KernelSpec) -> Callable[..., None]:
+    def note(kernel: KernelSpec) -> Callable[..., None]:
         if jit_cache._thread.recorded is not None:
             record: Callable[..., None] = jit_cache.compiled(kernel)
             return record
 
         def launch(*arguments: Any) -> None:
             kernels.add(kernel)
-            if isinstance(kernel, spec.SelectRowsSpec | spec.SoftLeadsSpec | spec.PrepareSoftSpec):
+            if isinstance(kernel, SelectRowsSpec | SoftLeadsSpec | PrepareSoftSpec):
                 model_of(kernel)(*arguments)
 
         return launch
@@ -165,7 +167,7 @@ def test_models_of_the_kernels_pass(
 @pytest.mark.parametrize("dtype", rest_slow(["bfloat16", "float16"]))
 @pytest.mark.parametrize("arch", rest_slow({arch.name: arch for arch in ARCHS}))
 def test_trials_launch_nothing_that_was_not_compiled_ahead(
-    arch: Arch, dtype: str, launched: set[spec.KernelSpec]
+    arch: Arch, dtype: str, launched: set[KernelSpec]
 ) -> None:
     """Compiling takes longer than a trial may."""
     for target in targets.all_targets(dataclasses.replace(GPU, arch=arch), "cpu"):
@@ -186,9 +188,9 @@ COUNTS = {FORWARD: 5, STEP: 29, SOFT_TARGETS: 10, SAMPLES: 18, DIVERGENCES: 15}
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_a_part_compiles_what_it_launches(part: str, launched: set[spec.KernelSpec]) -> None:
+def test_a_part_compiles_what_it_launches(part: str, launched: set[KernelSpec]) -> None:
     """A call waits for no kernels but its own, and none is compiled within a time limit."""
-    runner, parts, known = Runner(GPU, "cpu"), parts_of(part), set[spec.KernelSpec]()
+    runner, parts, known = Runner(GPU, "cpu"), parts_of(part), set[KernelSpec]()
     wide = with_tuned(runner.base(), "grad_hidden", runner.base().grad_hidden)
     for configs in (runner.base(), wide):
         known |= set(runner.kernels("bfloat16", configs, parts))

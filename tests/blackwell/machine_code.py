@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from cutefce.cute_kernels.arch import arch_named
 from cutefce.cute_kernels.arch.base import TILE_K
 from cutefce.cute_kernels.arch.sm100 import Sm100
-from cutefce.cute_kernels.spec import ProjectExpSpec
+from cutefce.cute_kernels.spec.gemm import ProjectExpSpec
 
 WAIT = re.compile(r"mbarrier\.try_wait\S* P1, \[(%r\d+)\]")
 DEFINITION = re.compile(r"(\S+) (%\w+|\{[%\w, ]+\})(?:\|%p\d+)?, (.*);")

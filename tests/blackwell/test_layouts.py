@@ -20,7 +20,7 @@ from cutlass.utils import blackwell_helpers as sm100
 from cutefce.cute_kernels.arch.sm100 import SINGLE_CTA, TWO_CTA
 from cutefce.cute_kernels.config import GemmConfig
 from cutefce.cute_kernels.sm100.project_exp import ProjectExpSm100
-from cutefce.cute_kernels.spec import ProjectExpSpec
+from cutefce.cute_kernels.spec.gemm import ProjectExpSpec
 from tests.support.tiers import rest_slow
 
 CONFIGS = (TWO_CTA, SINGLE_CTA)

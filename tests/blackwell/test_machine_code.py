@@ -15,7 +15,7 @@ from cutefce.cute_kernels.arch import arch_named
 from cutefce.cute_kernels.arch.sm100 import SINGLE_CTA, TWO_CTA, Sm100
 from cutefce.cute_kernels.config import KernelConfigs
 from cutefce.cute_kernels.kernel_set import kernel_set
-from cutefce.cute_kernels.spec import ProjectExpSpec
+from cutefce.cute_kernels.spec.gemm import ProjectExpSpec
 from cutefce.cute_kernels.variant import PLAIN, KernelVariant, LogitTransform, RowReductions
 from tests.blackwell.machine_code import assembly_violations, violations
 from tests.emulation.compiled import compiled

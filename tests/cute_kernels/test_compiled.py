@@ -12,7 +12,8 @@ from cutefce.cute_kernels.arch.sm100 import Sm100
 from cutefce.cute_kernels.gpu import Gpu
 from cutefce.cute_kernels.jit.cache import compile_ahead
 from cutefce.cute_kernels.parts import PARTS
-from cutefce.cute_kernels.spec import GradGemmSpec, KernelSpec, ProjectExpSpec
+from cutefce.cute_kernels.spec.gemm import GradGemmSpec, ProjectExpSpec
+from cutefce.cute_kernels.spec.kernel import KernelSpec
 
 GEMMS = ProjectExpSpec, GradGemmSpec
 

@@ -22,13 +22,15 @@ import pytest
 
 pytest.importorskip("cutlass")
 
-from cutefce.cute_kernels import cache_files, process_cache, spec
+from cutefce.cute_kernels import cache_files, process_cache
 from cutefce.cute_kernels.jit import cache as jit_cache
 from cutefce.cute_kernels.jit import notices
 from cutefce.cute_kernels.jit.compiler import compile_kernel
+from cutefce.cute_kernels.spec.kernel import KernelSpec
+from cutefce.cute_kernels.spec.rowwise import MoveRowsSpec, TargetLogitSpec
 from tests.support.tiers import rest_slow
 
-KERNEL = spec.MoveRowsSpec("sm_90a")
+KERNEL = MoveRowsSpec("sm_90a")
 """The kernel that compiles fastest."""
 
 COMPILE = f"""
@@ -114,7 +116,7 @@ def test_long_compilations_are_announced_once_a_process(
     monkeypatch.setattr(jit_cache, "_write", lambda path, function: None)
     monkeypatch.setattr(jit_cache, "_load", lambda path: None)
     for dtype in ("bfloat16", "float16"):
-        jit_cache.compiled(spec.TargetLogitSpec("sm_90a", dtype))
+        jit_cache.compiled(TargetLogitSpec("sm_90a", dtype))
     (message,) = announced
     assert message.startswith("cutefce: compiles 1 kernel for sm_90a")
 
@@ -139,12 +141,12 @@ def test_a_terminal_sees_the_progress(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_call_that_misses_a_kernel_compiles_all_of_it_at_once(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made: list[spec.KernelSpec] = []
+    made: list[KernelSpec] = []
     monkeypatch.setattr(jit_cache, "_load", lambda path: path)
     monkeypatch.setattr(jit_cache, "_write", lambda path, function: path.write_bytes(b""))
     monkeypatch.setattr(jit_cache, "_is_whole", Path.exists)
 
-    def make(kernel: spec.KernelSpec) -> None:
+    def make(kernel: KernelSpec) -> None:
         made.append(kernel)
         jit_cache.store(kernel, lambda: None)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import cutefce
 from cutefce.autotune_cache.defaults import widest_window
-from cutefce.cute_kernels import cache_files, kernel_set, spec
+from cutefce.cute_kernels import cache_files, kernel_set
 from cutefce.cute_kernels.arch import ARCHS, arch_for, arch_named
 from cutefce.cute_kernels.arch.base import Arch
 from cutefce.cute_kernels.arch.sm90 import Sm90
@@ -19,6 +19,9 @@ from cutefce.cute_kernels.integers import round_up
 from cutefce.cute_kernels.jit import cache as jit_cache
 from cutefce.cute_kernels.jit.compiler import report
 from cutefce.cute_kernels.problem import GRADIENT_LOSS, Problem
+from cutefce.cute_kernels.spec.gemm import ProjectExpSpec
+from cutefce.cute_kernels.spec.kernel import KernelSpec
+from cutefce.cute_kernels.spec.rowwise import TargetLogitSpec
 from cutefce.cute_kernels.variant import (
     IDENTITY,
     PLAIN,
@@ -260,7 +263,7 @@ class Launches:
         jit_cache.compiled(self.kernels.target_logit)(*tensors, *more)
         return logit
 
-    def project_exp(self, kernel: spec.ProjectExpSpec, reference: Tensor, first: int = 0) -> Any:
+    def project_exp(self, kernel: ProjectExpSpec, reference: Tensor, first: int = 0) -> Any:
         """Return (partial sums, exponentials, reductions); targets are counted from `first`."""
         partials, planes = self.splits * self.config.partials_per_row, kernel.reductions.planes
         nan = torch.full((1 + planes, self.tokens, partials), torch.nan, device="cuda")
@@ -667,7 +670,7 @@ def test_launch_arguments_match_the_kernels(arch: Arch, monkeypatch: pytest.Monk
     pytest.importorskip("cutlass")
     launched = []
 
-    def on_a_cpu(kernel: spec.KernelSpec) -> Any:
+    def on_a_cpu(kernel: KernelSpec) -> Any:
         def launch(*arguments: Any) -> None:
             with pytest.raises(ValueError, match="expected device_type=cuda"):
                 jit_cache.compiled(kernel)(*arguments)
@@ -744,7 +747,7 @@ def test_a_variant_is_that_of_the_kernels_that_take_it(arch: Arch) -> None:
     assert kernels.target_logit.transform != plain.target_logit.transform
     with_logits = kernels.row_sums, *without_sums
     assert {kernel.transform for kernel in with_logits} == {variant.transform}
-    own = spec.ProjectExpSpec, spec.TargetLogitSpec
+    own = ProjectExpSpec, TargetLogitSpec
     others_, same = (
         {kernel for kernel in vars(each).values() if not isinstance(kernel, own)}
         for each in (kernels, plain)
@@ -775,7 +778,7 @@ def test_a_compiler_that_fails_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.setattr(jit_cache, "_loaded", {})
     monkeypatch.setattr(jit_cache, "compile_kernel", fail)
     with pytest.raises(jit_cache.CompilerError, match="failed: ValueError: no such target"):
-        jit_cache.compiled(spec.TargetLogitSpec("sm_90a", "bfloat16"))
+        jit_cache.compiled(TargetLogitSpec("sm_90a", "bfloat16"))
 
 
 def test_strict_mode_raises_the_reason(strict: None) -> None:

@@ -16,17 +16,11 @@ from cutefce.cute_kernels.arch import ARCHS
 from cutefce.cute_kernels.arch.sm90 import Sm90
 from cutefce.cute_kernels.kernel_set import kernel_set
 from cutefce.cute_kernels.sampling_set import sort_entries
-from cutefce.cute_kernels.spec import (
-    KernelSpec,
-    ListSamplesSpec,
-    PrepareSamplesSpec,
-    ProjectExpSpec,
-    PutSoftSpec,
-    SelectRowsSpec,
-    SoftLogitsSpec,
-    SparseRowsSpec,
-)
 from cutefce.cute_kernels.spec.divergence import divergence_rows, logits_kernel
+from cutefce.cute_kernels.spec.gemm import ProjectExpSpec
+from cutefce.cute_kernels.spec.kernel import KernelSpec
+from cutefce.cute_kernels.spec.rowwise import PutSoftSpec, SelectRowsSpec, SoftLogitsSpec
+from cutefce.cute_kernels.spec.sampling import ListSamplesSpec, PrepareSamplesSpec, SparseRowsSpec
 from cutefce.cute_kernels.variant import KernelVariant, LogitTransform
 from tests.emulation.compiled import compiled
 from tests.emulation.configs import COOPERATIVE, PINGPONG, kernels_of

@@ -7,7 +7,7 @@ from cutefce.cute_kernels.arch import arch_named
 from cutefce.cute_kernels.arch.sm90 import KEPT_128
 from cutefce.cute_kernels.config import GemmConfig, KernelConfigs
 from cutefce.cute_kernels.kernel_set import KernelSet, kernel_set
-from cutefce.cute_kernels.spec import KernelSpec
+from cutefce.cute_kernels.spec.kernel import KernelSpec
 from cutefce.cute_kernels.variant import PLAIN, KernelVariant
 from tests.emulation.host import host_function
 

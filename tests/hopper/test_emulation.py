@@ -20,9 +20,9 @@ from cutefce.cute_kernels.arch.sm90 import KEPT_192
 from cutefce.cute_kernels.config import GemmConfig, KernelConfigs, PortableTiles
 from cutefce.cute_kernels.integers import ceil_div, round_up
 from cutefce.cute_kernels.problem import LOW_BITS, LOWEST_LOGIT
-from cutefce.cute_kernels.spec import (
+from cutefce.cute_kernels.spec.gemm import GradGemmSpec
+from cutefce.cute_kernels.spec.rowwise import (
     OUT_AND_SUMS,
-    GradGemmSpec,
     PutSoftSpec,
     ScaleAddRowsSpec,
     SelectRowsSpec,

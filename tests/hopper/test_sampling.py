@@ -16,12 +16,12 @@ from cutefce.cute_kernels.config import GemmConfig
 from cutefce.cute_kernels.jit.compiler import report
 from cutefce.cute_kernels.kernel_set import kernel_set
 from cutefce.cute_kernels.sampling_set import SORT_SIZES, sort_entries, weight_sums
-from cutefce.cute_kernels.spec import (
+from cutefce.cute_kernels.spec.gemm import ProjectExpSpec
+from cutefce.cute_kernels.spec.kernel import KernelSpec
+from cutefce.cute_kernels.spec.sampling import (
     ChooseClassesSpec,
-    KernelSpec,
     ListSamplesSpec,
     PrepareSamplesSpec,
-    ProjectExpSpec,
     SortSamplesSpec,
     SparseRowsSpec,
 )

@@ -20,7 +20,7 @@ from cutefce.autotune_cache.tuning.targets import ProjectExpTarget
 from cutefce.cute_kernels.arch.sm90 import Sm90
 from cutefce.cute_kernels.config import GemmConfig, KernelConfigs
 from cutefce.cute_kernels.problem import Problem
-from cutefce.cute_kernels.spec import KernelSpec
+from cutefce.cute_kernels.spec.kernel import KernelSpec
 from cutefce.ops.primitives.primitives import Primitives
 
 
