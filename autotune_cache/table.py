@@ -6,8 +6,7 @@ A table is a JSON file with one entry a line (spread over several here):
      "versions": {"kernels": "0123456789abcdef", "nvidia-cutlass-dsl": "4.8.1", ...},
      "entries": [
       {"kernel": "project_exp", "dtype": "bfloat16", "hidden": 4096, "vocab": 131072,
-       "tokens": 8192, "config": {"tile_m": 128, ...}, "ms": 12.5, "default_ms": 13.0,
-       "cublas_ms": 12.9}]}
+       "tokens": 8192, "config": {"tile_m": 128, ...}, "ms": 12.5, "default_ms": 13.0}]}
 
 `tokens` is a bucket: a power of 2 or three quarters of one, which covers all token counts above the
 next smaller bucket.  A `config` is one of `candidates`; null selects the cuBLAS GEMM.
@@ -91,8 +90,6 @@ class Entry:
     ms: float
     default_ms: float
     """Time of the architecture's default, in the same run."""
-    cublas_ms: float
-    """Time of the same GEMMs by cuBLAS, in the same run."""
 
     @property
     def beats_default(self) -> bool:

@@ -55,7 +55,7 @@ def test_rounds_have_random_orders(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timing, "_cpu_sample", sample)
     monkeypatch.setattr(worker, "SECONDS", 0.0)
     problem = RUNNER.problem(SIZES, "bfloat16")
-    timings = worker.trial(TARGET, problem, (config(Kind.FAST), worker.CUBLAS))
+    timings = worker.trial(TARGET, problem, (config(Kind.FAST), config(Kind.SLOW)))
     one, other = timings.values()
     assert {one.ms, other.ms} == {2.0, 3.0}
     assert (one.ratio, other.ratio) == (one.ms / other.ms, 1.0)
@@ -79,7 +79,7 @@ def test_trials_take_about_as_long_as_they_may(
 
     monkeypatch.setattr(timing, "_cpu_sample", sample)
     problem = RUNNER.problem(SIZES, "bfloat16")
-    worker.trial(TARGET, problem, (config(Kind.FAST), worker.CUBLAS))
+    worker.trial(TARGET, problem, (config(Kind.FAST), config(Kind.SLOW)))
     assert taken[4:] == [worker.CALLS] * 2 * rounds
 
 
