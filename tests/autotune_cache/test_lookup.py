@@ -75,33 +75,13 @@ def test_few_tokens_of_a_bucket_have_smaller_tiles(file: Path) -> None:
     assert look(few) == Sm90().default(130) and Sm90().default(130).swaps
 
 
-def test_exact_then_nearest_then_default(file: Path) -> None:
-    far = dataclasses.replace(KEY, tokens=512)
-    entries = {KEY: ENTRY, far: dataclasses.replace(ENTRY, config=OTHER)}
-    write(file, dataclasses.replace(TABLE, entries=entries))
+def test_the_entry_of_these_sizes_then_the_default(file: Path) -> None:
+    write(file, TABLE)
     assert look() == TUNED
     assert look(dataclasses.replace(PROBLEM, tokens=7000)) == TUNED, "the same bucket"
-    assert look(dataclasses.replace(PROBLEM, tokens=500, vocab=128256)) == OTHER
-    for other in ({"dtype": "float16"}, {"tokens": 8}):
+    for other in ({"dtype": "float16"}, {"tokens": 9000}, {"vocab": 128256}, {"hidden": 4104}):
         problem = dataclasses.replace(PROBLEM, **other)
         assert look(problem) == Sm90().default(problem.tokens)
-
-
-def test_where_the_default_won_other_problems_get_their_default(file: Path) -> None:
-    same = dataclasses.replace(ENTRY, config=OTHER, ms=13.0)
-    write(file, dataclasses.replace(TABLE, entries={KEY: same}))
-    assert look() == OTHER
-    assert look(dataclasses.replace(PROBLEM, tokens=16384)) == Sm90().default(16384)
-
-
-def test_a_winner_for_more_tokens_must_not_waste_rows(file: Path) -> None:
-    tall = dataclasses.replace(ENTRY, config=OTHER)
-    entries = {dataclasses.replace(KEY, tokens=256): tall}
-    write(file, dataclasses.replace(TABLE, entries=entries))
-    for tokens in (256, 500):
-        assert look(dataclasses.replace(PROBLEM, tokens=tokens)) == OTHER
-    for tokens in (128, 192, 300):
-        assert look(dataclasses.replace(PROBLEM, tokens=tokens)) == Sm90().default(tokens)
 
 
 def named(configs: KernelConfigs) -> set[tuple[str, GemmConfig]]:
