@@ -2,8 +2,7 @@
 
 defaults.py   windows and tiles where nothing was tuned
 lookup.py     where a tuned configuration is looked up: the user's table, then the shipped one
-ahead.py      which kernels are built ahead and verified
-table.py      one table: what it may choose, keys, entries, the nearest entry
+table.py      one table: what it may choose, keys, entries
 table_io.py   read, write and lock a table's JSON file
 verdicts.py   whether the kernels were verified on a GPU model
 tuning/       verification, and one tuning run; builds on `ops`

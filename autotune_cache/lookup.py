@@ -1,16 +1,16 @@
 """Looks up the configurations that serve a problem on a GPU.
 
-The user's table is searched first, then the one shipped for the GPU model; in each the exact key,
-else the nearest one; otherwise the architecture's default serves.  A table of other kernel sources
-serves too, as it proves nothing then.  A table that cannot be used, or that others may write to, is
-ignored with one warning.
+The entry of these sizes serves, of the user's table before the one shipped for the GPU model;
+otherwise the architecture's default.  A table of other kernel sources serves too, as it proves
+nothing then.  A table that cannot be used, or that others may write to, is ignored with one
+warning.
 """
 
 import dataclasses
 from pathlib import Path
 from typing import Any
 
-from cutefce.autotune_cache.table import DSL_PACKAGE, TUNED, Entry, Key, Table, key_of
+from cutefce.autotune_cache.table import DSL_PACKAGE, TUNED, Entry, Table, key_of
 from cutefce.autotune_cache.table_io import file_name, read
 from cutefce.cute_kernels import cache_files
 from cutefce.cute_kernels.cache_files import CacheError
@@ -23,8 +23,6 @@ from cutefce.cute_kernels.process_cache import process_cache, warn_once
 
 SHIPPED_FOLDER = Path(__file__).parent
 """Folder of the tables that come with the package."""
-MAX_WASTED_ROWS = 1 / 16
-"""Rows beyond those of the default tile that an entry for other tokens may compute, relatively."""
 
 
 @process_cache
@@ -37,26 +35,14 @@ def kernel_configs(problem: Problem, gpu: Gpu) -> KernelConfigs:
 
 
 def entry_for(kernel: str, problem: Problem, gpu: Gpu) -> Entry | None:
-    """Return the entry of `problem`, else the nearest usable one, else None for the default."""
-    key = key_of(kernel, problem)
-    found = [table.nearest(key) for table in tables(gpu)]
-    distance, entry = min(found, key=lambda pair: pair[0], default=(0.0, None))
-    if entry is None:
-        return None
-    if distance == 0:
-        # the default may have smaller tiles for few tokens than the most of a bucket need
-        swaps = gpu.arch.default(problem.tokens).swaps
-        return None if swaps and _wastes_rows(key, entry, problem, gpu) else entry
-    # where the default won for other sizes, the default for these sizes is the better guess
-    return entry if entry.beats_default and not _wastes_rows(key, entry, problem, gpu) else None
-
-
-def _wastes_rows(key: Key, entry: Entry, problem: Problem, gpu: Gpu) -> bool:
-    """Whether the tiles of an entry for other tokens compute many rows beyond these tokens."""
-    if key.kernel == "grad_weight" or entry.config is None:
-        return False
-    default_rows = round_up(problem.tokens, gpu.arch.default(problem.tokens).rows)
-    return round_up(problem.tokens, entry.config.rows) > (1 + MAX_WASTED_ROWS) * default_rows
+    """Return the entry of `problem`, None for the default."""
+    key, tokens = key_of(kernel, problem), problem.tokens
+    entry = next((table.entries[key] for table in tables(gpu) if key in table.entries), None)
+    default = gpu.arch.default(tokens)
+    if entry is None or entry.config is None or kernel != "project_exp" or not default.swaps:
+        return entry
+    # the default may have smaller tiles for few tokens than the most of a bucket need
+    return entry if round_up(tokens, entry.config.rows) <= round_up(tokens, default.rows) else None
 
 
 def user_folder() -> Path:

@@ -6,8 +6,7 @@ A table is a JSON file with one entry a line (spread over several here):
      "versions": {"kernels": "0123456789abcdef", "nvidia-cutlass-dsl": "4.8.1", ...},
      "entries": [
       {"kernel": "project_exp", "dtype": "bfloat16", "hidden": 4096, "vocab": 131072,
-       "tokens": 8192, "config": {"tile_m": 128, ...}, "ms": 12.5, "default_ms": 13.0,
-       "cublas_ms": 12.9}]}
+       "tokens": 8192, "config": {"tile_m": 128, ...}, "ms": 12.5, "default_ms": 13.0}]}
 
 `tokens` is a bucket: a power of 2 or three quarters of one, which covers all token counts above the
 next smaller bucket.  A `config` is one of `candidates`; null selects the cuBLAS GEMM.
@@ -17,7 +16,6 @@ that the kernels are right.  `cutefce tune` measures the times; `cutefce verify 
 versions.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -26,8 +24,6 @@ from cutefce.cute_kernels.config import GemmConfig
 from cutefce.cute_kernels.gpu import Gpu
 from cutefce.cute_kernels.problem import Problem
 
-MAX_DISTANCE = 1.0
-"""Doublings of a size, or of several together, up to which an entry serves another problem."""
 MIN_GAIN = 0.01
 """Smallest relative saving that counts as one; less is noise."""
 
@@ -65,18 +61,6 @@ class Key:
     vocab: int
     tokens: int
 
-    @property
-    def sizes(self) -> tuple[int, int, int]:
-        """(hidden, vocab, tokens)."""
-        return self.hidden, self.vocab, self.tokens
-
-    def distance(self, other: "Key") -> float:
-        """Return the doublings between the sizes of two keys; inf for other kernels or dtypes."""
-        if (self.kernel, self.dtype) != (other.kernel, other.dtype):
-            return math.inf
-        pairs = zip(self.sizes, other.sizes, strict=True)
-        return sum(abs(math.log2(a / b)) for a, b in pairs)
-
 
 def key_of(kernel: str, problem: Problem) -> Key:
     """Return the key of `problem` in a table."""
@@ -91,13 +75,6 @@ class Entry:
     ms: float
     default_ms: float
     """Time of the architecture's default, in the same run."""
-    cublas_ms: float
-    """Time of the same GEMMs by cuBLAS, in the same run."""
-
-    @property
-    def beats_default(self) -> bool:
-        """Whether it was faster than the default."""
-        return self.ms < (1 - MIN_GAIN) * self.default_ms
 
 
 Entries = Mapping[Key, Entry]
@@ -123,12 +100,6 @@ class Table:
     def dtypes(self) -> list[str]:
         """Dtypes of the entries."""
         return sorted({key.dtype for key in self.entries})
-
-    def nearest(self, key: Key) -> tuple[float, Entry | None]:
-        """Return distance and entry of the nearest key; (inf, None) if none is near."""
-        found = [(key.distance(k), entry) for k, entry in self.entries.items()]
-        near = [pair for pair in found if pair[0] <= MAX_DISTANCE]
-        return min(near, key=lambda pair: pair[0], default=(math.inf, None))
 
     def check_matches(self, gpu: Gpu) -> None:
         """Raise ValueError if the table was made on another kind of GPU."""

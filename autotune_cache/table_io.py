@@ -102,7 +102,7 @@ def _key(arch: Arch, item: dict[str, Any]) -> Key:
 
 
 def _entry(candidate: Candidate, item: dict[str, Any]) -> Entry:
-    return Entry(candidate, _ms(item, "ms"), _ms(item, "default_ms"), _ms(item, "cublas_ms"))
+    return Entry(candidate, _ms(item, "ms"), _ms(item, "default_ms"))
 
 
 def _config_item(candidate: Candidate) -> dict[str, Any] | None:

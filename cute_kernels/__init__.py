@@ -4,7 +4,7 @@
     variant                  what a call does to logits, and what else it reduces
     arch/                    limits and defaults of each architecture
     spec, kernel_set         kernel specs (the JIT keys), and those that a call needs
-    sampling_set             those of sampled gradients
+    sampling_set             those of sampled gradients that depend on sizes
     workspace                the buffers that kernels share
     schedule/, common/       tile order and device code for all architectures
     sm90/, sm100/, rowwise/  the kernels, one a file

@@ -53,27 +53,22 @@ class GemmConfig:
     tile_n: int
     """Columns of a tile."""
     cluster: int
-    """Thread blocks of a cluster: they compute different rows and share each tile of b."""
+    """Thread blocks of a cluster: they compute different rows and share each tile of b, of which on
+    Blackwell each holds a part."""
     stages: int
     """Pipeline stages, each one K tile of a and b."""
     pingpong: bool
     """Hopper: whether the two warpgroups alternate on separate tiles, or share each tile."""
     raster_group: int = 8
     """Row blocks that are computed concurrently, so that their rows of a stay in the L2 cache."""
-    two_cta: bool = False
-    """Blackwell: whether the cluster's two thread blocks run 2-CTA MMAs, each holding half of b's
-    tile; otherwise each runs its own MMAs on the whole tile."""
-    poly_exp2_per_16: int = 0
-    """Blackwell: of every 16 exponentials, the number computed by a polynomial."""
     swaps: bool = False
     """`project_exp` on Hopper: whether a is w and b is h, so that tiles of few tokens are full."""
 
     def __str__(self) -> str:
         parts = [f"{self.tile_m}x{self.tile_n}"]
         parts += ["swapped"] * self.swaps
-        parts += ["ping-pong"] * self.pingpong + ["2-CTA"] * self.two_cta
+        parts += ["ping-pong"] * self.pingpong
         parts += [f"cluster {self.cluster}", f"{self.stages} stages"]
-        parts += [f"{self.poly_exp2_per_16}/16 poly exp2"] * bool(self.poly_exp2_per_16)
         return ", ".join(parts)
 
     @property
@@ -112,6 +107,3 @@ class KernelConfigs:
     soft targets; None for the same as of the others."""
 
     SHORT: ClassVar[int] = 1 << 15
-
-    SHORT_SUMS: ClassVar[int] = 1024
-    """Products of each kept sum below which epilogues take longer than MMAs."""

@@ -1,60 +1,15 @@
-"""The kernels of a call with sampled gradients."""
+"""Kernels of sampled gradients that depend on the sizes of a call."""
 
-import dataclasses
-from typing import NamedTuple
-
-from cutefce.cute_kernels.kernel_set import KernelSet
-from cutefce.cute_kernels.spec import (
-    ChooseClassesSpec,
-    ListSamplesSpec,
-    PrepareSamplesSpec,
-    ProjectExpSpec,
-    SortSamplesSpec,
-    SparseRowsSpec,
-)
-
-
-class SamplingKernels(NamedTuple):
-    """What a call with sampled gradients launches beside the kernels of exact statistics."""
-
-    choose_classes: ChooseClassesSpec
-    """The classes of the estimates of lse."""
-    place_targets: ChooseClassesSpec
-    estimate: PrepareSamplesSpec
-    """The estimates of lse."""
-    prepare: PrepareSamplesSpec
-    project_exp: ProjectExpSpec
-    """Row sums, and the entries."""
-    prepare_again: PrepareSamplesSpec
-    sort: SortSamplesSpec
-    list_classes: ListSamplesSpec
-    """The lists of dW."""
-    grad_hidden: SparseRowsSpec
-    grad_weight: SparseRowsSpec
-
+from cutefce.cute_kernels.spec.sampling import SortSamplesSpec, SparseRowsSpec
 
 SORT_SIZES = 256, 1024, 4096
 """Entries of a row that kernels sort at most, in shared memory of up to 32 KiB."""
 MAX_SAMPLE_SLOTS = SORT_SIZES[-1]
 
 
-def sampling_kernels(exact: KernelSet, tokens: int, slots: int) -> SamplingKernels:
-    """Return the kernels of `tokens` rows with `slots` entries, beside those of exact losses."""
-    row_sums, config = exact.row_sums, exact.exps.config
-    name, dtype = row_sums.arch, row_sums.dtype
-    size = next(size for size in SORT_SIZES if slots <= size)
-    return SamplingKernels(
-        choose_classes=ChooseClassesSpec(name, "choose"),
-        place_targets=ChooseClassesSpec(name, "place"),
-        estimate=PrepareSamplesSpec(name, "estimate"),
-        prepare=PrepareSamplesSpec(name, "first"),
-        project_exp=dataclasses.replace(row_sums, config=config, store=False, samples=True),
-        prepare_again=PrepareSamplesSpec(name, "again"),
-        sort=SortSamplesSpec(name, size, row_sums.transform.softcap),
-        list_classes=ListSamplesSpec(name),
-        grad_hidden=SparseRowsSpec(name, dtype, "hidden", blocks=3),
-        grad_weight=weight_sums(name, dtype, tokens),
-    )
+def sort_entries(name: str, slots: int, softcap: bool) -> SortSamplesSpec:
+    """Return the kernel that sorts rows of up to `slots` entries."""
+    return SortSamplesSpec(name, next(size for size in SORT_SIZES if slots <= size), softcap)
 
 
 TABLE_TOKENS = 8192

@@ -85,6 +85,14 @@ def small_case(problem: Problem, name: str, device: str) -> Case:
     return Case(problem, h.to(dtype), w.to(dtype), y, upstream).to(device)
 
 
+def shape_case(problem: Problem) -> Case:
+    """Return inputs of `problem` without data, on `meta`."""
+    n, d, v, dtype = problem.tokens, problem.hidden, problem.vocab, getattr(torch, problem.dtype)
+    h, w = (torch.empty(rows, d, dtype=dtype, device="meta") for rows in (n, v))
+    y = torch.empty(n, dtype=torch.int64, device="meta")
+    return Case(problem, h, w, y, torch.empty_like(y, dtype=torch.float32))
+
+
 def full_case(problem: Problem, device: str) -> Case:
     """Return random inputs of `problem`, whose logits are as at the start of training."""
     torch.manual_seed(0)

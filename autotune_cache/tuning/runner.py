@@ -2,28 +2,37 @@
 
 import dataclasses
 from dataclasses import dataclass
+from itertools import cycle
 from typing import Any
 
 import torch
 
 from cutefce.autotune_cache import defaults
-from cutefce.autotune_cache.ahead import MANY_TOKENS, with_gradients
 from cutefce.autotune_cache.table import Candidate
-from cutefce.autotune_cache.tuning.cases import SMALL_PROBLEMS, Case, Outputs, small_case
-from cutefce.autotune_cache.tuning.outputs import outputs_of, samples
+from cutefce.autotune_cache.tuning.cases import (
+    SMALL_PROBLEMS,
+    Case,
+    Outputs,
+    shape_case,
+    small_case,
+)
+from cutefce.autotune_cache.tuning.outputs import outputs_of
 from cutefce.cute_kernels.arch.base import Arch
-from cutefce.cute_kernels.config import KernelConfigs
+from cutefce.cute_kernels.config import GemmConfig, KernelConfigs
 from cutefce.cute_kernels.gpu import Gpu
+from cutefce.cute_kernels.jit import cache as jit_cache
 from cutefce.cute_kernels.kernel_set import kernel_set
-from cutefce.cute_kernels.parts import DIVERGENCES, SAMPLES
+from cutefce.cute_kernels.parts import FORWARD, PARTS, STEP
 from cutefce.cute_kernels.problem import Problem
-from cutefce.cute_kernels.spec import KernelSpec
-from cutefce.cute_kernels.spec.divergence import divergence_kernels
+from cutefce.cute_kernels.process_cache import process_cache
+from cutefce.cute_kernels.spec.kernel import KernelSpec
+from cutefce.cute_kernels.variant import PLAIN, PREBUILT, KernelVariant
 from cutefce.ops.primitives.dispatch import kernel_primitives, portable_primitives
 from cutefce.ops.primitives.primitives import Primitives
 
-MANY_HIDDEN = 4096
-"""Hidden size whose default configurations serve all kernels but the one that is tuned."""
+MANY_TOKENS, MANY_HIDDEN = 8192, 4096
+"""Tokens and hidden size whose default configurations serve all kernels but the one that is tuned,
+and the prebuilt variants."""
 
 
 @dataclass(frozen=True)
@@ -62,25 +71,30 @@ class Runner:
         found += [with_gradients(self.arch, each)[0] for each in others]
         return [with_tuned(configs, "grad_hidden", configs.grad_hidden) for configs in found]
 
+    @process_cache
     def kernels(
-        self, dtype: str, configs: KernelConfigs, parts: tuple[str, ...]
-    ) -> list[KernelSpec]:
-        """Return the kernels that `outputs` launches."""
-        every = kernel_set(self.arch, dtype, configs)
-        found = [kernel for part in parts for kernel in every.of_part(part)]
-        if SAMPLES in parts:
-            found += samples.kernels(every)
-        if DIVERGENCES in parts:
-            found += divergence_kernels(self.arch, dtype)
-        return list(dict.fromkeys(found))
+        self,
+        dtype: str,
+        configs: KernelConfigs,
+        parts: tuple[str, ...],
+        variant: KernelVariant = PLAIN,
+    ) -> tuple[KernelSpec, ...]:
+        """Return the kernels that checks of the `parts` of calls launch.
 
-    def primitives(self, problem: Problem, configs: KernelConfigs) -> Primitives:
-        """Return the primitives on the kernels of `configs`."""
-        kernels, tiles = (
-            kernel_set(self.arch, problem.dtype, configs),
-            defaults.widest_window(problem),
-        )
-        return kernel_primitives(tiles, kernels, self.gpu.num_sms, fixed_tiles=True)
+        They run without data, and launch nothing.
+        """
+        with torch.device("cpu"), jit_cache.recording() as found:
+            for sizes in SMALL_PROBLEMS.values():
+                case = shape_case(self.problem(sizes, dtype))
+                self.compute(case, self.primitives(case.problem, configs, variant), parts)
+        return tuple(found)
+
+    def primitives(
+        self, problem: Problem, configs: KernelConfigs, variant: KernelVariant = PLAIN
+    ) -> Primitives:
+        """Return the primitives on the kernels of `configs`, of calls with a variant."""
+        kernels = kernel_set(self.arch, problem.dtype, configs, variant)
+        return kernel_primitives(defaults.widest_window(problem), kernels, self.gpu.num_sms)
 
     def small_case(self, name: str, dtype: str) -> Case:
         """Return the inputs of a small problem, by its name."""
@@ -99,6 +113,40 @@ class Runner:
     def compute(self, case: Case, primitives: Primitives, parts: tuple[str, ...]) -> Outputs:
         """Return what primitives compute of the `parts` of calls, by name."""
         return outputs_of(case, primitives, parts)
+
+
+def with_gradients(arch: Arch, project_exp: GemmConfig) -> list[KernelConfigs]:
+    """Return `project_exp` with every configuration of the gradients' GEMMs, the common ones first.
+
+    Those of which there are fewer are with several of the others.
+    """
+    hidden = arch.grad_hidden_configs()
+    others = arch.grad_weight_configs(), arch.kept_sums_configs(), arch.exps_configs()
+    assert all(len(configs) <= len(hidden) and bool(configs) == bool(hidden) for configs in others)
+    every = zip(hidden, *map(cycle, others), strict=False)
+    found = [
+        KernelConfigs(project_exp, config, weight, kept_sums=kept, exps=exps)
+        for config, weight, kept, exps in every
+    ]
+    return found or [KernelConfigs(project_exp, None, None)]
+
+
+def all_kernels(arch: Arch) -> list[KernelSpec]:
+    """Return the kernels that are built ahead and verified, each once: of all that `arch` lists.
+
+    Lookups choose among these.  Variants are those of one dtype, of many tokens.
+    """
+    runner = Runner(Gpu(arch, f"any of {arch.name}", num_sms=128))
+    found = {
+        kernel: None
+        for dtype in arch.dtypes
+        for configs in runner.listed_configs()
+        for kernel in runner.kernels(dtype, configs, PARTS)
+    }
+    default = with_gradients(arch, arch.default(MANY_TOKENS))[0]
+    for variant in PREBUILT:
+        found |= dict.fromkeys(runner.kernels(arch.dtypes[0], default, (FORWARD, STEP), variant))
+    return list(found)
 
 
 def portable(problem: Problem) -> Primitives:

@@ -8,7 +8,7 @@ Sizes = tuple[int, int, int]
 
 DECODE_TOKENS = (1, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512)
 HEAD_TOKENS = (2048, 8192)
-"""Token counts at which the LM heads of models are tuned; others use the nearest entry."""
+"""Token counts at which the LM heads of models are tuned; others have the defaults."""
 
 
 def _heads(hidden: tuple[int, ...], vocab: int) -> tuple[Sizes, ...]:

@@ -16,10 +16,7 @@ from cutefce.cute_kernels.config import KernelConfigs
 from cutefce.cute_kernels.gpu import Gpu
 from cutefce.cute_kernels.problem import Problem
 from cutefce.ops.primitives.primitives import Primitives
-from cutefce.ops.rows.blocks import blocks
 
-MAX_LOGITS_BYTES = 8 << 30
-"""Size of the logits above which cuBLAS computes them in slices of the vocabulary."""
 MAX_EXPS_BYTES = 16 << 30
 """Size of the exponentials above which only the first rows of a gradient are computed.  The fastest
 candidate depends on the length of the sums and on their number."""
@@ -52,10 +49,6 @@ class TuningTarget(abc.ABC):
     def call(self, case: Case, primitives: Primitives) -> Callable[[], object]:
         """Return the call whose time decides."""
 
-    @abc.abstractmethod
-    def cublas(self, case: Case) -> Callable[[], object]:
-        """Return the same GEMMs by cuBLAS."""
-
 
 class ProjectExpTarget(TuningTarget):
     """The forward's GEMM, with as many stored exponentials as the default workspace holds."""
@@ -70,25 +63,9 @@ class ProjectExpTarget(TuningTarget):
         operands = h, w, (0, len(w)), logit, targets, exps
         return lambda: primitives.projection.project_exp(*operands)
 
-    def cublas(self, case: Case) -> Callable[[], object]:
-        tokens, vocab = case.problem.tokens, case.problem.vocab
-        width = min(vocab, MAX_LOGITS_BYTES // (tokens * case.problem.item_bytes))
-        logits = case.h.new_empty(tokens, width)
-
-        def multiply() -> None:
-            for columns in blocks(vocab, width):
-                torch.mm(case.h, case.w[columns].t(), out=logits[:, : columns.stop - columns.start])
-
-        return multiply
-
 
 class GradientTarget(TuningTarget):
     """The GEMM of a gradient, on all exponentials or for the first rows of its result."""
-
-    def cublas(self, case: Case) -> Callable[[], object]:
-        a, b = self.operands(case)
-        out = a.new_empty(len(a), b.shape[1])
-        return lambda: torch.mm(a, b, out=out)
 
     @abc.abstractmethod
     def operands(self, case: Case) -> tuple[Tensor, Tensor]:

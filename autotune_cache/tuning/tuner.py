@@ -2,7 +2,7 @@
 
 Each candidate goes through one trial, under a time limit: it is compared with the portable path on
 small problems, then timed against the architecture's default.  The fastest one is timed again, with
-the default and cuBLAS, since the fastest of several timings is lucky.  Candidates that hang, crash,
+the default, since the fastest of several timings is lucky.  Candidates that hang, crash,
 or give wrong results are left out of the run, and those that run out of memory of the problem.
 Every winner is written immediately.
 """
@@ -19,12 +19,12 @@ from cutefce.autotune_cache.lookup import current_build
 from cutefce.autotune_cache.table import MIN_GAIN, Candidate, Entry, Key, Table, key_of
 from cutefce.autotune_cache.tuning import worker
 from cutefce.autotune_cache.tuning.targets import TuningTarget
-from cutefce.autotune_cache.tuning.worker import CUBLAS, Entrant, Timing
+from cutefce.autotune_cache.tuning.worker import Timing
 from cutefce.cute_kernels.gpu import Gpu
 from cutefce.cute_kernels.jit.subprocess_worker import SubprocessWorker, WorkerError
 from cutefce.cute_kernels.parts import PARTS
 from cutefce.cute_kernels.problem import Problem
-from cutefce.cute_kernels.spec import KernelSpec
+from cutefce.cute_kernels.spec.kernel import KernelSpec
 from cutefce.version import __version__
 
 PREPARE_SECONDS, TRIAL_SECONDS = 120, 60
@@ -88,22 +88,22 @@ class Tuner:
             elif candidate == default:
                 return None
         for best in sorted(ratios, key=lambda candidate: ratios[candidate]):
-            last = self._trial(job, best, tuple(dict.fromkeys((best, CUBLAS, default))))
+            last = self._trial(job, best, tuple(dict.fromkeys((best, default))))
             if last is not None:
                 is_faster = last[best].ms < last[default].ms and last[best].ratio < 1 - MIN_GAIN
                 winner = best if is_faster else default
-                return Entry(winner, *(_rounded(last[x].ms) for x in (winner, default, CUBLAS)))
+                return Entry(winner, *(_rounded(last[x].ms) for x in (winner, default)))
         return None
 
     def _trial(
-        self, job: Job, candidate: Candidate, entrants: tuple[Entrant, ...]
-    ) -> dict[Entrant, Timing] | None:
-        """Return the times of entrants; None if `candidate` fails, and is left out."""
+        self, job: Job, candidate: Candidate, timed: tuple[Candidate, ...]
+    ) -> dict[Candidate, Timing] | None:
+        """Return the times of some candidates; None if `candidate` fails, and is left out."""
         name = job.target.name, candidate
         if name in self._left_out:
             return None
         prepare = functools.partial(worker.prepare_problem, job.target, job.problem)
-        trial = functools.partial(worker.trial, job.target, job.problem, entrants)
+        trial = functools.partial(worker.trial, job.target, job.problem, timed)
         try:
             self.process.ask(prepare, PREPARE_SECONDS)
         except WorkerError as error:  # which is no fault of the candidate

@@ -3,7 +3,6 @@
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
@@ -17,14 +16,10 @@ from cutefce.cute_kernels.config import KernelConfigs
 from cutefce.cute_kernels.jit import cache as jit_cache
 from cutefce.cute_kernels.parts import PARTS
 from cutefce.cute_kernels.problem import Problem
-from cutefce.cute_kernels.spec import KernelSpec
+from cutefce.cute_kernels.spec.kernel import KernelSpec
 
-CUBLAS: Literal["cublas"] = "cublas"
-"""Entrant that runs the same GEMMs on cuBLAS."""
-Entrant = Candidate | Literal["cublas"]
-"""What a trial times."""
 CALLS = 3
-"""Calls in a row of an entrant: the GEMMs of a training step.  A candidate with fewer cycles but
+"""Calls in a row of a candidate: the GEMMs of a training step.  A candidate with fewer cycles but
 higher power wins short timings and loses once the GPU lowers its clock."""
 SECONDS = 0.6
 """Duration of a trial, of at least MIN_ROUNDS rounds."""
@@ -35,12 +30,12 @@ MAX_CPU_THREADS = 8
 
 @dataclass(frozen=True)
 class Timing:
-    """The result of one entrant."""
+    """The result of one candidate."""
 
     ms: float
     """Median over the rounds."""
     ratio: float
-    """Median over the rounds of its time divided by that of the last entrant."""
+    """Median over the rounds of its time divided by that of the last candidate."""
 
 
 def load(kernel: KernelSpec) -> None:
@@ -82,33 +77,30 @@ def prepare_problem(target: TuningTarget, problem: Problem) -> None:
 
 
 def trial(
-    target: TuningTarget, problem: Problem, entrants: Sequence[Entrant]
-) -> dict[Entrant, Timing]:
-    """Verify entrants, then time them in interleaved rounds; raise MismatchError if one is wrong.
+    target: TuningTarget, problem: Problem, candidates: Sequence[Candidate]
+) -> dict[Candidate, Timing]:
+    """Verify candidates, then time them in interleaved rounds; raise MismatchError if one is wrong.
 
     The last one is what the others are compared with.
     """
     case = _full_case(target.runner, problem)
-    calls: dict[Entrant, timing.Call] = {}
-    for entrant in entrants:
-        if entrant == CUBLAS:
-            calls[entrant] = target.cublas(case)
-        else:
-            check_small(target.runner, problem.dtype, target.configs(entrant))
-            primitives = target.runner.primitives(problem, target.configs(entrant))
-            calls[entrant] = target.call(case, primitives)
+    calls: dict[Candidate, timing.Call] = {}
+    for candidate in candidates:
+        check_small(target.runner, problem.dtype, target.configs(candidate))
+        primitives = target.runner.primitives(problem, target.configs(candidate))
+        calls[candidate] = target.call(case, primitives)
     for _ in range(2):  # the first round loads kernels
         once = timing.interleaved(calls, target.runner.device_type, 1)
     rounds = round(SECONDS * 1e3 / (CALLS * sum(ms for (ms,) in once.values())))
     rounds = min(max(rounds, MIN_ROUNDS), MAX_ROUNDS)
     samples = timing.interleaved(calls, target.runner.device_type, rounds, CALLS)
-    last = samples[entrants[-1]]
+    last = samples[candidates[-1]]
     return {
-        entrant: Timing(
+        candidate: Timing(
             statistics.median(own),
             statistics.median(a / b for a, b in zip(own, last, strict=True)),
         )
-        for entrant, own in samples.items()
+        for candidate, own in samples.items()
     }
 
 

@@ -1,11 +1,11 @@
-"""Architectures with kernels: limits, legal configurations and defaults."""
+"""Architectures with kernels: limits, configurations and defaults."""
 
 from cutefce.cute_kernels.arch.base import Arch
 from cutefce.cute_kernels.arch.sm90 import Sm90
 from cutefce.cute_kernels.arch.sm100 import Sm100
 
-ARCHS: tuple[Arch, ...] = (Sm90(), Sm100(), Sm100("sm_103a", (10, 3), poly_exp2_per_16=0))
-"""Every architecture with kernels; sm_103a has twice the exponential throughput of sm_100a."""
+ARCHS: tuple[Arch, ...] = (Sm90(), Sm100(), Sm100("sm_103a", (10, 3)))
+"""Every architecture with kernels."""
 
 
 def arch_for(capability: tuple[int, int]) -> Arch | None:

@@ -1,11 +1,8 @@
 """The interface of an architecture: limits, configurations to choose from, and the defaults."""
 
-import dataclasses
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from cutefce.cute_kernels.config import GemmConfig, KernelConfigs
 
@@ -13,12 +10,6 @@ TILE_K = 64
 """Inner dimension of one stage: 128 bytes of a 16-bit dtype, the widest swizzle of TMA."""
 BARRIER_BYTES = 1024
 """Shared memory before the first tile, including its alignment."""
-
-MAX_RASTER_GROUP = 1024
-"""Bound on raster groups: kernels multiply it by the number of vocabulary splits, in an int32."""
-
-Rule = tuple[str, Any, bool, str]
-"""The checked quantity, its value, whether it is legal, and the expected values."""
 
 
 def epi_tile_columns(tile_n: int, item_bytes: int) -> int:
@@ -96,54 +87,6 @@ class Arch(ABC):
         """Return those of the gradient GEMMs that load and store sums, the common ones first."""
         return ()
 
-    def kept_sums_time(self, _: GemmConfig, inner: int) -> float:
-        """Return the time of one of these configurations a column, relative to the first one's.
-
-        Each sum gets `inner` products.  GPU models do not differ in it, unlike in
-        `default_configs`.
-        """
-        return 1.0
-
     @abstractmethod
     def stage_bytes(self, config: GemmConfig) -> int:
         """Return the shared memory of one stage."""
-
-    @abstractmethod
-    def epi_tile_bytes(self, config: GemmConfig) -> int:
-        """Return the shared memory of the epilogue's stores."""
-
-    @abstractmethod
-    def rules(self, config: GemmConfig) -> Iterator[Rule]:
-        """Yield the legality rules of this architecture."""
-
-    def used_smem_bytes(self, config: GemmConfig) -> int:
-        """Return the shared memory of a kernel that stores, the largest one."""
-        inputs = config.stages * self.stage_bytes(config)
-        return BARRIER_BYTES + inputs + self.epi_tile_bytes(config)
-
-    def check(self, config: GemmConfig) -> None:
-        """Raise ValueError for a configuration that the hardware cannot run."""
-        for field in dataclasses.fields(config):
-            number, kind = getattr(config, field.name), field.type
-            assert isinstance(kind, type)
-            has_type = type(number) is kind
-            if not has_type or number < 0:
-                raise ValueError(
-                    f"{field.name}: got {number!r}, expected {kind.__name__} of at least 0"
-                )
-        tile, group = (config.tile_m, config.tile_n), config.raster_group
-        common: tuple[Rule, ...] = (
-            ("tile", tile, min(tile) > 0, "at least one row and column"),
-            ("raster_group", group, 1 <= group <= MAX_RASTER_GROUP, f"1 to {MAX_RASTER_GROUP}"),
-            # larger clusters leave SMs idle: the number of SMs of a GPC is no multiple of 4
-            ("cluster", config.cluster, config.cluster in (1, 2), "1 or 2"),
-        )
-        memory: Rule = (
-            "stages",
-            config.stages,
-            self.used_smem_bytes(config) <= self.smem_bytes,
-            f"at most {self.smem_bytes} bytes of shared memory",
-        )
-        for name, value, holds, expected in (*common, *self.rules(config), memory):
-            if not holds:
-                raise ValueError(f"{name}: got {value}, expected {expected}")

@@ -1,10 +1,10 @@
 """Hopper: limits and default configurations."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from cutefce.cute_kernels.arch.base import TILE_K, Arch, Rule, epi_tile_columns
+from cutefce.cute_kernels.arch.base import TILE_K, Arch
 from cutefce.cute_kernels.config import GemmConfig, KernelConfigs
 from cutefce.cute_kernels.integers import ceil_div, round_up
 from cutefce.cute_kernels.schedule.order import (
@@ -58,7 +58,7 @@ class GemmTimes:
     """Of at least `long_tokens` tokens."""
     long_tokens: int
     kept_sums: dict[GemmConfig, float]
-    """Of at least `KernelConfigs.SHORT_SUMS` products each."""
+    """Of at least 1024 products each."""
 
     SHORT_TOKENS: ClassVar[int] = 512
 
@@ -88,8 +88,6 @@ H100_TIMES = GemmTimes(
     kept_sums={KEPT_128: 1.0, KEPT_192: 0.9},
 )
 """Of 768 to 8192 tokens and 1024 to 4096 hidden features, on one of 80 GB; dW in whole steps."""
-SHORT_SUMS_TIMES = {KEPT_128: 1.0, KEPT_192: 1.05}
-"""`GemmTimes.kept_sums` of fewer products than `KernelConfigs.SHORT_SUMS`: of 512, on an H200."""
 H100_MODELS = "H100", "H800"
 """In the names of GPU models that are taken for an H100."""
 SINGLE_CTA_TIME = 1.03
@@ -165,10 +163,6 @@ class Sm90(Arch):
     def kept_sums_configs(self) -> tuple[GemmConfig, ...]:
         return KEPT_128, KEPT_192
 
-    def kept_sums_time(self, config: GemmConfig, inner: int) -> float:
-        is_short = inner < KernelConfigs.SHORT_SUMS
-        return SHORT_SUMS_TIMES[config] if is_short else H200_TIMES.kept_sums[config]
-
     def accumulators(self, config: GemmConfig) -> int:
         """Return the float32 accumulators of a thread."""
         return config.tile_m * config.tile_n // (128 if config.pingpong else 256)
@@ -182,25 +176,6 @@ class Sm90(Arch):
 
     def stage_bytes(self, config: GemmConfig) -> int:
         return (config.tile_m + config.tile_n) * TILE_K * 2
-
-    def epi_tile_bytes(self, config: GemmConfig) -> int:
-        if config.swaps:  # exponentials of eight warps, and their maxima and sums
-            return 8 * (16 * 2 * stored_tokens(config.tile_n) + 2 * 4 * config.tile_n)
-        return 2 * 64 * max(epi_tile_columns(config.tile_n, size) * size for size in (2, 4))
-
-    def rules(self, config: GemmConfig) -> Iterator[Rule]:
-        tile_m, tile_n, rows = config.tile_m, config.tile_n, 64 if config.pingpong else 128
-        poly = config.poly_exp2_per_16
-        yield "tile_m", tile_m, tile_m % rows == 0, f"a multiple of {rows} (wgmma)"
-        yield "tile_n", tile_n, tile_n % 16 == 0, "a multiple of 16 (stmatrix)"
-        yield "tile_n", tile_n, tile_n <= 256, "at most 256 (wgmma)"
-        most = 160 if config.swaps else 208  # beside maxima and sums of many tokens
-        fits = self.accumulators(config) <= most
-        yield "tile", (tile_m, tile_n), fits, f"at most {most} accumulators a thread"
-        yield "two_cta", config.two_cta, not config.two_cta, "False (Blackwell only)"
-        yield "poly_exp2_per_16", poly, not poly, "0 (Blackwell only)"
-        # a stage is released once the MMAs of the next one have been issued
-        yield "stages", config.stages, config.stages >= 2, "at least 2"
 
 
 def _fastest_project_exp(configs: Sequence[GemmConfig], tokens: int) -> GemmConfig:

@@ -9,8 +9,6 @@ from cutlass import Int32
 from cutlass.cute.nvgpu import cpasync
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
 
-from cutefce.cute_kernels.common.exp2 import poly_exp2
-
 DTYPES = {
     "bfloat16": cutlass.BFloat16,
     "float16": cutlass.Float16,
@@ -90,16 +88,11 @@ def partition(operand: Any, shape: Any, rank: Int32, multicast: int) -> Any:
     return atom, source, destination
 
 
-def exp2(x: Any, poly: bool = False) -> Any:
-    """Return 2**x to 2 ulp: by the hardware's approximation, or by a polynomial if `poly`."""
-    return poly_exp2(x, clamp, _shift_bits) if poly else cute.math.exp2(x, fastmath=True)
+def exp2(x: Any) -> Any:
+    """Return 2**x to 2 ulp, by the hardware's approximation."""
+    return cute.math.exp2(x, fastmath=True)
 
 
 def clamp(x: Any, low: float, high: float) -> Any:
     """Return x clamped to [low, high]; NaN stays NaN."""
     return cute.arch.fmin(cute.arch.fmax(x, low, nan=True), high, nan=True)
-
-
-def _shift_bits(x: Any) -> Any:
-    """Return the float whose bits are those of x shifted left by 23."""
-    return (x.bitcast(cutlass.Int32) << 23).bitcast(cutlass.Float32)

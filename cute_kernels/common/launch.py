@@ -25,7 +25,7 @@ from typing import Any, cast
 import cutlass.cute as cute
 
 from cutefce.cute_kernels.common.dsl import USE_PDL, current_stream
-from cutefce.cute_kernels.spec import TargetLogitSpec
+from cutefce.cute_kernels.spec.rowwise import TargetLogitSpec
 
 WARPS = TargetLogitSpec.WARPS
 """Warps of a thread block, unless a kernel says otherwise."""

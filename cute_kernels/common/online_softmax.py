@@ -30,14 +30,13 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.runtime import make_fake_compact_tensor
 
-from cutefce.cute_kernels import spec
 from cutefce.cute_kernels.common.dsl import DTYPES, LOG2_E, exp2, matrix, vector
-from cutefce.cute_kernels.common.exp2 import uses_poly_exp2
 from cutefce.cute_kernels.common.launch import HostFunction, Signature
 from cutefce.cute_kernels.common.logit_transform import transform_argument
 from cutefce.cute_kernels.common.row_reductions import finite
 from cutefce.cute_kernels.common.sampling import samples_argument
 from cutefce.cute_kernels.common.soft_classes import classes_argument
+from cutefce.cute_kernels.spec import gemm as spec
 
 
 class Rows(NamedTuple):
@@ -101,7 +100,7 @@ def reductions_argument(kernel: spec.ProjectExpSpec, tokens: Any, partials: Any)
 
 
 @cute.jit
-def accumulate(z: cute.Tensor, row_max: Float32, row_sum: Float32, poly_per_16: int = 0) -> Any:
+def accumulate(z: cute.Tensor, row_max: Float32, row_sum: Float32) -> Any:
     """Add logits z of one row to its accumulators: (max of z·log2 e, Σ exp2(z·log2 e - max))."""
     z_max = z[0]
     for i in cutlass.range_constexpr(cute.size(z)):
@@ -110,5 +109,5 @@ def accumulate(z: cute.Tensor, row_max: Float32, row_sum: Float32, poly_per_16: 
     base = finite(new_max)
     sums = [row_sum * exp2(row_max - base), Float32(0.0)]
     for i in cutlass.range_constexpr(cute.size(z)):
-        sums[i % 2] += exp2(z[i] * LOG2_E - base, uses_poly_exp2(i, poly_per_16))
+        sums[i % 2] += exp2(z[i] * LOG2_E - base)
     return new_max, sums[0] + sums[1]

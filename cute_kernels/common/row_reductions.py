@@ -25,7 +25,6 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from cutefce.cute_kernels.common.dsl import LOG2_E, clamp, exp2
-from cutefce.cute_kernels.common.exp2 import uses_poly_exp2
 from cutefce.cute_kernels.variant import RowReductions
 
 LOWEST_EXPONENT = -200.0
@@ -87,7 +86,7 @@ class RowReducer:
         return RowSums(planes[None, row], marks, row)
 
     @cute.jit
-    def add(self, sums: RowSums, u: cute.Tensor, columns: Any, poly_per_16: int = 0) -> None:
+    def add(self, sums: RowSums, u: cute.Tensor, columns: Any) -> None:
         """Add logits u of some of all columns to the sums of their row.
 
         `columns` are (that of the target, which may be another one; those of u, which increase).
@@ -116,7 +115,7 @@ class RowReducer:
         totals = [acc[self.others], Float32(0.0)]
         for i in cutlass.range_constexpr(cute.size(u)):
             x = (u[i] - base) * LOG2_E
-            exp = exp2(x, uses_poly_exp2(i, poly_per_16))
+            exp = exp2(x)
             if place == i:
                 exp = Float32(0.0)
             totals[i % 2] += exp

@@ -22,9 +22,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
-from cutefce.cute_kernels import spec
 from cutefce.cute_kernels.common.dsl import LOG2_E, exp2, matrix, vector
 from cutefce.cute_kernels.common.logit_transform import softcap_derivative
+from cutefce.cute_kernels.spec import gemm as spec
 from cutefce.cute_kernels.spec.sampling import COLUMN_FACTOR, HASH_BITS, MIX_FACTORS
 
 WORD, GROUP = 32, 4

@@ -19,7 +19,6 @@ from cutlass import BFloat16, Float16, Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
-from cutefce.cute_kernels import spec
 from cutefce.cute_kernels.common.dsl import matrix, pdl_wait, vector
 from cutefce.cute_kernels.common.launch import Signature, row_launch
 from cutefce.cute_kernels.common.row_vectors import row_vectors
@@ -38,6 +37,7 @@ from cutefce.cute_kernels.divergence.terms import (
     probability,
     weighted,
 )
+from cutefce.cute_kernels.spec import divergence as spec
 
 VECTOR = 4
 """Logits that a thread loads at once."""

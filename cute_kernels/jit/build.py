@@ -10,7 +10,7 @@ from typing import Any
 from cutefce.cute_kernels.jit import cache, compiler
 from cutefce.cute_kernels.jit.notices import CompilingNotice
 from cutefce.cute_kernels.jit.subprocess_worker import SubprocessWorker, WorkerError
-from cutefce.cute_kernels.spec import KernelSpec
+from cutefce.cute_kernels.spec.kernel import KernelSpec
 
 BUILD_SECONDS = 300
 """Time limit of compiling a kernel."""

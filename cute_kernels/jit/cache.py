@@ -34,7 +34,7 @@ from cutefce.cute_kernels.jit.canonical import canonical_source
 from cutefce.cute_kernels.jit.compiler import OPTIONS, SYMBOL, Report, compile_kernel, report
 from cutefce.cute_kernels.jit.notices import CompilingNotice
 from cutefce.cute_kernels.process_cache import process_cache, warn_once
-from cutefce.cute_kernels.spec import KernelSpec
+from cutefce.cute_kernels.spec.kernel import KernelSpec
 
 SOURCES = Path(__file__).parent.parent
 """The package whose sources the fingerprint covers."""
@@ -144,8 +144,9 @@ def fingerprint() -> str:
 def source_fingerprint(folder: Path = SOURCES) -> str:
     """Return 16 hex digits for the Python sources below `folder`.
 
-    Covers relative paths and code, but neither docstrings, comments nor formatting, nor the folder
-    of this module, which no kernel depends on; every Python version computes the same digits.
+    Covers relative paths and lines of code, without docstrings, comments and blank lines, but not
+    the folder of this module, which no kernel depends on; every Python version computes the same
+    digits.
     """
     digest = hashlib.sha256()
     paths = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*.py")}

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from cutefce.cute_kernels.arch import arch_named
-from cutefce.cute_kernels.spec import KernelSpec
+from cutefce.cute_kernels.spec.kernel import KernelSpec
 
 OPTIONS = "--enable-tvm-ffi"
 SYMBOL = "kernel"

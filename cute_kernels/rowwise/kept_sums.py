@@ -13,7 +13,6 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint8
 
-from cutefce.cute_kernels import spec
 from cutefce.cute_kernels.common.dsl import DTYPES, matrix, pdl_wait, vector
 from cutefce.cute_kernels.common.kept_bits import join_eight, low_signature, split_eight
 from cutefce.cute_kernels.common.launch import WARPS, Signature, blocks_of, row_launch
@@ -25,6 +24,7 @@ from cutefce.cute_kernels.common.row_vectors import (
     row_vectors,
     store_rounded,
 )
+from cutefce.cute_kernels.spec import rowwise as spec
 
 
 def compile_signature(kernel: spec.KeptSumsSpec) -> Signature:

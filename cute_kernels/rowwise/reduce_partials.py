@@ -7,12 +7,12 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 from cutlass.memory import SmemAllocator
 
-from cutefce.cute_kernels import spec
 from cutefce.cute_kernels.common.dsl import LN_2, LOG2_E, exp2, matrix, pdl_wait, scalar, vector
 from cutefce.cute_kernels.common.launch import WARPS, Signature, blocks_of, row_launch
 from cutefce.cute_kernels.common.row_reductions import bounded_sum
 from cutefce.cute_kernels.problem import GRADIENT_LOSS, LOWEST_LOGIT, SLACK
 from cutefce.cute_kernels.rowwise.loss_terms import terms_argument, token_loss
+from cutefce.cute_kernels.spec import rowwise as spec
 from cutefce.cute_kernels.workspace import NUM_STATS, Semaphore, Stat
 
 

@@ -7,11 +7,11 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 from cutlass.memory import SmemAllocator
 
-from cutefce.cute_kernels import spec
 from cutefce.cute_kernels.common.dsl import LN_2, matrix, pdl_wait, scalar, vector
 from cutefce.cute_kernels.common.launch import Signature, blocks_of, row_launch
 from cutefce.cute_kernels.problem import FLOAT16_TOTAL
 from cutefce.cute_kernels.rowwise.loss_terms import by_lse, terms_argument
+from cutefce.cute_kernels.spec import rowwise as spec
 from cutefce.cute_kernels.workspace import Coefficient, Stat
 
 THREADS = spec.RowCoefficientsSpec.THREADS

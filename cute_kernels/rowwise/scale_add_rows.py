@@ -9,7 +9,6 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from cutefce.cute_kernels import spec
 from cutefce.cute_kernels.common.dsl import DTYPES, matrix, pdl_wait, vector
 from cutefce.cute_kernels.common.launch import WARPS, Signature, blocks_of, row_launch
 from cutefce.cute_kernels.common.rank_one import rank_one_signature
@@ -21,6 +20,7 @@ from cutefce.cute_kernels.common.row_vectors import (
     row_vectors,
     store_rounded,
 )
+from cutefce.cute_kernels.spec import rowwise as spec
 
 
 def compile_signature(kernel: spec.ScaleAddRowsSpec) -> Signature:

@@ -11,11 +11,11 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 from cutlass.memory import SmemAllocator
 
-from cutefce.cute_kernels import spec
 from cutefce.cute_kernels.common.dsl import pdl_wait, vector
 from cutefce.cute_kernels.common.launch import Signature, blocks_of, row_launch
 from cutefce.cute_kernels.common.row_vectors import mapped
 from cutefce.cute_kernels.common.scan import inclusive_sum, sums_of_warps
+from cutefce.cute_kernels.spec import rowwise as spec
 
 WARPS = 32
 THREADS = 32 * WARPS

@@ -11,12 +11,12 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 from cutlass.memory import SmemAllocator
 
-from cutefce.cute_kernels import spec
 from cutefce.cute_kernels.common.dsl import DTYPES, matrix, pdl_wait, vector
 from cutefce.cute_kernels.common.launch import WARPS, Signature, row_launch
 from cutefce.cute_kernels.common.logit_transform import transform_argument, transform_logit
 from cutefce.cute_kernels.common.row_vectors import load_fp32, mapped, row_vectors
 from cutefce.cute_kernels.problem import LOWEST_LOGIT
+from cutefce.cute_kernels.spec import rowwise as spec
 
 VECTORS = 4
 """Vectors of 8 elements of a lane's share of a row, if a block has warps enough: all are loaded at

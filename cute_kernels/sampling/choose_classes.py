@@ -12,11 +12,11 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
 from cutlass.memory import SmemAllocator
 
-from cutefce.cute_kernels import spec
 from cutefce.cute_kernels.common.dsl import USE_PDL, pdl_wait, vector
 from cutefce.cute_kernels.common.launch import HostFunction, Signature, blocks_of, row_launch
 from cutefce.cute_kernels.common.sampling import mix
 from cutefce.cute_kernels.common.scan import inclusive_sum, sums_of_warps
+from cutefce.cute_kernels.spec import sampling as spec
 from cutefce.cute_kernels.spec.sampling import (
     COLUMN_FACTOR,
     ROW_FACTOR,

@@ -10,12 +10,12 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
-from cutefce.cute_kernels import spec
 from cutefce.cute_kernels.common.dsl import LOG2_E, exp2, matrix, pdl_wait, vector
 from cutefce.cute_kernels.common.launch import Signature, blocks_of, row_launch
 from cutefce.cute_kernels.common.row_reductions import finite
 from cutefce.cute_kernels.common.row_vectors import mapped
 from cutefce.cute_kernels.common.sampling import final_threshold, mix
+from cutefce.cute_kernels.spec import sampling as spec
 from cutefce.cute_kernels.spec.sampling import HASH_BITS, ROW_FACTOR
 
 WARPS = 4

@@ -10,7 +10,6 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 from cutlass.memory import SmemAllocator
 
-from cutefce.cute_kernels import spec
 from cutefce.cute_kernels.common.dsl import LOG2_E, exp2, matrix, pdl_wait, vector
 from cutefce.cute_kernels.common.launch import Signature, blocks_of, row_launch
 from cutefce.cute_kernels.common.logit_transform import softcap_derivative
@@ -23,6 +22,7 @@ from cutefce.cute_kernels.common.sampling import (
     pack,
 )
 from cutefce.cute_kernels.common.sort import bitonic_sort
+from cutefce.cute_kernels.spec import sampling as spec
 from cutefce.cute_kernels.spec.sampling import COLUMN_FACTOR, HASH_BITS
 
 LAST = (1 << 63) - 1

@@ -17,7 +17,6 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 from cutlass.memory import SmemAllocator
 
-from cutefce.cute_kernels import spec
 from cutefce.cute_kernels.common.dsl import DTYPES, matrix, pdl_wait, vector
 from cutefce.cute_kernels.common.launch import Signature, row_launch
 from cutefce.cute_kernels.common.row_vectors import (
@@ -30,6 +29,7 @@ from cutefce.cute_kernels.common.row_vectors import (
 )
 from cutefce.cute_kernels.common.sampling import column_of, number_of
 from cutefce.cute_kernels.integers import ceil_div
+from cutefce.cute_kernels.spec import sampling as spec
 
 
 class RowLists(NamedTuple):

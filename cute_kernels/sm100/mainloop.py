@@ -2,14 +2,14 @@
 
 A load warp fills pipeline stages with tiles of h and w by TMA, an MMA warp computes one of two
 accumulators in tensor memory, and four epilogue warps read them (`sm100.project_exp`).  The thread
-blocks of a cluster hold different rows and share each tile of w: by multicast, or as a 2-CTA pair,
-whose leader issues MMAs for both, with half of w's tile in the shared memory of each.  Clusters
-take work tiles in the order of `schedule.order`.
+blocks of a cluster are a 2-CTA pair: they hold different rows, the leader issues MMAs for both, and
+half of w's tile is in the shared memory of each.  Clusters take work tiles in the order of
+`schedule.order`.
 
 The roles synchronize through mbarriers in shared memory (producer → consumer):
 
     filled    loads of a stage, by both blocks of a pair → the MMAs that read it
-    drained   these MMAs, of all blocks that share w → the loads that refill the stage
+    drained   these MMAs → the loads that refill the stage
     computed  all MMAs of a tile → the epilogue warps of both blocks of a pair
     read      epilogue warps of both blocks of a pair → the MMAs of the tile after the next
 """
@@ -23,12 +23,12 @@ from cutlass._mlir.dialects import nvvm
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
 from cutlass.utils import blackwell_helpers as sm100
 
-from cutefce.cute_kernels import spec
 from cutefce.cute_kernels.arch import arch_named
 from cutefce.cute_kernels.arch.base import TILE_K
 from cutefce.cute_kernels.arch.sm100 import Sm100
 from cutefce.cute_kernels.common.dsl import DTYPES
 from cutefce.cute_kernels.schedule.scheduler import TileScheduler
+from cutefce.cute_kernels.spec import gemm as spec
 
 EPILOGUE_WARPS = 4
 """Warps 0 to 3 read accumulators: warp i can access lanes 32·i to 32·i + 31."""
@@ -42,14 +42,11 @@ class MainloopSm100:
     def __init__(self, kernel: spec.ProjectExpSpec) -> None:
         arch, config = arch_named(kernel.arch), kernel.config
         assert isinstance(arch, Sm100)
-        arch.check(config)
         self.arch, self.config = arch, config
         self.dtype = DTYPES[kernel.dtype]
         self.only_flagged = kernel.only_flagged
-        # thread blocks of one MMA, and MMAs of a cluster, which hold different rows
-        self.mma_ctas = 2 if config.two_cta else 1
-        self.multicast = config.cluster // self.mma_ctas
-        self.tile = (config.tile_m * self.mma_ctas, config.tile_n, TILE_K)
+        self.is_pair = config.cluster == 2
+        self.tile = (config.tile_m * config.cluster, config.tile_n, TILE_K)
         self.tmem_columns = arch.used_tmem_columns(config)
 
     def tiled_mma(self) -> cute.TiledMma:
@@ -60,13 +57,13 @@ class MainloopSm100:
             OperandMajorMode.K,
             OperandMajorMode.K,
             Float32,
-            tcgen05.CtaGroup.TWO if self.config.two_cta else tcgen05.CtaGroup.ONE,
+            tcgen05.CtaGroup.TWO if self.is_pair else tcgen05.CtaGroup.ONE,
             self.tile[:2],
         )
 
     def cta_layout(self) -> cute.Layout:
         """Return the thread blocks of a cluster as (V, M, N, K)."""
-        return cute.make_layout((self.mma_ctas, self.multicast, 1, 1))
+        return cute.make_layout((self.config.cluster, 1, 1, 1))
 
     @cute.jit
     def tma_loads(self, h: cute.Tensor, w: cute.Tensor) -> Any:
@@ -77,14 +74,11 @@ class MainloopSm100:
         w_layout = sm100.make_smem_layout_b(tiled_mma, self.tile, self.dtype, stages)
         one_stage = (None, None, None, 0)
         load = cpasync.CopyBulkTensorTileG2SOp(tiled_mma.op.cta_group)
-        load_w_multicast = load
-        if cutlass.const_expr(self.multicast > 1):
-            load_w_multicast = cpasync.CopyBulkTensorTileG2SMulticastOp(tiled_mma.op.cta_group)
         load_h, g_h = cute.nvgpu.make_tiled_tma_atom_A(
             load, h, cute.slice_(h_layout, one_stage), self.tile, tiled_mma, shape
         )
         load_w, g_w = cute.nvgpu.make_tiled_tma_atom_B(
-            load_w_multicast, w, cute.slice_(w_layout, one_stage), self.tile, tiled_mma, shape
+            load, w, cute.slice_(w_layout, one_stage), self.tile, tiled_mma, shape
         )
         return (load_h, g_h, h_layout), (load_w, g_w, w_layout)
 
@@ -96,8 +90,7 @@ class MainloopSm100:
             barrier_storage=stage_barriers,
             num_stages=self.config.stages,
             producer_group=pipeline.CooperativeGroup(threads),
-            # one arrival of each MMA warp that reads what a block has loaded
-            consumer_group=pipeline.CooperativeGroup(threads, self.multicast),
+            consumer_group=pipeline.CooperativeGroup(threads),
             tx_count=(tile[0] + tile[1]) * tile[2] * self.dtype.width // 8,
             cta_layout_vmnk=self.cta_layout(),
             defer_sync=True,
@@ -106,7 +99,7 @@ class MainloopSm100:
             barrier_storage=acc_barriers,
             num_stages=self.arch.ACC_STAGES,
             producer_group=pipeline.CooperativeGroup(threads),
-            consumer_group=pipeline.CooperativeGroup(threads, EPILOGUE_WARPS * self.mma_ctas),
+            consumer_group=pipeline.CooperativeGroup(threads, EPILOGUE_WARPS * self.config.cluster),
             cta_layout_vmnk=self.cta_layout(),
             defer_sync=True,
         )
@@ -120,8 +113,8 @@ class MainloopSm100:
         """
         if warp == 0:
             cute.arch.sync_warp()  # one lane has initialized barriers
-            cute.arch.alloc_tmem(self.tmem_columns, address, is_two_cta=self.config.two_cta)
-            cute.arch.relinquish_tmem_alloc_permit(is_two_cta=self.config.two_cta)
+            cute.arch.alloc_tmem(self.tmem_columns, address, is_two_cta=self.is_pair)
+            cute.arch.relinquish_tmem_alloc_permit(is_two_cta=self.is_pair)
         cute.arch.mbarrier_init_fence()
         before_sync()
         self.sync()
@@ -139,7 +132,7 @@ class MainloopSm100:
         if warp == 0:
             cute.arch.sync_warp()
             cute.arch.dealloc_tmem(
-                accumulators.iterator, self.tmem_columns, is_two_cta=self.config.two_cta
+                accumulators.iterator, self.tmem_columns, is_two_cta=self.is_pair
             )
 
     @cute.jit
@@ -163,14 +156,12 @@ class MainloopSm100:
     ) -> None:
         """Load warp: fill the stages of all tiles; h and w are (TMA atom, coordinates, smem)."""
         config, tile = self.config, self.tile
-        mma = tiled_mma.get_slice(scheduler.rank % self.mma_ctas)
+        mma = tiled_mma.get_slice(scheduler.rank)
         (load_h, g_h, s_h), (load_w, g_w, s_w) = h, w
         h_tiles = mma.partition_A(cute.local_tile(g_h, (tile[0], tile[2]), (None, None)))
         w_tiles = mma.partition_B(cute.local_tile(g_w, (tile[1], tile[2]), (None, None)))
-        from_h, to_h = self.partition(load_h, h_tiles, s_h, Int32(0), 1)
-        member = scheduler.rank // self.mma_ctas
-        from_w, to_w = self.partition(load_w, w_tiles, s_w, member, self.multicast)
-        mcast = {"mcast_mask": cutlass.Int16((1 << config.cluster) - 1)}
+        from_h, to_h = self.partition(load_h, h_tiles, s_h)
+        from_w, to_w = self.partition(load_w, w_tiles, s_w)
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, config.stages)
         for index in cutlass.range(
             scheduler.cluster, scheduler.num_work_tiles(), scheduler.clusters
@@ -178,7 +169,6 @@ class MainloopSm100:
             row, split, n_end = scheduler.coord(
                 index, config.raster_group, semaphores if self.only_flagged else None
             )
-            row = row * self.multicast + member
             for column in cutlass.range(split, n_end, scheduler.vocab_splits):
                 for k_tile in cutlass.range(scheduler.k_tiles, unroll=1):
                     stages.producer_acquire(state)
@@ -194,7 +184,6 @@ class MainloopSm100:
                         from_w[None, column, k_tile],
                         to_w[None, state.index],
                         tma_bar_ptr=filled,
-                        **(mcast if self.multicast > 1 else {}),
                     )
                     stages.producer_commit(state)
                     state.advance()
@@ -202,14 +191,12 @@ class MainloopSm100:
         stages.producer_tail(state)
 
     @cute.jit
-    def partition(
-        self, atom: Any, tiles: cute.Tensor, smem: cute.Tensor, member: Int32, multicast: int
-    ) -> Any:
+    def partition(self, atom: Any, tiles: cute.Tensor, smem: cute.Tensor) -> Any:
         """Return the atom's sources by tile and K tile, and its destinations by stage."""
         destination, source = cpasync.tma_partition(
             atom,
-            member,
-            cute.make_layout(multicast),
+            Int32(0),
+            cute.make_layout(1),
             cute.group_modes(smem, 0, 3),
             cute.group_modes(tiles, 0, 3),
         )

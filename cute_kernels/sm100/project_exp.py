@@ -15,9 +15,7 @@ from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import blackwell_helpers as sm100
 
-from cutefce.cute_kernels import spec
 from cutefce.cute_kernels.common.dsl import LOG2_E, exp2, partition
-from cutefce.cute_kernels.common.exp2 import uses_poly_exp2
 from cutefce.cute_kernels.common.launch import Signature
 from cutefce.cute_kernels.common.logit_transform import (
     column_bias,
@@ -43,6 +41,7 @@ from cutefce.cute_kernels.sm100.mainloop import (
     after_sync,
     before_sync,
 )
+from cutefce.cute_kernels.spec import gemm as spec
 
 
 def compile_signature(kernel: spec.ProjectExpSpec) -> Signature:
@@ -128,7 +127,7 @@ class ProjectExpSm100(ProjectExp, MainloopSm100):
             h_operand, w_operand = (load_h, g_h, s_h), (load_w, g_w, s_w)
             self.load(scheduler, stages, tiled_mma, h_operand, w_operand, rows.semaphores)
         # the first block of a pair issues the MMAs of both
-        if warp == MMA_WARP and scheduler.rank % self.mma_ctas == 0:
+        if warp == MMA_WARP and scheduler.rank == 0:
             pipes, inputs = (stages, acc_pipe), (s_h, s_w)
             self.mma(scheduler, pipes, tiled_mma, inputs, accumulators, rows.semaphores)
         if warp < EPILOGUE_WARPS:
@@ -184,15 +183,13 @@ class ProjectExpSm100(ProjectExp, MainloopSm100):
                     if cutlass.const_expr(self.reducer.options.of_all):
                         self.mask(z, Int32(-1), limit - n_start)
                         of_tile = target - n_start, range(epi_tile_n)
-                        more, poly = self.reducer.row(reduced, 0), config.poly_exp2_per_16
-                        self.reducer.add(more, z, of_tile, poly)
+                        self.reducer.add(self.reducer.row(reduced, 0), z, of_tile)
                     self.mask(z, target - n_start, limit - n_start)
                     if cutlass.const_expr(self.sums):
                         columns = rows.first + n_start, range(epi_tile_n)
                         self.reducer.update_argmax(self.reducer.row(reduced, 0), z, columns)
                     if cutlass.const_expr(self.sums and not self.reducer.options.of_all):
-                        poly = config.poly_exp2_per_16
-                        row_max, row_sum = accumulate(z, row_max, row_sum, poly)
+                        row_max, row_sum = accumulate(z, row_max, row_sum)
                     if cutlass.const_expr(rows.samples is not None):
                         capped, offsets = None, range(self.epi_tile_n)
                         if cutlass.const_expr(self.softcap):
@@ -266,8 +263,7 @@ class ProjectExpSm100(ProjectExp, MainloopSm100):
             s_warp = s_e[None, None, warp * self.arch.EPI_STAGES + buffer]
             exps = cute.make_rmem_tensor((self.epi_tile_n,), Float32)
             for column in cutlass.range_constexpr(self.epi_tile_n):
-                poly = uses_poly_exp2(column, self.config.poly_exp2_per_16)
-                exp = exp2(z[column] * LOG2_E - base, poly)
+                exp = exp2(z[column] * LOG2_E - base)
                 if cutlass.const_expr(self.softcap):
                     exp *= softcap_derivative(z[column], cute.arch.rcp_approx(scale))
                 exps[column] = exp

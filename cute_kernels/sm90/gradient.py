@@ -21,7 +21,6 @@ from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
-from cutefce.cute_kernels import spec
 from cutefce.cute_kernels.arch import arch_named
 from cutefce.cute_kernels.common.dsl import (
     DTYPES,
@@ -55,6 +54,7 @@ from cutefce.cute_kernels.sm90.row_scaling import (
     scale_rows,
 )
 from cutefce.cute_kernels.sm90.target_terms import TargetCsr, add_targets, target_ranges
+from cutefce.cute_kernels.spec import gemm as spec
 from cutefce.cute_kernels.workspace import SPLIT_K_COUNTERS
 
 

@@ -103,7 +103,6 @@ class MainloopSm90:
         """Skip row blocks without a repair flag and loads of out-of-range rows of a, if asked."""
         arch = arch_named(arch_name)
         assert isinstance(arch, Sm90)
-        arch.check(config)
         self.config = config
         self.dtype = DTYPES[dtype]
         self.a, self.b = a, b

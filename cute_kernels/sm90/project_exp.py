@@ -10,7 +10,6 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from cutefce.cute_kernels import spec
 from cutefce.cute_kernels.common.dsl import LOG2_E, exp2
 from cutefce.cute_kernels.common.launch import Signature
 from cutefce.cute_kernels.common.logit_transform import (
@@ -29,6 +28,7 @@ from cutefce.cute_kernels.sm90.mainloop import Consumer
 from cutefce.cute_kernels.sm90.project_exp_launch import LogitTile, ProjectExpLaunchSm90
 from cutefce.cute_kernels.sm90.project_exp_swapped import ProjectExpSwappedSm90
 from cutefce.cute_kernels.sm90.soft_logits import SoftLogitReader
+from cutefce.cute_kernels.spec import gemm as spec
 
 
 def compile_signature(kernel: spec.ProjectExpSpec) -> Signature:

@@ -8,7 +8,6 @@ from cutlass import Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
-from cutefce.cute_kernels import spec
 from cutefce.cute_kernels.common.online_softmax import ProjectExp, Rows
 from cutefce.cute_kernels.schedule.scheduler import (
     RowCount,
@@ -16,6 +15,7 @@ from cutefce.cute_kernels.schedule.scheduler import (
     make_tile_scheduler,
 )
 from cutefce.cute_kernels.sm90.mainloop import Consumer, MainloopSm90, Operand
+from cutefce.cute_kernels.spec import gemm as spec
 
 
 class LogitTile(NamedTuple):

@@ -14,7 +14,6 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.memory import SmemAllocator
 
-from cutefce.cute_kernels import spec
 from cutefce.cute_kernels.common.dsl import LOG2_E, exp2
 from cutefce.cute_kernels.common.online_softmax import Rows
 from cutefce.cute_kernels.common.row_reductions import bounded_sum, finite
@@ -28,6 +27,7 @@ from cutefce.cute_kernels.sm90.mainloop import (
 )
 from cutefce.cute_kernels.sm90.project_exp_launch import LogitTile, ProjectExpLaunchSm90
 from cutefce.cute_kernels.sm90.transposed_store import TransposedStoreSm90
+from cutefce.cute_kernels.spec import gemm as spec
 from cutefce.cute_kernels.variant import IDENTITY, SUM_ONLY
 
 WARPS = WARP_GROUP_THREADS // 32

@@ -16,7 +16,7 @@ from cutefce.cute_kernels.common.row_vectors import scale_row_part
 from cutefce.cute_kernels.config import GemmConfig
 from cutefce.cute_kernels.schedule.scheduler import TileScheduler, WorkTile
 from cutefce.cute_kernels.sm90.mainloop import SPARE_WARPS
-from cutefce.cute_kernels.spec import GradGemmSpec
+from cutefce.cute_kernels.spec.gemm import GradGemmSpec
 from cutefce.cute_kernels.workspace import SPLIT_K_COUNTERS
 
 WARPS = SPARE_WARPS + GradGemmSpec.WARPS

@@ -11,10 +11,10 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 from cutlass.memory import SmemAllocator
 
-from cutefce.cute_kernels import spec
 from cutefce.cute_kernels.common.dsl import matrix, pdl_wait, vector
 from cutefce.cute_kernels.common.launch import WARPS, Signature, blocks_of, row_launch
 from cutefce.cute_kernels.common.sort import bitonic_sort
+from cutefce.cute_kernels.spec import rowwise as spec
 from cutefce.cute_kernels.workspace import LEAST_DERIVATIVE, NUM_SOFT_ROWS, SoftRow
 
 MOST = spec.PrepareSoftSpec.MAX_CLASSES

@@ -9,10 +9,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from cutefce.cute_kernels import spec
 from cutefce.cute_kernels.common.dsl import DTYPES, matrix, pdl_wait, vector
 from cutefce.cute_kernels.common.launch import WARPS, Signature, blocks_of, row_launch
 from cutefce.cute_kernels.common.row_vectors import scale_row_part
+from cutefce.cute_kernels.spec import rowwise as spec
 
 THREADS, VECTORS = 32 * WARPS, 4
 """Threads of a block, and vectors of 8 elements that each scales: neighboring blocks have

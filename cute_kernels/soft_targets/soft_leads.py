@@ -6,9 +6,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from cutefce.cute_kernels import spec
 from cutefce.cute_kernels.common.dsl import matrix, pdl_wait, vector
 from cutefce.cute_kernels.common.launch import WARPS, Signature, blocks_of, row_launch
+from cutefce.cute_kernels.spec import rowwise as spec
 from cutefce.cute_kernels.workspace import NO_CLASS
 
 LARGEST = 3.4028234663852886e38

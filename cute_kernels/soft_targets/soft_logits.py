@@ -9,7 +9,6 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from cutefce.cute_kernels import spec
 from cutefce.cute_kernels.common.dsl import DTYPES, matrix, pdl_wait, vector
 from cutefce.cute_kernels.common.launch import WARPS, Signature, blocks_of, row_launch
 from cutefce.cute_kernels.common.row_vectors import (
@@ -20,6 +19,7 @@ from cutefce.cute_kernels.common.row_vectors import (
     widened,
 )
 from cutefce.cute_kernels.common.soft_classes import SoftClasses, classes_argument
+from cutefce.cute_kernels.spec import rowwise as spec
 
 CLASSES = 4
 """Classes of a warp at a time: they share the loads of the hidden states."""

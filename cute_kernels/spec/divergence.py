@@ -1,7 +1,6 @@
 """Specs of the kernels of divergences."""
 
 from dataclasses import dataclass, replace
-from itertools import product
 from typing import ClassVar
 
 from cutefce.cute_kernels.arch.base import Arch
@@ -56,23 +55,6 @@ def divergence_rows(
     threads, held = (256, 5) if mixture else (512, 3 if sums_given else 6)
     spec = DivergenceRowsSpec(arch, *form, threads, held, sums_given)
     return replace(spec, threads=256, held=4) if spec.streams else spec
-
-
-def divergence_kernels(arch: Arch, dtype: str) -> list[DivergenceRowsSpec | ProjectExpSpec]:
-    """Return those of every form, with factors of no side, of one, and of both.
-
-    Of a JSD, which is symmetric, the one side is a.  The kernel of logits of `dtype` is the last
-    one, if there is one.
-    """
-    logits = logits_kernel(arch, dtype)
-    given = (False,) if logits is None else (False, True)
-    forms = product((False, True), (False, True), (False, True), given)
-    rows = [
-        divergence_rows(arch.name, mixture, a, b, sums)
-        for mixture, a, b, sums in forms
-        if a or not (mixture and b)
-    ]
-    return [*rows, *([logits] if logits else [])]
 
 
 def logits_kernel(arch: Arch, dtype: str) -> ProjectExpSpec | None:

@@ -11,13 +11,13 @@ from concurrent.futures import ProcessPoolExecutor
 import click
 from rich.table import Table
 
-from cutefce.autotune_cache import ahead
+from cutefce.autotune_cache.tuning.runner import all_kernels
 from cutefce.commands.common import make_console
 from cutefce.cute_kernels import cache_files
 from cutefce.cute_kernels.arch import ARCHS, arch_named
 from cutefce.cute_kernels.jit import cache as jit_cache
 from cutefce.cute_kernels.jit.compiler import Report
-from cutefce.cute_kernels.spec import KernelSpec, ProjectExpSpec
+from cutefce.cute_kernels.spec.kernel import KernelSpec
 from cutefce.cute_kernels.variant import IDENTITY, SUM_ONLY
 
 MAX_VARIANT_SPILL_BYTES = 32
@@ -42,8 +42,8 @@ def compile_kernels(names: str) -> None:
         archs = [arch_named(name) for name in names.split(",")]
     except ValueError as error:
         raise click.BadParameter(str(error), param_hint="--arch") from error
-    kernels = [kernel for arch in archs for kernel in ahead.all_kernels(arch)]
-    table = Table("arch", "kernel", "", "registers", "spilled B", "shared B", "seconds", "warnings")
+    kernels = [kernel for arch in archs for kernel in all_kernels(arch)]
+    table = Table("arch", "kernel", "", "registers", "spilled B", "seconds", "warnings")
     clean, folder = True, jit_cache.cache_folder()
     cache_files.make_folder(folder)
     for report in _reports(kernels):
@@ -92,10 +92,8 @@ def _leave_out_source_locations() -> None:
 
 
 def _cells(report: Report) -> list[str]:
-    kernel, shared = report.kernel, ""
+    kernel = report.kernel
     details = {f.name: getattr(kernel, f.name) for f in dataclasses.fields(kernel)}
-    if isinstance(kernel, ProjectExpSpec):
-        shared = str(arch_named(kernel.arch).used_smem_bytes(kernel.config))
     shown = (name for name, value in details.items() if value not in (IDENTITY, SUM_ONLY))
     details = {name: details[name] for name in shown if details[name] and name != "arch"}
     return [
@@ -104,7 +102,6 @@ def _cells(report: Report) -> list[str]:
         ", ".join(name if value is True else str(value) for name, value in details.items()),
         str(report.registers),
         str(report.spill_bytes),
-        shared,
         f"{report.seconds:.1f}",
         " ".join(report.warnings),
     ]

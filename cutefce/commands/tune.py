@@ -150,7 +150,7 @@ def _run(
 def _show_winners(console: Console, jobs: list[Job], entries: table.Entries) -> None:
     """Show the winners, old and new."""
     winners = Table(
-        *("NxDxV", "kernel", "default ms", "winner ms", "gain", "vs. cuBLAS", "winner"),
+        *("NxDxV", "kernel", "default ms", "winner ms", "gain", "winner"),
     )
     for job in jobs:
         entry = entries.get(job.key)
@@ -161,7 +161,6 @@ def _show_winners(console: Console, jobs: list[Job], entries: table.Entries) -> 
                 f"{entry.default_ms:.3f}",
                 f"{entry.ms:.3f}",
                 f"{entry.default_ms / entry.ms - 1:.1%}",
-                f"{entry.ms / entry.cublas_ms:.3f}",
                 describe(entry.config),
             )
     console.print(winners)

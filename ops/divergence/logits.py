@@ -11,8 +11,8 @@ from cutefce.cute_kernels.jit.cache import compiled
 from cutefce.cute_kernels.parts import DIVERGENCES
 from cutefce.cute_kernels.process_cache import process_cache
 from cutefce.cute_kernels.schedule.order import choose_vocab_splits, num_waves
-from cutefce.cute_kernels.spec import ProjectExpSpec
 from cutefce.cute_kernels.spec.divergence import logits_kernel
+from cutefce.cute_kernels.spec.gemm import ProjectExpSpec
 from cutefce.cute_kernels.variant import LogitTransform
 from cutefce.ops.dtypes import dtype_name
 from cutefce.ops.primitives.dispatch import arch_of, gpu_of

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cutefce.cute_kernels.spec import PrepareSoftSpec
+from cutefce.cute_kernels.spec.rowwise import PrepareSoftSpec
 from cutefce.ops.interface import checks, heads
 from cutefce.ops.interface.options import LossOptions, TensorOptions
 

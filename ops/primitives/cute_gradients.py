@@ -12,16 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cutefce.cute_kernels.arch import arch_named
 from cutefce.cute_kernels.arch.base import TILE_K
-from cutefce.cute_kernels.config import GemmConfig, KernelConfigs
+from cutefce.cute_kernels.config import KernelConfigs
 from cutefce.cute_kernels.integers import ceil_div
 from cutefce.cute_kernels.jit.cache import compiled
-from cutefce.cute_kernels.kernel_set import KernelSet, with_low_bits
+from cutefce.cute_kernels.kernel_set import KernelSet
 from cutefce.cute_kernels.problem import can_keep
-from cutefce.cute_kernels.process_cache import process_cache
 from cutefce.cute_kernels.schedule.order import add_tiles, choose_k_splits
-from cutefce.cute_kernels.spec import GradGemmSpec
+from cutefce.cute_kernels.spec.gemm import GradGemmSpec
 from cutefce.ops.primitives.cute_projection import Semaphores
 from cutefce.ops.primitives.cute_rowwise import RowwiseSteps, low_bits, with_rank_one
 from cutefce.ops.primitives.portable_gradients import TargetGrad, matmul_into
@@ -36,8 +34,6 @@ kernels of this project are launched together."""
 MAX_UNSCALED_ROWS = 1024
 """Tokens whose exponentials no kernel of dX multiplies: it would begin behind all products.  Nor
 does the one for few columns, whose exponentials the L2 cache may hold."""
-FEW_WAVES = 16
-"""Waves of kept sums up to which those of other tiles may take less time."""
 
 
 @dataclass(frozen=True)
@@ -79,15 +75,8 @@ class CuteGradients(RowwiseSteps):
 
     lists_targets = True
 
-    def __init__(
-        self,
-        kernels: KernelSet,
-        num_sms: int,
-        semaphores: Semaphores,
-        fixed_tiles: bool = False,
-    ) -> None:
+    def __init__(self, kernels: KernelSet, num_sms: int, semaphores: Semaphores) -> None:
         self.kernels, self.num_sms, self.semaphores = kernels, num_sms, semaphores
-        self.fixed_tiles = fixed_tiles
 
     def add_grad_hidden(
         self,
@@ -130,7 +119,8 @@ class CuteGradients(RowwiseSteps):
         accumulate: bool,
         selection: RowSelection | None = None,
     ) -> None:
-        spec = with_low_bits(self.kernels.grad_hidden_keep, low_bits(kept, low))
+        assert self.kernels.grad_hidden_keep is not None
+        spec = replace(self.kernels.grad_hidden_keep, low_bits=low_bits(kept, low))
         operands = exps, w.t(), (kept, low), None, None
         self._launch(spec, operands, selection, overwrite=int(not accumulate))
 
@@ -183,16 +173,15 @@ class CuteGradients(RowwiseSteps):
         accumulate: bool,
     ) -> None:
         """More than eight parameters: operands, and what the last step adds."""
-        spec = with_low_bits(self.kernels.grad_weight_keep, low_bits(kept, low))
-        if not self.fixed_tiles:
-            spec = kept_sums_kernel(spec, (*kept.shape, exps.shape[0]), self.num_sms)
+        assert self.kernels.grad_weight_keep is not None
+        spec = replace(self.kernels.grad_weight_keep, low_bits=low_bits(kept, low))
         spec, term = with_rank_one(spec, rank_one)
         targets = *target_grad.pack(first, kept.shape[0]), None
         operands = exps.t(), scaled.t(), (kept, low), targets, term
         self._launch(spec, operands, selection, overwrite=int(not accumulate))
 
     def finish_kept_dw(self, kept: Tensor, low: Tensor, factor: Tensor) -> None:
-        spec = with_low_bits(self.kernels.finish_kept_weight, low_bits(kept, low))
+        spec = replace(self.kernels.kept, step="round", low_bits=low_bits(kept, low))
         compiled(spec)(kept, low, factor.view(1))
 
     def _launch(
@@ -225,28 +214,6 @@ def grad_hidden_kernel(kernels: KernelSet, columns: int, own: bool) -> GradGemmS
     is_short = columns < KernelConfigs.SHORT
     spec = kernels.grad_hidden_short if is_short else kernels.grad_hidden
     return spec or (kernels.grad_hidden_again if own and can_keep(kernels.row_sums.dtype) else None)
-
-
-@process_cache
-def kept_sums_kernel(spec: GradGemmSpec, shape: tuple[int, int, int], num_sms: int) -> GradGemmSpec:
-    """Return the kernel of kept sums: `spec`, or of few waves or products the fastest default.
-
-    The tiles of a window may not fill one wave.  `shape` is (classes, hidden, tokens).
-    """
-    (rows, hidden, tokens), arch = shape, arch_named(spec.arch)
-    configs = arch.kept_sums_configs()
-
-    def waves(config: GemmConfig) -> int:
-        tiles = ceil_div(rows, config.rows) * ceil_div(hidden, config.tile_n)
-        return ceil_div(tiles, num_sms // config.cluster)
-
-    def time(config: GemmConfig) -> float:
-        return waves(config) * config.tile_n * arch.kept_sums_time(config, tokens)
-
-    is_usual = waves(spec.config) > FEW_WAVES and tokens >= KernelConfigs.SHORT_SUMS
-    if spec.config not in configs or is_usual:
-        return spec
-    return replace(spec, config=min(configs, key=time))
 
 
 def k_splits(spec: GradGemmSpec, shape: Sequence[int], inner: int, clusters: int) -> int:

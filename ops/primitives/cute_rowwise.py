@@ -7,14 +7,10 @@ import torch
 from torch import Tensor
 
 from cutefce.cute_kernels.jit.cache import compiled
-from cutefce.cute_kernels.kernel_set import KernelSet, with_low_bits
+from cutefce.cute_kernels.kernel_set import KernelSet
 from cutefce.cute_kernels.problem import FLOAT32_LOW_BITS
-from cutefce.cute_kernels.spec import (
-    OUT_AND_SUMS,
-    GradGemmSpec,
-    KeptSumsSpec,
-    ScaleAddRowsSpec,
-)
+from cutefce.cute_kernels.spec.gemm import GradGemmSpec
+from cutefce.cute_kernels.spec.rowwise import OUT_AND_SUMS, KeptSumsSpec, ScaleAddRowsSpec
 from cutefce.cute_kernels.workspace import Coefficient, Move
 from cutefce.ops.primitives.cute_projection import Semaphores
 from cutefce.ops.primitives.portable_gradients import PortableGradients
@@ -95,8 +91,9 @@ class RowwiseSteps(PortableGradients):
         rank_one: RankOne | None = None,
         order: Tensor | None = None,
     ) -> None:
-        kernels = self.kernels
-        spec = kernels.finish_dx if out.dtype == w.dtype else kernels.finish_dx_fp32
+        spec = self.kernels.finish_dx
+        if out.dtype != w.dtype:  # one rank's addend
+            spec = replace(spec, out="float32")
         spec, term = with_rank_one(spec, rank_one)
         rows = coefficients.scale.contiguous(), coefficients.target, targets.index
         compiled(spec)(out, sums, w, *rows, term, *row_order(order, targets.index))
@@ -112,11 +109,11 @@ class RowwiseSteps(PortableGradients):
         order: Tensor | None = None,
     ) -> None:
         rows = targets.index, stats.sum_exp_others, targets.options.ignore_index
-        spec = with_low_bits(self.kernels.keep_sums, low_bits(kept, low))
+        spec = replace(self.kernels.kept, step="keep", low_bits=low_bits(kept, low))
         compiled(spec)(kept, low, sums, w, *rows, *row_order(order, targets.index))
 
     def scale_kept_rows(self, kept: Tensor, low: Tensor, scale: Tensor) -> None:
-        spec = with_low_bits(self.kernels.scale_kept_rows, low_bits(kept, low))
+        spec = replace(self.kernels.kept, step="scale", low_bits=low_bits(kept, low))
         compiled(spec)(kept, low, scale.contiguous())
 
     def finish_kept(
@@ -130,7 +127,7 @@ class RowwiseSteps(PortableGradients):
         rank_one: RankOne | None = None,
         order: Tensor | None = None,
     ) -> None:
-        kernel = with_low_bits(self.kernels.finish_kept, low_bits(kept, low))
+        kernel = replace(self.kernels.kept, step="finish", low_bits=low_bits(kept, low))
         spec, term = with_rank_one(kernel, rank_one)
         rows = targets.index, coefficients.scale.contiguous(), coefficients.target
         order, scatters = row_order(order, targets.index)

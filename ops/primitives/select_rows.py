@@ -13,7 +13,7 @@ from cutefce.cute_kernels.integers import ceil_div
 from cutefce.cute_kernels.jit.cache import compiled
 from cutefce.cute_kernels.kernel_set import KernelSet
 from cutefce.cute_kernels.problem import Problem
-from cutefce.cute_kernels.spec import MoveRowsSpec, SelectRowsSpec
+from cutefce.cute_kernels.spec.rowwise import MoveRowsSpec, SelectRowsSpec
 from cutefce.cute_kernels.workspace import Move, Semaphore
 from cutefce.ops.rows.selection import CountedRows, RowSelection
 

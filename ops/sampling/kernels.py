@@ -15,8 +15,13 @@ import torch
 from torch import Tensor
 
 from cutefce.cute_kernels.jit.cache import compiled
-from cutefce.cute_kernels.sampling_set import SamplingKernels, sampling_kernels
-from cutefce.cute_kernels.spec import SparseRowsSpec
+from cutefce.cute_kernels.sampling_set import sort_entries, weight_sums
+from cutefce.cute_kernels.spec.sampling import (
+    ChooseClassesSpec,
+    ListSamplesSpec,
+    PrepareSamplesSpec,
+    SparseRowsSpec,
+)
 from cutefce.ops.dtypes import dtype_name
 from cutefce.ops.primitives.cute_projection import CuteProjection
 from cutefce.ops.primitives.select_rows import (
@@ -35,20 +40,15 @@ from cutefce.ops.rows.coefficients import RowCoefficients
 from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.targets import Targets
 from cutefce.ops.sampling.estimates import class_sums, sampling_of
-from cutefce.ops.sampling.sample_sizes import estimate_count, frequent_count, slots
+from cutefce.ops.sampling.sample_sizes import estimate_count, frequent_count
 
 
 def _projection(call: Call) -> CuteProjection:
     return cast(CuteProjection, call.inputs.primitives.projection)
 
 
-def _kernels(call: Call) -> SamplingKernels:
-    """Return the kernels of a call."""
-    if "kernels" not in call.values:
-        exact, p = _projection(call).kernels, call.program.problem
-        call.values["kernels"] = sampling_kernels(exact, p.tokens, slots(p.samples, p.vocab))
-    found: SamplingKernels = call.values["kernels"]
-    return found
+def _arch(call: Call) -> str:
+    return _projection(call).kernels.row_sums.arch
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,8 @@ def choose_classes(call: Call, s: Step) -> None:
     classes = index.new_empty(estimate_count(total))
     counts = index.new_empty(total, dtype=torch.int32)
     numbers = frequent, targets.first, targets.options.ignore_index
-    compiled(_kernels(call).choose_classes)(index, sampling.seed, classes, counts, *numbers)
+    kernel = ChooseClassesSpec(_arch(call), "choose")
+    compiled(kernel)(index, sampling.seed, classes, counts, *numbers)
     call.values["classes"] = classes
 
 
@@ -88,7 +89,8 @@ def place_targets(call: Call, s: Step) -> None:
     targets, classes = call.inputs.targets, call.values["classes"]
     places = torch.empty_like(targets.index), torch.empty_like(targets.index)
     numbers = frequent_count(sampling_of(call).vocab), targets.first
-    compiled(_kernels(call).place_targets)(targets.index, classes, *places, *numbers)
+    kernel = ChooseClassesSpec(_arch(call), "place")
+    compiled(kernel)(targets.index, classes, *places, *numbers)
     call.values["places"] = places
 
 
@@ -98,7 +100,8 @@ def estimate(call: Call, s: Step) -> None:
     result = call.values["estimate"] = torch.empty_like(logit)
     sums = drawn.sums if frequent is None else frequent.sums
     numbers = log_ratio / math.log(2), int(frequent is None)
-    compiled(_kernels(call).estimate)(sums, drawn.sums, logit, result, *numbers)
+    kernel = PrepareSamplesSpec(_arch(call), "estimate")
+    compiled(kernel)(sums, drawn.sums, logit, result, *numbers)
 
 
 def sample(call: Call, s: Step) -> None:
@@ -109,7 +112,8 @@ def sample(call: Call, s: Step) -> None:
     sampling, own = sampling_of(call), Entries.of(call)
     rows = call.values.pop("estimate"), sampling.rows, sampling.seed
     results = own.threshold, own.row_hash, own.counts
-    compiled(_kernels(call).prepare)(*rows, *results, math.log2(sampling.samples), 1)
+    kernel = PrepareSamplesSpec(_arch(call), "first")
+    compiled(kernel)(*rows, *results, math.log2(sampling.samples), 1)
     given = states_of(call, s), call.values["logits"], call.inputs.targets
     call.values["partials"].append(_fill(call, own, *given))
 
@@ -125,9 +129,9 @@ def _fill(
     """Append the entries of rows, or of rows `order` (N,); return row sums."""
     maps = row_order(order, targets.index)
     chosen = own.threshold, own.row_hash, own.counts, own.entries, targets.first, *maps
-    w, kernel = call.inputs.w, _kernels(call).project_exp
+    w, projection = call.inputs.w, _projection(call)
     operands = h, w, (0, len(w)), reference, targets
-    return _projection(call).launch_sums(kernel, *operands, samples=chosen)
+    return projection.launch_sums(projection.kernels.sampled_sums, *operands, samples=chosen)
 
 
 def sample_again(call: Call, s: Step) -> None:
@@ -135,13 +139,13 @@ def sample_again(call: Call, s: Step) -> None:
     own, targets, stats = Entries.of(call), call.inputs.targets, call.values["stats"]
     projection, ignored = _projection(call), targets.options.ignore_index
     again = torch.where(own.counts > own.entries.shape[1], targets.index, ignored)
-    arch = projection.kernels.row_sums.arch
+    arch = _arch(call)
     selection = select_on_device(arch, again, ignored, len(again)).skipping()
     order, reference = selection.order, torch.empty_like(own.threshold)
     given = order, selection.count, stats.reference, stats.sum_exp
     results = own.threshold, own.counts, reference
     log2_samples = math.log2(sampling_of(call).samples)
-    compiled(_kernels(call).prepare_again)(*given, *results, log2_samples)
+    compiled(PrepareSamplesSpec(arch, "again"))(*given, *results, log2_samples)
     rows = gather_rows(projection.kernels, states_of(call, s), selection, out=call.view("again"))
     _fill(call, own, rows, reference, _of_rows(targets, selection), order)
 
@@ -158,7 +162,8 @@ def _of_rows(targets: Targets, selection: RowSelection) -> Targets:
 def finish_entries(call: Call, s: Step) -> None:
     """Sort the entries that the log-sum-exps keep, and give them their values."""
     own, targets, stats = Entries.of(call), call.inputs.targets, call.values["stats"]
-    kernel = _kernels(call).sort
+    transform = _projection(call).kernels.row_sums.transform
+    kernel = sort_entries(_arch(call), own.entries.shape[1], transform.softcap)
     scale = None if targets.logits is None or not kernel.softcap else targets.logits.row_scale
     vectors = own.counts, own.threshold, own.row_hash, stats.reference, stats.sum_exp, scale
     log2_samples = math.log2(sampling_of(call).samples)
@@ -182,10 +187,10 @@ def sparse_hidden(call: Call, s: Step) -> None:
 def _sparse_hidden(call: Call, out: Tensor, factors: RowCoefficients, order: Tensor | None) -> None:
     """Write to row i, or `order`_i, of `out` (N, D)."""
     own, w, index = Entries.of(call), call.inputs.w, call.inputs.targets.index
-    spec = _with_result(_kernels(call).grad_hidden, out)
+    spec = SparseRowsSpec(_arch(call), dtype_name(w.dtype), "hidden", blocks=3)
     rows = own.entries, own.counts, factors.scale.contiguous(), factors.target.contiguous()
     places = index, *row_order(order, index)
-    compiled(spec)(out, w, (*rows, *places))
+    compiled(_with_result(spec, out))(out, w, (*rows, *places))
 
 
 def list_entries(call: Call, s: Step) -> None:
@@ -206,7 +211,7 @@ def list_entries(call: Call, s: Step) -> None:
     # of float16, the reference tells which rows have no gradient
     more = call.values["stats"].reference, targets.options.ignore_index
     results = lists, ends, *between, start
-    compiled(_kernels(call).list_classes)((*rows, *coefficients, *maps, *more), results)
+    compiled(ListSamplesSpec(_arch(call)))((*rows, *coefficients, *maps, *more), results)
 
 
 def _lists(call: Call, names: tuple[str, ...]) -> list[Tensor]:
@@ -248,10 +253,12 @@ def _sparse_weight(
     call: Call, out: Tensor, dbias: Tensor | None, first: int, *, adds: bool = False
 ) -> None:
     """Write rows of dW from `first` on to `out` (K, D), or add to it, and sums to `dbias` (K,)."""
-    spec = _with_result(_kernels(call).grad_weight, out)
+    h = call.inputs.h
+    spec = weight_sums(_arch(call), dtype_name(h.dtype), call.program.problem.tokens)
+    spec = replace(_with_result(spec, out), adds=adds, bias=dbias is not None)
     lists, ends = _lists(call, ("lists", "ends"))
     own = lists, ends[first : first + len(out) + 1], call.values["start"], dbias
-    compiled(replace(spec, adds=adds, bias=dbias is not None))(out, call.inputs.h, own)
+    compiled(spec)(out, h, own)
 
 
 def _with_result(spec: SparseRowsSpec, out: Tensor) -> SparseRowsSpec:

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from cutefce.cute_kernels.jit.cache import compiled
 from cutefce.cute_kernels.kernel_set import KernelSet
+from cutefce.cute_kernels.spec.rowwise import PutSoftSpec, SoftLogitsSpec
 from cutefce.ops.primitives.select_rows import row_order
 from cutefce.ops.primitives.weighted_sum import SoftTargetSteps
 from cutefce.ops.rows.targets import Targets
@@ -27,12 +28,14 @@ class CuteSoftTargetSteps(SoftTargetSteps):
         """Write the raw logits of soft targets to `out` (N, K)."""
         assert targets.soft is not None
         own, order = (*targets.soft.classes, out), row_order(targets.order, targets.index)
-        compiled(self.kernels.soft_logits)(h, w, own, *order)
+        of = self.kernels.row_sums
+        compiled(SoftLogitsSpec(of.arch, of.dtype))(h, w, own, *order)
 
     def put_soft(self, entries: Tensor | None, exps: Tensor, first: int, targets: Targets) -> None:
         assert targets.soft is not None
         own = *targets.soft.classes, targets.soft.coefficient if entries is None else entries
-        compiled(self.kernels.put_soft)(exps, *own, first, int(entries is None))
+        of = self.kernels.row_sums
+        compiled(PutSoftSpec(of.arch, of.dtype))(exps, *own, first, int(entries is None))
 
     def scale_soft(
         self,
@@ -46,4 +49,6 @@ class CuteSoftTargetSteps(SoftTargetSteps):
     ) -> None:
         assert targets.soft is not None
         own = *targets.soft.classes, entries, targets.index, lead.contiguous()
-        compiled(self.kernels.scale_soft)(exps, *own, scale.contiguous(), first, int(is_scaled))
+        of = self.kernels.row_sums
+        spec = PutSoftSpec(of.arch, of.dtype, scales=True)
+        compiled(spec)(exps, *own, scale.contiguous(), first, int(is_scaled))

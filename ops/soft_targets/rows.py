@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from cutefce.cute_kernels.jit.cache import compiled
-from cutefce.cute_kernels.spec import PrepareSoftSpec, SoftLeadsSpec
+from cutefce.cute_kernels.spec.rowwise import PrepareSoftSpec, SoftLeadsSpec
 from cutefce.cute_kernels.workspace import LEAST_DERIVATIVE, NO_CLASS, NUM_SOFT_ROWS
 
 LARGEST = torch.finfo(torch.float32).max

@@ -10,14 +10,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from cutefce.autotune_cache import ahead, lookup, table_io, verdicts
-from cutefce.cute_kernels import cache_files, kernel_set, process_cache, spec
+from cutefce.autotune_cache import lookup, table_io, verdicts
+from cutefce.autotune_cache.tuning.runner import Runner
+from cutefce.cute_kernels import cache_files, process_cache
 from cutefce.cute_kernels.arch import ARCHS
 from cutefce.cute_kernels.arch.sm90 import Sm90
-from cutefce.cute_kernels.config import GemmConfig
+from cutefce.cute_kernels.config import GemmConfig, KernelConfigs
 from cutefce.cute_kernels.integers import round_up
 from cutefce.cute_kernels.problem import Problem
-from cutefce.cute_kernels.sampling_set import sampling_kernels
+from cutefce.cute_kernels.spec.gemm import ProjectExpSpec
+from cutefce.cute_kernels.spec.kernel import KernelSpec
 from cutefce.cute_kernels.variant import PLAIN, PREBUILT
 from cutefce.ops.interface.options import LossOptions
 from cutefce.ops.primitives import cute_projection, dispatch
@@ -73,49 +75,33 @@ def test_few_tokens_of_a_bucket_have_smaller_tiles(file: Path) -> None:
     assert look(few) == Sm90().default(130) and Sm90().default(130).swaps
 
 
-def test_exact_then_nearest_then_default(file: Path) -> None:
-    far = dataclasses.replace(KEY, tokens=512)
-    entries = {KEY: ENTRY, far: dataclasses.replace(ENTRY, config=OTHER)}
-    write(file, dataclasses.replace(TABLE, entries=entries))
+def test_the_entry_of_these_sizes_then_the_default(file: Path) -> None:
+    write(file, TABLE)
     assert look() == TUNED
     assert look(dataclasses.replace(PROBLEM, tokens=7000)) == TUNED, "the same bucket"
-    assert look(dataclasses.replace(PROBLEM, tokens=500, vocab=128256)) == OTHER
-    for other in ({"dtype": "float16"}, {"tokens": 8}):
+    for other in ({"dtype": "float16"}, {"tokens": 9000}, {"vocab": 128256}, {"hidden": 4104}):
         problem = dataclasses.replace(PROBLEM, **other)
         assert look(problem) == Sm90().default(problem.tokens)
 
 
-def test_where_the_default_won_other_problems_get_their_default(file: Path) -> None:
-    same = dataclasses.replace(ENTRY, config=OTHER, ms=13.0)
-    write(file, dataclasses.replace(TABLE, entries={KEY: same}))
-    assert look() == OTHER
-    assert look(dataclasses.replace(PROBLEM, tokens=16384)) == Sm90().default(16384)
+def named(configs: KernelConfigs) -> set[tuple[str, GemmConfig]]:
+    """Return the configuration of each kernel that has one."""
+    every = {field.name: getattr(configs, field.name) for field in dataclasses.fields(configs)}
+    return {(name, config) for name, config in every.items() if config is not None}
 
 
-def test_a_winner_for_more_tokens_must_not_waste_rows(file: Path) -> None:
-    tall = dataclasses.replace(ENTRY, config=OTHER)
-    entries = {dataclasses.replace(KEY, tokens=256): tall}
-    write(file, dataclasses.replace(TABLE, entries=entries))
-    for tokens in (256, 500):
-        assert look(dataclasses.replace(PROBLEM, tokens=tokens)) == OTHER
-    for tokens in (128, 192, 300):
-        assert look(dataclasses.replace(PROBLEM, tokens=tokens)) == Sm90().default(tokens)
-
-
-def test_everything_that_lookups_choose_as_shipped_is_compiled_ahead(file: Path) -> None:
+def test_everything_that_lookups_choose_as_shipped_is_listed(file: Path) -> None:
+    """What is listed is compiled ahead, and verified."""
     shipped = map(table_io.read, lookup.SHIPPED_FOLDER.glob("*.json"))
     gpus = {table.gpu for table in shipped}
     gpus |= {dataclasses.replace(GPU, arch=arch) for arch in ARCHS}
     for gpu in gpus:
         arch = gpu.arch
-        built = set(ahead.all_kernels(arch))
+        listed = set[tuple[str, GemmConfig]]().union(*map(named, Runner(gpu).listed_configs()))
         sizes = [1, 100, 1024, 8192, 32768], [1024, 2304, 4096, 7168], [32768, 131072, 256000]
         for tokens, hidden, vocab, dtype in itertools.product(*sizes, arch.dtypes):
             problem = Problem(tokens, hidden, vocab, dtype, "cuda", arch=arch.name)
-            configs = lookup.kernel_configs(problem, gpu)
-            kernels = kernel_set.kernel_set(arch, dtype, configs)
-            sampled = sampling_kernels(kernels, tokens, slots=256).project_exp
-            assert built.issuperset([*kernels.all(), *kernels.of_soft_targets, sampled])
+            assert named(lookup.kernel_configs(problem, gpu)) <= listed
 
 
 def test_an_edited_configuration_is_launched(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,9 +109,9 @@ def test_an_edited_configuration_is_launched(file: Path, monkeypatch: pytest.Mon
     gpu = SimpleNamespace(name=GPU.name, multi_processor_count=GPU.num_sms)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    launched: list[spec.KernelSpec] = []
+    launched: list[KernelSpec] = []
 
-    def note(kernel: spec.KernelSpec) -> Callable[..., None]:
+    def note(kernel: KernelSpec) -> Callable[..., None]:
         return lambda *arguments: launched.append(kernel)
 
     monkeypatch.setattr(cute_projection, "compiled", note)
@@ -140,7 +126,7 @@ def test_an_edited_configuration_is_launched(file: Path, monkeypatch: pytest.Mon
         h, w, y = torch.zeros(4, 8), torch.zeros(32, 8), torch.zeros(4, dtype=torch.long)
         steps.project_exp(h, w, (0, 32), h[:, 0], Targets(y, 32, LossOptions()))
         (kernel,) = launched
-        assert isinstance(kernel, spec.ProjectExpSpec)
+        assert isinstance(kernel, ProjectExpSpec)
         assert kernel.config == config
         launched.clear()
     process_cache.reset()
@@ -212,7 +198,7 @@ def test_without_a_cache_folder_the_defaults_serve(monkeypatch: pytest.MonkeyPat
         assert look() == Sm90().default(8192)
         assert look(dataclasses.replace(PROBLEM, tokens=100)) == Sm90().default(100)
         assert verdicts.failure(GPU, "bfloat16") is None
-        verdicts.record(GPU, "bfloat16", verdicts.Verdict(True), {"a use"})
+        verdicts.record(GPU, "bfloat16", verdicts.Verdict(True), ("forward",))
     assert len(warned) == 1
     process_cache.reset()
 

@@ -60,7 +60,6 @@ def test_faults_are_left_out_with_their_reason_and_tuning_goes_on(
     assert entry is not None and table_io.read(path).entries == {todo.key: entry}
     assert entry.config == config(Kind.FAST)
     assert entry.default_ms > 100 > entry.ms > 0
-    assert entry.cublas_ms > 0
 
 
 def fork(work: Callable[[], object]) -> int:
@@ -137,10 +136,12 @@ def test_a_candidate_that_hung_is_not_tried_again_in_the_run(folder: Path) -> No
 
 def test_a_winner_that_fails_its_last_trial_does_not_win(folder: Path) -> None:
     """The next one, or else the default, wins."""
+    trials: list[bool] = []
 
     class Brittle(InlineWorker):
         def ask(self, call: Any, seconds: float) -> Any:
-            if call.func is worker.trial and {worker.CUBLAS, config(Kind.FAST)} <= {*call.args[2]}:
+            trials.append(call.func is worker.trial and config(Kind.FAST) in call.args[2])
+            if trials[-1] and sum(trials) > 1:
                 raise WorkerError("it hung")
             return super().ask(call, seconds)
 

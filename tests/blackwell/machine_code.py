@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from cutefce.cute_kernels.arch import arch_named
 from cutefce.cute_kernels.arch.base import TILE_K
 from cutefce.cute_kernels.arch.sm100 import Sm100
-from cutefce.cute_kernels.spec import ProjectExpSpec
+from cutefce.cute_kernels.spec.gemm import ProjectExpSpec
 
 WAIT = re.compile(r"mbarrier\.try_wait\S* P1, \[(%r\d+)\]")
 DEFINITION = re.compile(r"(\S+) (%\w+|\{[%\w, ]+\})(?:\|%p\d+)?, (.*);")
@@ -45,13 +45,12 @@ class Code:
         lines = (line.strip().replace("\t", " ") for line in body.splitlines())
         self.lines = [re.sub(r"\s+", " ", line) for line in lines if line]
         self._matching: dict[str, list[int]] = {}
-        self.mma_ctas = 2 if self.config.two_cta else 1
-        self.multicast = self.config.cluster // self.mma_ctas
+        self.mma_ctas, self.is_pair = self.config.cluster, self.config.cluster == 2
         stages = self.config.stages
         # barriers by offset: kind and arrivals
         kinds = (
             ("filled", stages, 1),
-            ("drained", stages, self.multicast),
+            ("drained", stages, 1),
             ("computed", arch.ACC_STAGES, 1),
             ("read", arch.ACC_STAGES, 4 * self.mma_ctas),
         )
@@ -181,18 +180,15 @@ def sync_patterns(code: Code) -> tuple[str, ...]:
 
 
 def loads(code: Code) -> Iterator[bool]:
-    """A stage is filled after it was drained, with h and multicast w, whose bytes are expected."""
+    """A stage is filled after it was drained, with h and w, whose bytes are expected."""
     found = code.at(r"^cp\.async\.bulk\.tensor\.2d\.shared")
     yield len(found) == 2
-    for i, is_shared in zip(found, (False, code.multicast > 1), strict=True):
+    for i in found:
         line = code.lines[i]
-        yield ("cta_group::2" in line) == code.config.two_cta
-        yield ("multicast::cluster" in line) == is_shared
+        yield ("cta_group::2" in line) == code.is_pair
+        yield "multicast::cluster" not in line
         barrier = re.findall(r"\[(%r\d+)\]", line)[0]
-        if is_shared:
-            mask = re.findall(r"(%rs\d+),", line)[0]
-            yield all(code.value(i, mask, rank) == 0b11 for rank in range(2))
-        if code.config.two_cta:  # the leader's barrier: its address without the rank bit
+        if code.is_pair:  # the leader's barrier: its address without the rank bit
             _, operation, operands = code.definition(i, barrier)
             yield operation == "and.b32" and int(operands[1]) == -16777224
             barrier = operands[0]
@@ -246,11 +242,9 @@ def products(code: Code) -> Iterator[bool]:
         address = re.findall(r"\[(\S+)\]", line)[0]
         yield f".cta_group::{code.mma_ctas}." in line and code.kind(i, address) == kind
         for rank in range(code.config.cluster):
-            own = 0b11 if code.config.two_cta else 1 << rank
-            everyone = (1 << code.config.cluster) - 1
             mask = re.findall(r", (%rs\d+);", line)
             got = code.value(i, mask[0], rank) if mask else 1
-            yield got == (everyone if kind == "drained" else own)
+            yield got == (1 << code.config.cluster) - 1
 
 
 def reads(code: Code) -> Iterator[bool]:
@@ -279,7 +273,7 @@ def reads(code: Code) -> Iterator[bool]:
     yield code.kind(release, address) == "read"
     yield not count or code.value(release, count) == 1
     is_remote = "shared::cluster" in code.lines[release]
-    yield is_remote == code.config.two_cta
+    yield is_remote == code.is_pair
     if is_remote:
         _, _, (_, target) = code.definition(release, address)
         yield all(code.value(release, target, rank) == 0 for rank in range(2))
@@ -303,12 +297,11 @@ def stores(code: Code) -> Iterator[bool]:
 
 
 def exponentials(code: Code) -> Iterator[bool]:
-    """The configured number of exponentials uses the hardware's unit."""
-    fraction = 1 - code.config.poly_exp2_per_16 / 16
+    """The hardware's unit computes as many exponentials as there are."""
     columns = code.arch.EPI_TILE_COLUMNS * (code.kernel.sums + code.kernel.store)
     # one more an epilogue tile rescales the row's sum, and one a column is its probability; beside
     # sums of all columns, one is the target's
-    expected = int(columns * fraction) + code.kernel.sums + code.kernel.reductions.of_all
+    expected = columns + code.kernel.sums + code.kernel.reductions.of_all
     expected += code.arch.EPI_TILE_COLUMNS * code.kernel.samples
     capped = code.arch.EPI_TILE_COLUMNS if code.kernel.transform.softcap else 0
     yield len(code.at(r"^ex2\.approx\.ftz\.f32")) == expected + capped
@@ -352,14 +345,11 @@ def _holds(rule: Rule, code: Code) -> bool:
 def assembly_violations(sass: str, kernel: ProjectExpSpec) -> list[str]:
     """Return the instructions whose number in the machine code of `kernel` is unexpected."""
     code = kernel.config
-    pair, multicast = ".2CTA" * code.two_cta, ".MULTICAST" * (code.cluster > 1)
-    shared = ".MULTICAST" * (code.cluster > 1 and not code.two_cta)
-    loads = {f"UTMALDG.2D{pair}": 1 if shared else 2}
+    pair, multicast = ".2CTA" * (code.cluster > 1), ".MULTICAST" * (code.cluster > 1)
     expected = {
         f"UTCHMMA{pair}": TILE_K // 16,
         f"UTCBAR{pair}{multicast}": 2,
-        **loads,
-        **({f"UTMALDG.2D{shared}": 1} if shared else {}),
+        f"UTMALDG.2D{pair}": 2,
         "LDTM.x64": 1,
         "UTMASTG.2D": int(kernel.store),
         "LDL": 0,

@@ -16,6 +16,10 @@ Barrier = tuple[int, str, int]
 """Block, kind and number."""
 
 
+LEADER = 0
+"""The block that issues MMAs."""
+
+
 class Fault(Exception):
     """A violation of the protocol."""
 
@@ -24,10 +28,8 @@ class Fault(Exception):
 class Protocol:
     """Sizes of the model; the fields with defaults serve to inject faults."""
 
-    mma_ctas: int
-    """Blocks of one MMA."""
-    multicast: int
-    """MMAs of a cluster, which share tiles of w."""
+    blocks: int
+    """Thread blocks of a cluster, and of one MMA."""
     tiles: int
     k_tiles: int
     stages: int
@@ -39,19 +41,10 @@ class Protocol:
     change: Callable[[str, "Step"], "Step | list[Step]"] = lambda role, step: step
     """Replaces a step of a role by any number of steps."""
 
-    @property
-    def blocks(self) -> int:
-        """Return the blocks of a cluster."""
-        return self.mma_ctas * self.multicast
-
-    def leader(self, block: int) -> int:
-        """Return the block that issues the MMAs of `block`."""
-        return block // self.mma_ctas * self.mma_ctas
-
     def count(self, kind: str) -> int:
         """Return the arrivals that complete a phase."""
-        kernel = {"drained": self.multicast, "read": self.epilogue_warps * self.mma_ctas}
-        return self.counts.get(kind, kernel.get(kind, 1))
+        own = self.epilogue_warps * self.blocks if kind == "read" else 1
+        return self.counts.get(kind, own)
 
 
 class Step(NamedTuple):
@@ -62,20 +55,15 @@ class Step(NamedTuple):
 
 
 def load_warp(p: Protocol, block: int) -> Iterator[Step]:
-    """Fill stages; a block loads its part of w for itself or for all blocks that share it."""
-    leader, uses = p.leader(block), p.tiles * p.k_tiles
-    everyone = range(p.blocks) if p.multicast > 1 else (block,)
+    """Fill stages; a block loads its rows of h and its part of w."""
+    uses = p.tiles * p.k_tiles
     for use in range(uses):
         stage, phase = use % p.stages, use // p.stages
         actions: list[Any] = []
-        if block == leader:
-            # h of every block of the pair, and all parts of w
-            parts = p.mma_ctas + (p.multicast if p.multicast > 1 else p.mma_ctas)
-            actions.append(("expect", (block, "filled", stage), parts))
-        filled = (leader, "filled", stage)
-        actions.append(("load", block, stage, "h", use, filled))
-        for other in everyone:
-            actions.append(("load", other, stage, f"w{block}", use, (p.leader(other), *filled[1:])))
+        filled = (LEADER, "filled", stage)
+        if block == LEADER:
+            actions.append(("expect", filled, 2 * p.blocks))
+        actions += [("load", block, stage, part, use, filled) for part in "hw"]
         yield Step(((block, "drained", stage), 1 - phase % 2), tuple(actions))
     for use in range(uses, uses + p.stages):
         stage, phase = use % p.stages, use // p.stages
@@ -83,8 +71,7 @@ def load_warp(p: Protocol, block: int) -> Iterator[Step]:
 
 
 def mma_warp(p: Protocol, block: int) -> Iterator[Step]:
-    """Issue MMAs for a pair; commits arrive in all blocks that share stages or read tiles."""
-    own = range(block, block + p.mma_ctas)
+    """Issue MMAs for all blocks, where commits arrive."""
     for tile in range(p.tiles):
         number, phase = tile % p.accumulators, tile // p.accumulators
         yield Step(((block, "read", number), 1 - phase % 2), ())
@@ -95,7 +82,7 @@ def mma_warp(p: Protocol, block: int) -> Iterator[Step]:
             product = ("product", block, stage, number, tile, step)
             actions = [product, ("commit", block, drained, use)]
             if step == p.k_tiles - 1:
-                computed = tuple((other, "computed", number) for other in own)
+                computed = tuple((other, "computed", number) for other in range(p.blocks))
                 actions.append(("commit", block, computed, tile))
             yield Step(((block, "filled", stage), use // p.stages % 2), tuple(actions))
 
@@ -104,7 +91,7 @@ def epilogue_warp(p: Protocol, block: int, warp: int) -> Iterator[Step]:
     """Read tiles, and release their accumulators to the block that issues MMAs."""
     for tile in range(p.tiles):
         number, phase = tile % p.accumulators, tile // p.accumulators
-        release = ("arrive", (p.leader(block), "read", number))
+        release = ("arrive", (LEADER, "read", number))
         wait = (block, "computed", number), phase % 2
         yield Step(wait, (("use", block, warp, number, tile), release))
 
@@ -114,7 +101,7 @@ def roles(p: Protocol) -> dict[tuple[int, str], tuple[Step, ...]]:
     programs: dict[tuple[int, str], Iterator[Step]] = {}
     for block in range(p.blocks):
         programs[block, "load"] = load_warp(p, block)
-        if block == p.leader(block):
+        if block == LEADER:
             programs[block, "mma"] = mma_warp(p, block)
         for warp in range(p.epilogue_warps):
             programs[block, f"epilogue {warp}"] = epilogue_warp(p, block, warp)
@@ -221,9 +208,8 @@ class Machine:
     ) -> None:
         """Read a stage and add to an accumulator, in all blocks of a pair."""
         p, use = self.p, tile * self.p.k_tiles + step
-        for other in range(block, block + p.mma_ctas):
-            halves = range(p.blocks) if p.multicast > 1 else (other,)
-            for part in ("h", *(f"w{half}" for half in halves)):
+        for other in range(p.blocks):
+            for part in "hw":
                 if memory.get((other, "stage", stage, part)) != use:
                     raise Fault("a stage does not hold what is multiplied")
             place = other, "accumulator", number

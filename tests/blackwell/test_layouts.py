@@ -17,13 +17,13 @@ from cutlass.cute.runtime import make_fake_stream
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import blackwell_helpers as sm100
 
-from cutefce.cute_kernels.arch.sm100 import MULTICAST, SINGLE_CTA, TWO_CTA
+from cutefce.cute_kernels.arch.sm100 import SINGLE_CTA, TWO_CTA
 from cutefce.cute_kernels.config import GemmConfig
 from cutefce.cute_kernels.sm100.project_exp import ProjectExpSm100
-from cutefce.cute_kernels.spec import ProjectExpSpec
+from cutefce.cute_kernels.spec.gemm import ProjectExpSpec
 from tests.support.tiers import rest_slow
 
-CONFIGS = (TWO_CTA, MULTICAST, SINGLE_CTA)
+CONFIGS = (TWO_CTA, SINGLE_CTA)
 LANE = 1 << 16
 """Stride of lanes in tensor memory addresses; that of columns is 1."""
 
@@ -57,7 +57,7 @@ def test_mmas_write_a_row_to_a_lane(config: GemmConfig) -> None:
     def check() -> None:
         owner = kernel.tiled_mma().tv_layout_C_tiled
         rows = kernel.tile[0]
-        for block in range(kernel.mma_ctas):
+        for block in range(config.cluster):
             for lane in (0, 1, 31, 32, 127):
                 for column in (0, 1, 63, 64, 255):
                     place = owner((block, ((lane, column), (0, 0))))
@@ -152,7 +152,7 @@ def test_stages_have_the_layout_of_tma(config: GemmConfig) -> None:
             (sm100.make_smem_layout_a(mma, kernel.tile, kernel.dtype, config.stages), tile_m),
             (sm100.make_smem_layout_b(mma, kernel.tile, kernel.dtype, config.stages), tile_n),
         ):
-            rows //= kernel.mma_ctas
+            rows //= config.cluster
             assert str(layout.inner) == "S<3,4,3>"
             for row in (0, 7, 8, rows - 1):
                 for block in range(step // 16):

@@ -8,9 +8,8 @@ import pytest
 from tests.blackwell.protocol import Protocol, Step, explore
 from tests.support.tiers import rest_slow
 
-TWO_CTA: dict[str, Any] = {"mma_ctas": 2, "multicast": 1}
-MULTICAST: dict[str, Any] = {"mma_ctas": 1, "multicast": 2}
-SINGLE_CTA: dict[str, Any] = {"mma_ctas": 1, "multicast": 1}
+TWO_CTA: dict[str, Any] = {"blocks": 2}
+SINGLE_CTA: dict[str, Any] = {"blocks": 1}
 
 STUCK = "all wait for each other"
 STAGE = "a stage does not hold what is multiplied"
@@ -28,7 +27,6 @@ SIZES: list[dict[str, Any]] = [
     {**SINGLE_CTA, "tiles": 5, "k_tiles": 2, "stages": 3, "epilogue_warps": 2},
     {**TWO_CTA, "tiles": 3, "k_tiles": 1, "stages": 2},
     {**TWO_CTA, "tiles": 2, "k_tiles": 2, "stages": 2},
-    {**MULTICAST, "tiles": 3, "k_tiles": 1, "stages": 1},
 ]
 
 
@@ -130,11 +128,6 @@ FAULTS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "a commit reaches one block of a pair": (
         TWO_CTA, {"change": edit("commit", lambda role, block, reached, number: (
             ("commit", block, reached[:1], number),))}, STUCK),
-    "a commit reaches one of two blocks that share w": (
-        MULTICAST, {"change": edit("commit", lambda role, block, reached, number: (
-            ("commit", block, tuple(r for r in reached if r[0] == block), number),))}, STUCK),
-    "one of two blocks that share w drains a stage": (
-        MULTICAST, {"counts": {"drained": 1}}, STAGE),
     "both blocks of a pair expect bytes": (
         TWO_CTA, {"change": lambda role, step: step._replace(actions=(
             ("expect", (0, "filled", step.wait[0][2]), 4), *step.actions))
@@ -148,10 +141,6 @@ FAULTS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "a pair's second block counts for itself": (
         TWO_CTA, {"change": edit("load", lambda role, block, stage, part, use, filled: (
             ("load", block, stage, part, use, (block, *filled[1:])),))}, STUCK),
-    "w reaches only one block": (
-        MULTICAST, {"change": edit("load", lambda role, block, stage, part, use, filled: (
-            ("load", block, stage, part, use, filled),) if role.startswith(str(block)) else ())},
-        STUCK),
     "the epilogue warps of one block release for both": (
         TWO_CTA, {"counts": {"read": 1}}, OVERWRITTEN),
     "an epilogue warp too many is expected": (TWO_CTA, {"counts": {"read": 3}}, STUCK),
@@ -167,8 +156,6 @@ FAULTS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         TWO_CTA, {"change": skip("1 load", 1)}, STAGE),
     "an MMA warp skips a tile": (
         SINGLE_CTA, {"change": skip("0 mma", 3)}, STUCK),
-    "a block ends before its last commits": (
-        MULTICAST, {"change": omit("tail")}, ENDED),
     "a pair's block ends before its last commits": (
         TWO_CTA, {"change": omit("tail")}, ENDED),
     "a pair's first block ends before the other's epilogue": (

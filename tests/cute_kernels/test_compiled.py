@@ -4,16 +4,16 @@ from pathlib import Path
 
 import pytest
 
-from cutefce.autotune_cache import ahead
+from cutefce.autotune_cache.tuning import runner
 from cutefce.commands.compile import compiled_clean
 from cutefce.cute_kernels.arch.base import Arch
 from cutefce.cute_kernels.arch.sm90 import Sm90
 from cutefce.cute_kernels.arch.sm100 import Sm100
+from cutefce.cute_kernels.gpu import Gpu
 from cutefce.cute_kernels.jit.cache import compile_ahead
-from cutefce.cute_kernels.kernel_set import kernel_set
-from cutefce.cute_kernels.sampling_set import SORT_SIZES, sampling_kernels
-from cutefce.cute_kernels.spec import GradGemmSpec, KernelSpec, ProjectExpSpec
-from cutefce.cute_kernels.spec.divergence import divergence_kernels
+from cutefce.cute_kernels.parts import PARTS
+from cutefce.cute_kernels.spec.gemm import GradGemmSpec, ProjectExpSpec
+from cutefce.cute_kernels.spec.kernel import KernelSpec
 
 GEMMS = ProjectExpSpec, GradGemmSpec
 
@@ -23,12 +23,8 @@ def default_kernels(arch: Arch) -> dict[str, KernelSpec]:
 
     Of the GEMMs all, of the others one of each kind: `make wheel` requires of all to be clean.
     """
-    tokens = ahead.MANY_TOKENS
-    configs = ahead.with_gradients(arch, arch.default(tokens))[0]
-    kernels = kernel_set(arch, "bfloat16", configs)
-    found: list[KernelSpec] = [kernels.row_sums, *kernels.all(), *kernels.of_soft_targets]
-    found += sampling_kernels(kernels, tokens, SORT_SIZES[0])
-    found += divergence_kernels(arch, "bfloat16")
+    configs = runner.with_gradients(arch, arch.default(runner.MANY_TOKENS))[0]
+    found = runner.Runner(Gpu(arch, "any", 132)).kernels("bfloat16", configs, PARTS)
     first = {type(kernel): kernel for kernel in reversed(found)}
     return {str(x): x for x in found if isinstance(x, GEMMS) or x is first[type(x)]}
 

@@ -6,6 +6,7 @@ registers are redistributed.
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -14,9 +15,12 @@ pytest.importorskip("cutlass")
 from cutefce.cute_kernels.arch import ARCHS
 from cutefce.cute_kernels.arch.sm90 import Sm90
 from cutefce.cute_kernels.kernel_set import kernel_set
-from cutefce.cute_kernels.sampling_set import sampling_kernels
-from cutefce.cute_kernels.spec import KernelSpec, ProjectExpSpec
+from cutefce.cute_kernels.sampling_set import sort_entries
 from cutefce.cute_kernels.spec.divergence import divergence_rows, logits_kernel
+from cutefce.cute_kernels.spec.gemm import ProjectExpSpec
+from cutefce.cute_kernels.spec.kernel import KernelSpec
+from cutefce.cute_kernels.spec.rowwise import PutSoftSpec, SelectRowsSpec, SoftLogitsSpec
+from cutefce.cute_kernels.spec.sampling import ListSamplesSpec, PrepareSamplesSpec, SparseRowsSpec
 from cutefce.cute_kernels.variant import KernelVariant, LogitTransform
 from tests.emulation.compiled import compiled
 from tests.emulation.configs import COOPERATIVE, PINGPONG, kernels_of
@@ -35,13 +39,12 @@ CAPPED = kernel_set(
 )
 FEW = kernel_set(Sm90(), "bfloat16", Sm90().default_configs(300, 4096, 132))
 """With swapped operands."""
-SAMPLING = sampling_kernels(KERNELS, 8192, 500)
 SMALL = kernels_of(PINGPONG)
 KINDS: dict[str, KernelSpec | None] = {
     "small sums": SMALL.row_sums,
     "small repair_exps": SMALL.repair_exps,
     "small grad_hidden": kernels_of(COOPERATIVE).grad_hidden,
-    "select_rows": KERNELS.select_rows,
+    "select_rows": SelectRowsSpec("sm_90a"),
     "move_rows": KERNELS.move_rows,
     "sort_targets": KERNELS.sort_targets,
     "target_logit": KERNELS.target_logit,
@@ -56,37 +59,37 @@ MORE: dict[str, KernelSpec | None] = {
     "grad_hidden": KERNELS.grad_hidden,
     "swapped sums": FEW.row_sums,
     "swapped sums and exps": FEW.row_sums,
-    "sums and logits of soft targets": KERNELS.of_soft_targets[0],
-    "grad_hidden, exponentials scaled": KERNELS.of_soft_targets[-1],
+    "sums and logits of soft targets": KERNELS.with_soft_logits(KERNELS.row_sums),
+    "grad_hidden, exponentials scaled": KERNELS.grad_hidden_scaling,
     "grad_weight": KERNELS.grad_weight,
     "grad_weight_keep_32": KERNELS.grad_weight_keep,
     "scale_rows": KERNELS.scale_rows,
     "soft_leads": KERNELS.soft_leads,
     "prepare_soft": KERNELS.prepare_soft,
-    "soft_logits": KERNELS.soft_logits,
-    "put_soft": KERNELS.put_soft,
-    "scale_soft": KERNELS.scale_soft,
+    "soft_logits": SoftLogitsSpec("sm_90a", "bfloat16"),
+    "put_soft": PutSoftSpec("sm_90a", "bfloat16"),
+    "scale_soft": PutSoftSpec("sm_90a", "bfloat16", scales=True),
     "capped sums and exps": CAPPED.row_sums,
     "capped target_logit": CAPPED.target_logit,
-    "sampled sums": SAMPLING.project_exp,
-    "prepare_samples": SAMPLING.prepare,
-    "sort_samples": SAMPLING.sort,
-    "sparse_rows": SAMPLING.grad_hidden,
+    "sampled sums": KERNELS.sampled_sums,
+    "prepare_samples": PrepareSamplesSpec("sm_90a", "first"),
+    "sort_samples": sort_entries("sm_90a", 500, softcap=False),
+    "sparse_rows": SparseRowsSpec("sm_90a", "bfloat16", "hidden", blocks=3),
     "divergence of rows": divergence_rows("sm_90a", True, True, True),
     "divergence of rows, read once": divergence_rows("sm_90a", False, False, True, True),
     "logits": logits_kernel(Sm90(), "bfloat16"),
 }
 for name, kernels in SETS.items():  # Blackwell's project_exp does not use PDL
     MORE |= {
-        f"{name} keep_sums": kernels.keep_sums,
-        f"{name} finish_kept": kernels.finish_kept,
-        f"{name} scale_kept_rows": kernels.scale_kept_rows,
+        f"{name} keep_sums": kernels.kept,
+        f"{name} finish_kept": replace(kernels.kept, step="finish"),
+        f"{name} scale_kept_rows": replace(kernels.kept, step="scale"),
         f"{name} move_rows": kernels.move_rows,
         f"{name} probability_coefficients": kernels.probability_coefficients,
         f"{name} reduce_partials": kernels.reduce_partials,
         f"{name} finish_dx": kernels.finish_dx,
         f"{name} target_logit": kernels.target_logit,
-        f"{name} select_rows": kernels.select_rows,
+        f"{name} select_rows": SelectRowsSpec(name),
         f"{name} row_coefficients": kernels.row_coefficients,
     }
 ROLE = r"setmaxnreg\.\w+"
@@ -149,7 +152,7 @@ def test_no_access_before_the_wait(kernel: KernelSpec | None) -> None:
 
 @pytest.mark.slow
 def test_each_of_several_kernels_waits() -> None:
-    ptx = compiled(SAMPLING.list_classes).ptx
+    ptx = compiled(ListSamplesSpec("sm_90a")).ptx
     _, *entries = ptx.split(".entry")
     assert len(entries) == 5
     for entry in entries:

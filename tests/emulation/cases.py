@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from cutefce.cute_kernels.integers import ceil_div, round_up
-from cutefce.cute_kernels.spec import ProjectExpSpec
+from cutefce.cute_kernels.spec.gemm import ProjectExpSpec
 from cutefce.cute_kernels.variant import IDENTITY, LogitTransform
 from cutefce.cute_kernels.workspace import Semaphore
 

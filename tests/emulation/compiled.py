@@ -17,7 +17,7 @@ from pathlib import Path
 from cutefce.cute_kernels import cache_files
 from cutefce.cute_kernels.jit import cache
 from cutefce.cute_kernels.jit.compiler import SYMBOL, compile_kernel
-from cutefce.cute_kernels.spec import KernelSpec
+from cutefce.cute_kernels.spec.kernel import KernelSpec
 
 HERE = Path(__file__)
 DRIVER = HERE.with_name("driver.c")

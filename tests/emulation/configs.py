@@ -7,7 +7,7 @@ from cutefce.cute_kernels.arch import arch_named
 from cutefce.cute_kernels.arch.sm90 import KEPT_128
 from cutefce.cute_kernels.config import GemmConfig, KernelConfigs
 from cutefce.cute_kernels.kernel_set import KernelSet, kernel_set
-from cutefce.cute_kernels.spec import KernelSpec
+from cutefce.cute_kernels.spec.kernel import KernelSpec
 from cutefce.cute_kernels.variant import PLAIN, KernelVariant
 from tests.emulation.host import host_function
 
@@ -23,7 +23,7 @@ GRADIENTS = (COOPERATIVE, PINGPONG, TALL, SHARED)
 SWAPPED = GemmConfig(64, 48, cluster=2, stages=2, pingpong=True, swaps=True)
 SWAPPED_TALL = GemmConfig(256, 32, cluster=1, stages=3, pingpong=False, swaps=True)
 
-TWO_CTA, MULTICAST, SINGLE_CTA, POLY_EXP2 = BLACKWELL.prebuilt_configs()
+TWO_CTA, SINGLE_CTA = BLACKWELL.prebuilt_configs()
 
 
 @functools.cache

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from cutefce.cute_kernels.jit.compiler import SYMBOL
-from cutefce.cute_kernels.spec import KernelSpec
+from cutefce.cute_kernels.spec.kernel import KernelSpec
 from tests.emulation.compiled import compiled
 
 CUDA = 2

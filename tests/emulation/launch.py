@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from cutefce.cute_kernels.spec import KernelSpec
+from cutefce.cute_kernels.spec.kernel import KernelSpec
 from tests.emulation.core import Grid, Program
 from tests.emulation.host import host_function, tensors
 from tests.emulation.instructions import compile_line

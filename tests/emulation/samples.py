@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from cutefce.cute_kernels.spec import ProjectExpSpec
+from cutefce.cute_kernels.spec.gemm import ProjectExpSpec
 from cutefce.cute_kernels.spec.sampling import COLUMN_FACTOR, MIX_FACTORS, ROW_FACTOR
 from tests.emulation.cases import Case, Launch
 

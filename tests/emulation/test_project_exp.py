@@ -27,9 +27,7 @@ from tests.emulation.cases import Case, check, check_counted, launch_of_counted,
 from tests.emulation.configs import (
     BLACKWELL,
     COOPERATIVE,
-    MULTICAST,
     PINGPONG,
-    POLY_EXP2,
     SHARED,
     SHARED_ALONE,
     SINGLE_CTA,
@@ -50,7 +48,7 @@ run = hopper.run
 
 CONFIGS = (
     *(COOPERATIVE, SWAPPED, TWO_CTA),
-    *(TALL, PINGPONG, SHARED, SWAPPED_TALL, MULTICAST, SINGLE_CTA, POLY_EXP2),
+    *(TALL, PINGPONG, SHARED, SWAPPED_TALL, SINGLE_CTA),
 )
 DEFAULT = 3
 """The first of these are not slow: what they compile serves most tests here."""
@@ -85,7 +83,7 @@ def test_sums_and_exponentials(config: GemmConfig, size: tuple[float, int, float
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2])
-@pytest.mark.parametrize("config", [TALL, COOPERATIVE, SWAPPED, TWO_CTA, MULTICAST], ids=str)
+@pytest.mark.parametrize("config", [TALL, COOPERATIVE, SWAPPED, TWO_CTA], ids=str)
 def test_every_order_of_events(config: GemmConfig, seed: int) -> None:
     """More K tiles than stages, more tiles than accumulators, several work tiles a cluster."""
     case, kernel = case_of(config, 1.5, 5 * 64, 4.1), kernels_of(config).row_sums
@@ -158,7 +156,7 @@ def test_exponentials_have_the_same_bits_in_any_tiles(config: GemmConfig) -> Non
     np.testing.assert_array_equal(*stored)
 
 
-@pytest.mark.parametrize("config", rest_slow([SWAPPED, TALL, POLY_EXP2]))
+@pytest.mark.parametrize("config", rest_slow([SWAPPED, TALL, TWO_CTA]))
 def test_a_bad_row_stays_alone(config: GemmConfig) -> None:
     case, kernel = case_of(config, 1.2, 72, 2.3), kernels_of(config).row_sums
     clean, bad = (case.launch(kernel, 1) for _ in range(2))
@@ -206,10 +204,10 @@ ALL_TRANSFORMS = LogitTransform(row_scale=True, bias=True, softcap=True)
 SOFTCAP = LogitTransform(row_scale=True, softcap=True)
 TRANSFORMS = {
     "all": (PINGPONG, ALL_TRANSFORMS),
-    "all, polynomials": (POLY_EXP2, ALL_TRANSFORMS),
+    "all, of a pair": (TWO_CTA, ALL_TRANSFORMS),
     "all, cooperative": (COOPERATIVE, ALL_TRANSFORMS),
     "temperature": (TWO_CTA, LogitTransform(row_scale=True)),
-    "bias": (MULTICAST, LogitTransform(bias=True)),
+    "bias": (TWO_CTA, LogitTransform(bias=True)),
     "scale and bias": (SINGLE_CTA, LogitTransform(row_scale=True, bias=True)),
     "softcap": (SINGLE_CTA, SOFTCAP),
 }
@@ -254,11 +252,11 @@ def test_softcap_of_huge_logits(config: GemmConfig, transform: LogitTransform) -
 REDUCTIONS = {
     "all, ping-pong": (PINGPONG, KernelVariant(SCALE_AND_BIAS, ALL_REDUCTIONS)),
     "all, cooperative": (COOPERATIVE, KernelVariant(SCALE_AND_BIAS, ALL_REDUCTIONS)),
-    "all, polynomials": (POLY_EXP2, KernelVariant(SCALE_AND_BIAS, ALL_REDUCTIONS)),
+    "all, of a pair": (TWO_CTA, KernelVariant(SCALE_AND_BIAS, ALL_REDUCTIONS)),
     "all, shared tiles": (TALL, KernelVariant(SCALE_AND_BIAS, ALL_REDUCTIONS)),
     "all, no transform": (COOPERATIVE, KernelVariant(reductions=ALL_REDUCTIONS)),
     "entropy": (TWO_CTA, KernelVariant(SCALE_AND_BIAS, RowReductions(entropy=True))),
-    "sum_squares": (MULTICAST, KernelVariant(SCALE_AND_BIAS, RowReductions(sum_squares=True))),
+    "sum_squares": (TWO_CTA, KernelVariant(SCALE_AND_BIAS, RowReductions(sum_squares=True))),
     "argmax": (SINGLE_CTA, KernelVariant(SCALE_AND_BIAS, RowReductions(argmax=True))),
 }
 
@@ -301,7 +299,7 @@ def test_row_reductions(given: tuple[GemmConfig, KernelVariant]) -> None:
     np.testing.assert_allclose(sums, exact, rtol=1e-6, atol=1e-5)
 
 
-@pytest.mark.parametrize("config", rest_slow([PINGPONG, TALL, COOPERATIVE, TWO_CTA, POLY_EXP2]))
+@pytest.mark.parametrize("config", rest_slow([PINGPONG, TALL, COOPERATIVE, TWO_CTA]))
 def test_sums_of_all_columns_do_not_depend_on_the_target(config: GemmConfig) -> None:
     """Nor on the row block and the row in it; targets are the largest logit and others."""
     kernel = kernels_of(config, KernelVariant(SCALE_AND_BIAS, ALL_REDUCTIONS)).row_sums
@@ -317,9 +315,7 @@ def test_sums_of_all_columns_do_not_depend_on_the_target(config: GemmConfig) -> 
     assert (of_all == of_all[:, :1]).all()
 
 
-@pytest.mark.parametrize(
-    "config", rest_slow([PINGPONG, TALL, SHARED, SHARED_ALONE, TWO_CTA, POLY_EXP2])
-)
+@pytest.mark.parametrize("config", rest_slow([PINGPONG, TALL, SHARED, SHARED_ALONE, TWO_CTA]))
 def test_samples(config: GemmConfig) -> None:
     """Ragged tokens and columns, an ignored row, and sums of the launch without samples."""
     case, plain = Case(150, 72, 203, first=5000), kernels_of(config).row_sums
@@ -427,8 +423,6 @@ FAULTS: dict[str, tuple[GemmConfig, str, str, type[Exception]]] = {
     "one row too few": (
         PINGPONG, r"(ld\.param\.b32\s+(%r\d+), \[\w+_param_3\];)",
         r"\1 \nadd.s32 \2, \2, -1;", AssertionError),
-    "w is multicast to only one block": (
-        MULTICAST, r"(mov\.b16\s+%rs\d+), 3;(?=[^$]*multicast::cluster)", r"\1, 1;", Stuck),
     "a pair expects more bytes than come": (
         TWO_CTA, r"(mov\.b32\s+%r\d+), 65536;", r"\1, 65552;", Stuck),
     "accumulators are never released": (

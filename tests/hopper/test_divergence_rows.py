@@ -12,7 +12,7 @@ pytest.importorskip("cutlass")
 
 from cutefce.cute_kernels.arch.sm90 import Sm90
 from cutefce.cute_kernels.gpu import Gpu
-from cutefce.cute_kernels.spec import DivergenceRowsSpec
+from cutefce.cute_kernels.spec.divergence import DivergenceRowsSpec
 from cutefce.ops.divergence import row_kernel
 from cutefce.ops.divergence.factors import FactorRows
 from cutefce.ops.divergence.options import Divergence

@@ -20,10 +20,13 @@ from cutefce.cute_kernels.arch.sm90 import KEPT_192
 from cutefce.cute_kernels.config import GemmConfig, KernelConfigs, PortableTiles
 from cutefce.cute_kernels.integers import ceil_div, round_up
 from cutefce.cute_kernels.problem import LOW_BITS, LOWEST_LOGIT
-from cutefce.cute_kernels.spec import (
+from cutefce.cute_kernels.spec.gemm import GradGemmSpec
+from cutefce.cute_kernels.spec.rowwise import (
     OUT_AND_SUMS,
-    GradGemmSpec,
+    PutSoftSpec,
     ScaleAddRowsSpec,
+    SelectRowsSpec,
+    SoftLogitsSpec,
 )
 from cutefce.cute_kernels.variant import LogitTransform
 from cutefce.cute_kernels.workspace import (
@@ -347,7 +350,7 @@ def test_kept_sums(size: tuple[int, int], rank_one: bool, scatters: int) -> None
     want, want_low = torch.empty_like(kept), torch.empty(7, columns, dtype=torch.uint8)
     order = torch.tensor([5, 3, 6, 0, 2, 1, 4])
     places = order if scatters else torch.arange(7)
-    keep = dataclasses.replace(kernels.keep_sums, low_bits=low_bits)
+    keep = dataclasses.replace(kernels.kept, low_bits=low_bits)
     run(keep, kept, low, sums, table, target, others, -100, order, scatters)
     PortableGradients(16).keep_sums(want, want_low, sums, table, targets, stats)
     is_nan = joined_sums(want, want_low).isnan()
@@ -357,7 +360,7 @@ def test_kept_sums(size: tuple[int, int], rank_one: bool, scatters: int) -> None
     scale, target_scale, factor, row = *torch.randn(3, 7), torch.randn(hidden)
     scale[5] = target_scale[5] = factor[5] = 0.0
     term = RankOne(factor, row) if rank_one else None
-    kernel = dataclasses.replace(kernels.finish_kept, low_bits=low_bits, rank_one=rank_one)
+    kernel = dataclasses.replace(keep, step="finish", rank_one=rank_one)
     more = table, target, scale, target_scale, (factor, row) if term else None, order
     # of sums in the order of the targets
     out = torch.full_like(kept, torch.nan)
@@ -377,7 +380,7 @@ def test_rows_of_kept_sums_are_scaled(low_bits: int) -> None:
     low = torch.empty(5, round_up(columns, 16), dtype=torch.uint8)[:, :columns]
     split_sums(kept, low, sums)
     want, want_low = kept.clone(), low.contiguous()
-    run(dataclasses.replace(kernels.scale_kept_rows, low_bits=low_bits), kept, low, scale)
+    run(dataclasses.replace(kernels.kept, step="scale", low_bits=low_bits), kept, low, scale)
     PortableGradients(16).scale_kept_rows(want, want_low, scale)
     got, expected = joined_sums(kept, low), joined_sums(want, want_low)
     torch.testing.assert_close(got, expected, rtol=0.0, atol=0.0, equal_nan=True)
@@ -525,7 +528,7 @@ def check_selection(tokens: int, chunk: int, ignored: float, **how: Any) -> None
     y[~counts_of_all] = -100
     order, selected = (torch.full_like(y, -7) for _ in range(2))
     counts = torch.zeros(ceil_div(tokens, chunk), dtype=torch.int32)
-    run(kernels_of(PINGPONG).select_rows, y, order, selected, counts, chunk, -100, **how)
+    run(SelectRowsSpec("sm_90a"), y, order, selected, counts, chunk, -100, **how)
     assert torch.equal(order, (~counts_of_all).long().argsort(stable=True))
     assert torch.equal(selected, y[order])
     firsts, count = torch.arange(0, tokens, chunk), int(counts_of_all.sum())
@@ -619,7 +622,7 @@ def test_logits_of_soft_targets(size: tuple[int, int]) -> None:
     h[order[4]] = torch.nan
     for selects in (0, 1):
         logits = torch.full((5, classes), 7.0)
-        run(kernels_of(PINGPONG).soft_logits, h, w, (index, b, logits), order, selects)
+        run(SoftLogitsSpec("sm_90a", "bfloat16"), h, w, (index, b, logits), order, selects)
         rows = h[order] if selects else h[:5]
         want = (rows.double()[:, None] * w[index.clamp(max=29)].double()).sum(2)
         counts = b != 0
@@ -633,7 +636,8 @@ def test_entries_of_soft_targets(first: int) -> None:
     index = torch.rand(19, 100).topk(70, 1).indices
     b, entries = torch.rand(19, 70), torch.randn(19, 70)
     b[torch.rand(19, 70) < 0.3] = 0
-    kernel, memory = kernels_of(PINGPONG).put_soft, torch.full((19, 64), 7.0).bfloat16()
+    kernel = PutSoftSpec("sm_90a", "bfloat16")
+    memory = torch.full((19, 64), 7.0).bfloat16()
     all_columns = torch.full((19, 100), 7.0)
     for clears in (0, 1):
         run(kernel, memory[:, :50], index, b, entries, first, clears)
@@ -659,7 +663,7 @@ def test_scaled_exponentials_with_entries_of_soft_targets(
     index[b != 0] = torch.where(index == lead[:, None], 0, index)[b != 0]
     b[(index == 0) & (first == 0)] = 0
     given = exps, index, b, entries, lead, of_lead, scale, first
-    run(kernels_of(PINGPONG).scale_soft, *given, is_scaled)
+    run(PutSoftSpec("sm_90a", "bfloat16", scales=True), *given, is_scaled)
     others = before[:, :columns] * (1 if is_scaled else scale[:, None])
     want = torch.cat([torch.zeros(5, first), others], 1)
     row, place = (b != 0).nonzero(as_tuple=True)

@@ -7,7 +7,7 @@ pytest.importorskip("cutlass")
 
 from cutefce.cute_kernels.arch.sm90 import KEPT_128, KEPT_192
 from cutefce.cute_kernels.config import GemmConfig
-from cutefce.cute_kernels.spec import GradGemmSpec
+from cutefce.cute_kernels.spec.gemm import GradGemmSpec
 from tests.emulation.hopper import run
 from tests.hopper.test_kept_weight_sums import (
     CLUSTERS,

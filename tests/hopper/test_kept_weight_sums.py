@@ -13,7 +13,7 @@ from cutefce.cute_kernels.arch.sm90 import KEPT_128, KEPT_192
 from cutefce.cute_kernels.config import GemmConfig
 from cutefce.cute_kernels.integers import ceil_div, round_up
 from cutefce.cute_kernels.problem import LOW_BITS
-from cutefce.cute_kernels.spec import GradGemmSpec
+from cutefce.cute_kernels.spec.gemm import GradGemmSpec
 from cutefce.ops.dtypes import dtype_name
 from cutefce.ops.rows.kept_sums import joined_sums
 from tests.emulation.core import Stuck

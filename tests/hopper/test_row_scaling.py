@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("cutlass")
 
 from cutefce.cute_kernels.config import GemmConfig
-from cutefce.cute_kernels.spec import GradGemmSpec
+from cutefce.cute_kernels.spec.gemm import GradGemmSpec
 from tests.emulation.configs import COOPERATIVE, PINGPONG, TALL, broken
 from tests.emulation.hopper import run
 from tests.hopper.test_kept_hidden_sums import operands

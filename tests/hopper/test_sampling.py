@@ -15,12 +15,13 @@ from cutefce.cute_kernels.arch import arch_named
 from cutefce.cute_kernels.config import GemmConfig
 from cutefce.cute_kernels.jit.compiler import report
 from cutefce.cute_kernels.kernel_set import kernel_set
-from cutefce.cute_kernels.sampling_set import MAX_SAMPLE_SLOTS, sampling_kernels
-from cutefce.cute_kernels.spec import (
+from cutefce.cute_kernels.sampling_set import SORT_SIZES, sort_entries, weight_sums
+from cutefce.cute_kernels.spec.gemm import ProjectExpSpec
+from cutefce.cute_kernels.spec.kernel import KernelSpec
+from cutefce.cute_kernels.spec.sampling import (
     ChooseClassesSpec,
     ListSamplesSpec,
     PrepareSamplesSpec,
-    ProjectExpSpec,
     SortSamplesSpec,
     SparseRowsSpec,
 )
@@ -64,23 +65,34 @@ def test_rows_that_do_not_count_have_no_entries(given: tuple[int, bool]) -> None
         assert 5 < sampled.counts[:count].mean() < 17
 
 
+EXACT = kernel_set(ARCH, "bfloat16", ARCH.default_configs(8192, 4096, 132))
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("slots", [7, 536, MAX_SAMPLE_SLOTS])
-def test_compiled_kernels_are_clean(slots: int) -> None:
-    """No spills, no serialized MMAs; many slots differ from few in `sort` alone."""
-    exact = kernel_set(ARCH, "bfloat16", ARCH.default_configs(8192, 4096, 132))
-    kernels = sampling_kernels(exact, 8192, slots)
-    assert slots <= kernels.sort.size
-    for kernel in kernels if slots == 536 else [kernels.sort]:
-        result, _ = report(kernel)
-        assert result.is_clean, result
+@pytest.mark.parametrize(
+    "kernel",
+    [
+        EXACT.sampled_sums,
+        *(ChooseClassesSpec(ARCH.name, step) for step in ("choose", "place")),
+        *(PrepareSamplesSpec(ARCH.name, step) for step in ("estimate", "first", "again")),
+        *(sort_entries(ARCH.name, slots, softcap=False) for slots in SORT_SIZES),
+        ListSamplesSpec(ARCH.name),
+        SparseRowsSpec(ARCH.name, "bfloat16", "hidden", blocks=3),
+        weight_sums(ARCH.name, "bfloat16", 8192),
+    ],
+    ids=str,
+)
+def test_compiled_kernels_are_clean(kernel: KernelSpec) -> None:
+    """No spills, no serialized MMAs."""
+    result, _ = report(kernel)
+    assert result.is_clean, result
 
 
 @pytest.mark.parametrize("tokens", [1, 130, 192, 300, 384, 1100, 8192])
 def test_tall_and_swapped_tiles_do_not_sample(tokens: int) -> None:
     """Tall ones would spill registers."""
     exact = kernel_set(ARCH, "bfloat16", ARCH.default_configs(tokens, 4096, 132))
-    config = sampling_kernels(exact, tokens, 7).project_exp.config
+    config = exact.sampled_sums.config
     assert config.tile_m <= 128 and not config.swaps and config in ARCH.exps_configs()
 
 

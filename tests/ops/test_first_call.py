@@ -10,7 +10,7 @@ from cutefce.cute_kernels.arch import arch_named
 from cutefce.cute_kernels.jit import build
 from cutefce.cute_kernels.jit import cache as jit_cache
 from cutefce.cute_kernels.process_cache import reset
-from cutefce.cute_kernels.spec import KernelSpec
+from cutefce.cute_kernels.spec.kernel import KernelSpec
 from tests.support import kernel_models
 from tests.support.layouts import SMALL_TILES
 

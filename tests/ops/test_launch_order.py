@@ -11,12 +11,11 @@ from torch import Tensor
 import cutefce
 from cutefce.cute_kernels.arch import arch_named
 from cutefce.cute_kernels.config import PortableTiles
-from cutefce.cute_kernels.spec import (
-    GradGemmSpec,
-    KernelSpec,
+from cutefce.cute_kernels.spec.gemm import GradGemmSpec, ProjectExpSpec
+from cutefce.cute_kernels.spec.kernel import KernelSpec
+from cutefce.cute_kernels.spec.rowwise import (
     MoveRowsSpec,
     PrepareSoftSpec,
-    ProjectExpSpec,
     SelectRowsSpec,
     SoftLogitsSpec,
     TargetLogitSpec,

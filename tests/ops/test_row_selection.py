@@ -10,7 +10,7 @@ from torch import Tensor
 import cutefce
 from cutefce.cute_kernels.config import PortableTiles
 from cutefce.cute_kernels.integers import ceil_div
-from cutefce.cute_kernels.spec import GradGemmSpec, ProjectExpSpec
+from cutefce.cute_kernels.spec.gemm import GradGemmSpec, ProjectExpSpec
 from cutefce.ops.operators import operands
 from cutefce.ops.primitives import dispatch, portable_gradients
 from tests.support.backends import KERNELS, Backend

@@ -13,7 +13,9 @@ from cutefce.autotune_cache.defaults import PORTABLE_TILES
 from cutefce.cute_kernels.arch import arch_named
 from cutefce.cute_kernels.config import PortableTiles
 from cutefce.cute_kernels.problem import Problem
-from cutefce.cute_kernels.spec import ChooseClassesSpec, KernelSpec, SelectRowsSpec
+from cutefce.cute_kernels.spec.kernel import KernelSpec
+from cutefce.cute_kernels.spec.rowwise import SelectRowsSpec
+from cutefce.cute_kernels.spec.sampling import ChooseClassesSpec
 from cutefce.ops.costs.device import GPU
 from cutefce.ops.primitives.dispatch import sampling_unsupported_reason
 from cutefce.ops.program.plan import planned

@@ -8,7 +8,7 @@ import torch
 
 import cutefce
 from cutefce.cute_kernels.jit.cache import CompilerError
-from cutefce.cute_kernels.spec import KernelSpec
+from cutefce.cute_kernels.spec.kernel import KernelSpec
 from tests.support.reference import ours, random_case
 from tests.support.stand_in_gpu import served_by_kernels
 

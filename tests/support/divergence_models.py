@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cutefce.cute_kernels import spec
+from cutefce.cute_kernels.spec import divergence as spec
 from cutefce.ops.divergence.factors import FactorRows
 from tests.support.divergence import token_divergences
 

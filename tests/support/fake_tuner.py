@@ -45,13 +45,13 @@ class InlineWorker(SubprocessWorker):
             return None
         assert call.func is worker.trial
         times = {}
-        for entrant in call.args[2]:
-            kind = Kind.FAST if entrant == worker.CUBLAS else kind_of(entrant)
+        for candidate in call.args[2]:
+            kind = kind_of(candidate)
             if kind not in (Kind.SLOW, Kind.FAST):
                 raise WorkerError("out of memory" if kind is Kind.LEAKS else "wrong")
-            times[entrant] = 1.0 if kind is Kind.FAST else 2.0
+            times[candidate] = 1.0 if kind is Kind.FAST else 2.0
         last = [*times.values()][-1]
-        return {entrant: Timing(time, time / last) for entrant, time in times.items()}
+        return {candidate: Timing(time, time / last) for candidate, time in times.items()}
 
 
 def tune_inline(path: Path, vocabularies: range, note: Callable[[Job], object]) -> None:

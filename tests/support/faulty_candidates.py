@@ -20,7 +20,7 @@ from cutefce.autotune_cache.tuning.targets import ProjectExpTarget
 from cutefce.cute_kernels.arch.sm90 import Sm90
 from cutefce.cute_kernels.config import GemmConfig, KernelConfigs
 from cutefce.cute_kernels.problem import Problem
-from cutefce.cute_kernels.spec import KernelSpec
+from cutefce.cute_kernels.spec.kernel import KernelSpec
 from cutefce.ops.primitives.primitives import Primitives
 
 
@@ -145,10 +145,10 @@ class FaultyRunner(Runner):
     def listed_configs(self) -> list[KernelConfigs]:
         return [self.base()]
 
-    def kernels(self, dtype: str, configs: KernelConfigs, parts: Any) -> list[KernelSpec]:
-        return []
+    def kernels(self, *_: Any) -> tuple[KernelSpec, ...]:
+        return ()
 
-    def primitives(self, problem: Problem, configs: KernelConfigs) -> Primitives:
+    def primitives(self, problem: Problem, configs: KernelConfigs, *_: Any) -> Primitives:
         return faulty(portable(problem), kind_of(configs.project_exp))
 
     def compute(self, case: Case, primitives: Primitives, parts: Any) -> Outputs:
@@ -178,5 +178,5 @@ class KernelRunner(Runner):
     def listed_configs(self) -> list[KernelConfigs]:
         return super().listed_configs()[:1]
 
-    def primitives(self, problem: Problem, configs: KernelConfigs) -> Primitives:
-        return faulty(super().primitives(problem, configs), self.kind)
+    def primitives(self, problem: Problem, configs: KernelConfigs, *more: Any) -> Primitives:
+        return faulty(super().primitives(problem, configs, *more), self.kind)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cutefce.cute_kernels import kernel_set, spec
+from cutefce.cute_kernels import kernel_set
 from cutefce.cute_kernels import problem as problem_module
 from cutefce.cute_kernels.arch.base import TILE_K, Arch
 from cutefce.cute_kernels.config import KernelConfigs, PortableTiles
@@ -26,6 +26,31 @@ from cutefce.cute_kernels.problem import (
     LOWEST_LOGIT,
     SLACK,
     Problem,
+)
+from cutefce.cute_kernels.spec.divergence import DivergenceRowsSpec
+from cutefce.cute_kernels.spec.gemm import GradGemmSpec, ProjectExpSpec
+from cutefce.cute_kernels.spec.kernel import KernelSpec
+from cutefce.cute_kernels.spec.rowwise import (
+    OUT_AND_SUMS,
+    KeptSumsSpec,
+    MoveRowsSpec,
+    PrepareSoftSpec,
+    PutSoftSpec,
+    ReducePartialsSpec,
+    RowCoefficientsSpec,
+    ScaleAddRowsSpec,
+    SelectRowsSpec,
+    SoftLeadsSpec,
+    SoftLogitsSpec,
+    SortTargetsSpec,
+    TargetLogitSpec,
+)
+from cutefce.cute_kernels.spec.sampling import (
+    ChooseClassesSpec,
+    ListSamplesSpec,
+    PrepareSamplesSpec,
+    SortSamplesSpec,
+    SparseRowsSpec,
 )
 from cutefce.cute_kernels.variant import SUM_ONLY
 from cutefce.cute_kernels.workspace import (
@@ -58,34 +83,34 @@ from tests.support.kept_sums import split_sums
 from tests.support.row_reductions import reduced
 
 
-def model_of(kernel: spec.KernelSpec) -> Callable[..., None]:
+def model_of(kernel: KernelSpec) -> Callable[..., None]:
     """Return the function that replaces a compiled kernel."""
     models: dict[type, Callable[..., None]] = {
-        spec.SelectRowsSpec: _select_rows,
-        spec.MoveRowsSpec: _move_rows,
-        spec.TargetLogitSpec: _target_logit,
-        spec.SoftLeadsSpec: _soft_leads,
-        spec.PrepareSoftSpec: _prepare_soft,
-        spec.SoftLogitsSpec: _soft_logits,
-        spec.PutSoftSpec: _put_soft,
-        spec.ProjectExpSpec: _project_exp,
-        spec.ReducePartialsSpec: _reduce_partials,
-        spec.ScaleAddRowsSpec: _scale_add_rows,
-        spec.KeptSumsSpec: _kept_sums,
-        spec.GradGemmSpec: _grad_gemm,
-        spec.RowCoefficientsSpec: _row_coefficients,
-        spec.SortTargetsSpec: _sort_targets,
-        spec.DivergenceRowsSpec: divergence_models.divergence_rows,
-        spec.ChooseClassesSpec: sampling_models.choose_classes,
-        spec.PrepareSamplesSpec: sampling_models.prepare_samples,
-        spec.SortSamplesSpec: sampling_models.sort_samples,
-        spec.ListSamplesSpec: sampling_models.list_samples,
-        spec.SparseRowsSpec: sampling_models.sparse_rows,
+        SelectRowsSpec: _select_rows,
+        MoveRowsSpec: _move_rows,
+        TargetLogitSpec: _target_logit,
+        SoftLeadsSpec: _soft_leads,
+        PrepareSoftSpec: _prepare_soft,
+        SoftLogitsSpec: _soft_logits,
+        PutSoftSpec: _put_soft,
+        ProjectExpSpec: _project_exp,
+        ReducePartialsSpec: _reduce_partials,
+        ScaleAddRowsSpec: _scale_add_rows,
+        KeptSumsSpec: _kept_sums,
+        GradGemmSpec: _grad_gemm,
+        RowCoefficientsSpec: _row_coefficients,
+        SortTargetsSpec: _sort_targets,
+        DivergenceRowsSpec: divergence_models.divergence_rows,
+        ChooseClassesSpec: sampling_models.choose_classes,
+        PrepareSamplesSpec: sampling_models.prepare_samples,
+        SortSamplesSpec: sampling_models.sort_samples,
+        ListSamplesSpec: sampling_models.list_samples,
+        SparseRowsSpec: sampling_models.sparse_rows,
     }
     return functools.partial(models[type(kernel)], kernel)
 
 
-Replacement = Callable[[spec.KernelSpec], Callable[..., None]]
+Replacement = Callable[[KernelSpec], Callable[..., None]]
 """From a kernel to what is launched instead."""
 Transform = tuple[Tensor | None, Tensor | None, float | None]
 """κ (N,), b (V,) and s of a logit transform; None for what it lacks."""
@@ -105,7 +130,7 @@ def _check(kernel: Any, transform: Transform | None) -> None:
 
 
 def _select_rows(
-    _: spec.SelectRowsSpec,
+    _: SelectRowsSpec,
     target: Tensor,
     order: Tensor,
     selected: Tensor,
@@ -120,7 +145,7 @@ def _select_rows(
 
 
 def _move_rows(
-    kernel: spec.MoveRowsSpec,
+    kernel: MoveRowsSpec,
     out: Tensor,
     x: Tensor,
     order: Tensor | None,
@@ -143,13 +168,13 @@ def _move_rows(
 
 
 def _soft_leads(
-    _: spec.SoftLeadsSpec, index: Tensor, probs: Tensor, lead: Tensor, vocab: int, ignored: int
+    _: SoftLeadsSpec, index: Tensor, probs: Tensor, lead: Tensor, vocab: int, ignored: int
 ) -> None:
     lead.copy_(soft_rows.leads(index, probs, vocab, ignored))
 
 
 def _prepare_soft(
-    _: spec.PrepareSoftSpec,
+    _: PrepareSoftSpec,
     index: Tensor,
     probs: Tensor,
     lead: Tensor,
@@ -169,7 +194,7 @@ def _prepare_soft(
 
 
 def _soft_logits(
-    _: spec.SoftLogitsSpec,
+    _: SoftLogitsSpec,
     h: Tensor,
     w: Tensor,
     classes: tuple[Tensor, Tensor, Tensor],
@@ -190,7 +215,7 @@ def _write_soft_logits(
     logits[: len(h)] = torch.where(inside, products, logits[: len(h)])
 
 
-def _put_soft(kernel: spec.PutSoftSpec, *operands: Any) -> None:
+def _put_soft(kernel: PutSoftSpec, *operands: Any) -> None:
     (_scale_soft if kernel.scales else _put_entries)(*operands)
 
 
@@ -234,7 +259,7 @@ def _counted(count: Tensor, selects: int, rows: int) -> int:
 
 
 def _target_logit(
-    kernel: spec.TargetLogitSpec,
+    kernel: TargetLogitSpec,
     h: Tensor,
     w: Tensor,
     target: Tensor,
@@ -267,7 +292,7 @@ def _target_logit(
 
 
 def _project_exp(
-    kernel: spec.ProjectExpSpec,
+    kernel: ProjectExpSpec,
     h: Tensor,
     w: Tensor,
     reference: Tensor | None,
@@ -352,7 +377,7 @@ def _project_exp(
 
 
 def _reduce_partials(
-    kernel: spec.ReducePartialsSpec,
+    kernel: ReducePartialsSpec,
     partials: Tensor,
     logit: Tensor,
     target: Tensor,
@@ -397,7 +422,7 @@ def _reduce_partials(
 
 
 def _scale_add_rows(
-    kernel: spec.ScaleAddRowsSpec,
+    kernel: ScaleAddRowsSpec,
     out: Tensor,
     x: Tensor,
     table: Tensor,
@@ -425,13 +450,13 @@ def _scale_add_rows(
         out[:] = total.to(out.dtype)
 
 
-def _kept_sums(kernel: spec.KeptSumsSpec, *operands: Any) -> None:
+def _kept_sums(kernel: KeptSumsSpec, *operands: Any) -> None:
     steps: dict[str, Callable[..., None]] = {"keep": _keep_sums, "finish": _finish_kept}
     steps.get(kernel.step, _scale_kept)(kernel, *operands)
 
 
 def _keep_sums(
-    kernel: spec.KeptSumsSpec,
+    kernel: KeptSumsSpec,
     kept: Tensor,
     low: Tensor,
     sums: Tensor,
@@ -453,7 +478,7 @@ def _keep_sums(
 
 
 def _finish_kept(
-    kernel: spec.KeptSumsSpec,
+    kernel: KeptSumsSpec,
     out: Tensor,
     kept: Tensor,
     low: Tensor,
@@ -469,12 +494,12 @@ def _finish_kept(
     names = kernel.arch, kernel.dtype, "float32", kernel.dtype, kernel.rank_one
     sums, index = joined_sums(kept, low), target.clamp(0, len(table) - 1)
     assert low.shape[1] == kept.shape[1] * kernel.low_bits // 8
-    sums = sums[order] if scatters == spec.OUT_AND_SUMS else sums
+    sums = sums[order] if scatters == OUT_AND_SUMS else sums
     rows = table, scale, target_scale, index, rank_one, order, scatters
-    _scale_add_rows(spec.ScaleAddRowsSpec(*names), out, sums, *rows)
+    _scale_add_rows(ScaleAddRowsSpec(*names), out, sums, *rows)
 
 
-def _scale_kept(kernel: spec.KeptSumsSpec, kept: Tensor, low: Tensor, factor: Tensor) -> None:
+def _scale_kept(kernel: KeptSumsSpec, kept: Tensor, low: Tensor, factor: Tensor) -> None:
     assert low.shape[1] == kept.shape[1] * kernel.low_bits // 8
     if kernel.step == "scale":
         split_sums(kept, low, joined_sums(kept, low) * factor[:, None])
@@ -483,7 +508,7 @@ def _scale_kept(kernel: spec.KeptSumsSpec, kept: Tensor, low: Tensor, factor: Te
 
 
 def _grad_gemm(
-    kernel: spec.GradGemmSpec,
+    kernel: GradGemmSpec,
     a: Tensor,
     b: Tensor,
     out: Any,
@@ -540,7 +565,7 @@ def _grad_gemm(
 
 
 def _row_coefficients(
-    kernel: spec.RowCoefficientsSpec,
+    kernel: RowCoefficientsSpec,
     stats: Tensor,
     target: Tensor,
     upstream: Tensor,
@@ -590,7 +615,7 @@ def _row_coefficients(
 
 
 def _sort_targets(
-    _: spec.SortTargetsSpec,
+    _: SortTargetsSpec,
     target: Tensor,
     coefficient: Tensor,
     rows: Tensor,

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cutefce.cute_kernels import spec
+from cutefce.cute_kernels.spec import sampling as spec
 from cutefce.cute_kernels.spec.sampling import COLUMN_FACTOR
 from cutefce.ops.interface.options import LossOptions
 from cutefce.ops.rows.targets import Targets

@@ -13,7 +13,6 @@ from cutefce.autotune_cache.tuning.outputs.soft_targets import soft_outputs
 from cutefce.autotune_cache.tuning.outputs.steps import (
     FORWARDS,
     STEPS,
-    exponential_outputs,
     partial_outputs,
     way_outputs,
 )
@@ -32,7 +31,6 @@ def outputs_of(
     if FORWARD in parts:
         results |= way_outputs(case, primitives, FORWARDS)
     if STEP in parts:
-        results |= exponential_outputs(case, primitives)
         results |= way_outputs(case, primitives, STEPS)
         results |= partial_outputs(case, primitives)
     if SAMPLES in parts:

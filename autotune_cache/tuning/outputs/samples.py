@@ -1,4 +1,4 @@
-"""Outputs of sampled gradients, and the kernels that they launch.
+"""Outputs of sampled gradients.
 
 Which entries are kept depends on the rounding of logits.  So gradients are those of a call with so
 many samples that all entries are kept, which are the exact ones; with few samples, the number of
@@ -12,11 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cutefce.autotune_cache.tuning.cases import SMALL_PROBLEMS, Case, CheckedOutput
+from cutefce.autotune_cache.tuning.cases import Case, CheckedOutput
 from cutefce.autotune_cache.tuning.outputs.steps import Inputs, Way, gradients, prepared, run
-from cutefce.cute_kernels.kernel_set import KernelSet
-from cutefce.cute_kernels.sampling_set import sampling_kernels
-from cutefce.cute_kernels.spec import KernelSpec
 from cutefce.ops.primitives.cute_projection import CuteProjection, PartialLse
 from cutefce.ops.primitives.primitives import Primitives
 from cutefce.ops.program import calls as programs
@@ -27,13 +24,12 @@ from cutefce.ops.rows.targets import Targets
 from cutefce.ops.sampling.cost_model import SampledCostModel
 from cutefce.ops.sampling.kernels import Entries
 from cutefce.ops.sampling.random_bits import random_bits, row_states
-from cutefce.ops.sampling.sample_sizes import slots
 from cutefce.ops.sampling.samples import Sampling
 from cutefce.ops.sampling.steps import SampleKind
 from cutefce.ops.sampling.table import SAMPLING
 
-ALL, FEW = 1 << 24, 64
-"""Samples with which all entries are kept, and few."""
+ALL = 1 << 24
+"""Samples with which all entries are kept."""
 LOW = 10.0
 """Nats by which sums of some estimates are too low: lse decides, and tokens overflow of few
 samples."""
@@ -52,19 +48,16 @@ class _LowEstimates(CuteProjection):
         return partial
 
 
-def kernels(exact: KernelSet) -> list[KernelSpec]:
-    """Return what checks on small problems launch beside the kernels of exact gradients."""
-    found: list[KernelSpec] = []
-    for tokens, _, vocab in SMALL_PROBLEMS.values():
-        for samples in (ALL, FEW):
-            found += sampling_kernels(exact, tokens, slots(samples, vocab))
-    return found
+def few_samples(vocab: int) -> int:
+    """Return samples with which few entries are kept: other kernels sort those of many columns."""
+    return 64 if vocab < 2000 else 256
 
 
 def sampled_outputs(case: Case, primitives: Primitives) -> dict[str, CheckedOutput]:
     """Return gradients of all entries, what is kept of few samples, and estimates, by name."""
     inputs, plan, _ = prepared(case, primitives, Way())
-    few, on_kernels = _sampled(inputs, plan, FEW), isinstance(primitives.projection, CuteProjection)
+    few = _sampled(inputs, plan, few_samples(case.problem.vocab))
+    on_kernels = isinstance(primitives.projection, CuteProjection)
     entries = _entries(*few) if on_kernels else _defined_entries(case)
     if on_kernels:
         inputs, plan = _sampled(inputs, plan, ALL)
@@ -90,7 +83,7 @@ def _entries(inputs: Inputs, plan: Plan) -> Tensor:
 def _defined_entries(case: Case) -> Tensor:
     """Return what `_entries` returns, by the definition of entries: of all probabilities."""
     tokens, columns = torch.arange(case.problem.tokens), torch.arange(case.problem.vocab)
-    chance = (case.h @ case.w.t()).softmax(1) * FEW
+    chance = (case.h @ case.w.t()).softmax(1) * few_samples(case.problem.vocab)
     bits = random_bits(row_states(_seed(case.y), tokens), columns).long() & 0xFFFFFFFF
     kept = (bits < chance * 2.0**32) & (case.y >= 0)[:, None] & (columns != case.y[:, None])
     counts = kept.sum(0).double()

@@ -23,7 +23,6 @@ from cutefce.ops.program.inputs import LossInputs
 from cutefce.ops.program.layout import Layout
 from cutefce.ops.program.plan import Plan
 from cutefce.ops.program.problem import LossProblem, Upstream
-from cutefce.ops.program.run import Call
 from cutefce.ops.rows import targets as rows
 from cutefce.ops.rows.coefficients import RowCoefficients
 from cutefce.ops.rows.selection import RowSelection
@@ -203,27 +202,6 @@ def gradients(
         if x is not None:
             rounded = x.to(dtype)
             results[name + suffix] = CheckedOutput(rounded, 3, floor=floor, relative_to_row=True)
-    return results
-
-
-def exponential_outputs(case: Case, primitives: Primitives) -> dict[str, CheckedOutput]:
-    """Return recomputed exponentials, and those that a forward stores, if the dtype can."""
-    vocab, dtype = case.problem.vocab, case.h.dtype
-    inputs, plan, _ = prepared(case, primitives, Way(stored=1))
-    _, stats, saved = programs.forward(inputs, plan)
-    window = defaults.widest_window(case.problem).window
-    recomputed = inputs.h.new_empty(len(inputs.h), window)
-    first = (vocab - 1) // window * window
-    operands = inputs.h, inputs.w, (first, vocab), stats.reference, inputs.targets, recomputed
-    primitives.projection.recompute_exp(*operands)
-    # the smallest float16 exponentials underflow, relative to sums of at most FLOAT16_TOTAL
-    floor = 2.0**-28 if dtype == torch.float16 else 1e-30
-    recomputed = recomputed[:, : vocab - first]
-    results = {"recomputed exponentials": CheckedOutput(recomputed, 1, stats.sum_exp, floor)}
-    if plan.layout.kept:
-        exps = Call(plan.program, inputs, saved.by_home).view("exps of 0")[:, :vocab]
-        # the portable path rounds again when it changes the reference
-        results["stored exponentials"] = CheckedOutput(exps, 2, stats.sum_exp, floor)
     return results
 
 
