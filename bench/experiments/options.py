@@ -16,7 +16,7 @@ from bench.harness.timing import Call, interleaved, peak_bytes, preceding_gemms
 
 SHAPE = Shape(8192, 4096, 131072, "bfloat16")
 PLAIN = "none"
-OUTPUTS = ("is_top1", "argmax", "sum_p_squared", "entropy")
+OUTPUTS = ("is_top1", "argmax", "rank", "sum_p_squared", "entropy")
 SOFT_TARGETS = 8, 64
 """Classes of each token that have a target probability."""
 
