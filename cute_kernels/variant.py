@@ -27,8 +27,9 @@ class RowReductions(NamedTuple):
     """The mean logit under the softmax of all columns."""
     sum_squares: bool = False
     """The sum of squared exponentials of all columns."""
-    argmax: bool = False
-    """The largest logit, of all columns but the target's, and its vocabulary entry."""
+    of_others: bool = False
+    """Of all columns but the target's, the largest logit, its vocabulary entry, and how many are
+    above the target's."""
 
     @property
     def of_all(self) -> bool:
@@ -37,8 +38,8 @@ class RowReductions(NamedTuple):
 
     @property
     def planes(self) -> int:
-        """Planes of the output (K, N, P): 2 with `of_all`, 1 for each sum, 2 for `argmax`."""
-        return 2 * self.of_all + self.entropy + self.sum_squares + 2 * self.argmax
+        """Planes of the output (K, N, P): 2 with `of_all`, 1 for each sum, 3 of others."""
+        return 2 * self.of_all + self.entropy + self.sum_squares + 3 * self.of_others
 
 
 IDENTITY, SUM_ONLY = LogitTransform(), RowReductions()

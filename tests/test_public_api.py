@@ -39,7 +39,7 @@ SIGNATURES = {
     "softcap temperature ignore_index gradient samples workspace accumulate_into group shards "
     "sequence_parallel",
     "LossOutput": "loss lse",
-    "LogProbs": "log_probs lse entropy sum_p_squared mean_logit is_top1 argmax",
+    "LogProbs": "log_probs lse entropy sum_p_squared mean_logit is_top1 argmax rank",
     "plan": "input linear_weight target reduction label_smoothing gradient samples workspace "
     "accumulate_into grad_output target_indices target_probs group shards sequence_parallel "
     "others",

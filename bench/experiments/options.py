@@ -15,8 +15,8 @@ from bench.harness.records import Measurement
 from bench.harness.timing import Call, interleaved, peak_bytes, preceding_gemms
 
 SHAPE = Shape(8192, 4096, 131072, "bfloat16")
-PLAIN = "none"
-OUTPUTS = ("is_top1", "argmax", "sum_p_squared", "entropy")
+PLAIN, UNFUSED = "none", "log-probabilities and ranks of logits"
+OUTPUTS = ("is_top1", "argmax", "rank", "sum_p_squared", "entropy")
 SOFT_TARGETS = 8, 64
 """Classes of each token that have a target probability."""
 
@@ -34,7 +34,7 @@ class Row:
     median_ms: float
     ratio_to_plain: float
     peak_mib: float | None = None
-    """Peak memory in MiB beyond the inputs and the gradients; not of the forward alone."""
+    """Peak memory in MiB beyond the inputs and the gradients."""
     more_mib: float | None = None
     """Beyond that of the plain call."""
 
@@ -115,9 +115,12 @@ def run(shape: Shape, workspace: str, repeats: int) -> list[Row]:
         calls[name] = functools.partial(
             step if has_gradient else forward, h, w, y, workspace, given
         )
+    if not has_gradient:
+        calls[UNFUSED] = functools.partial(unfused_scores, h, w, y)
     times = interleaved(calls, DEVICE, repeats, before=preceding_gemms(DEVICE))
-    peaks = {name: peak_bytes(call, DEVICE) / 2**20 for name, call in calls.items() if has_gradient}
-    sizes, gradients = (shape.tokens, shape.hidden, shape.vocab), (h.nbytes + w.nbytes) / 2**20
+    peaks = {name: peak_bytes(call, DEVICE) / 2**20 for name, call in calls.items()}
+    sizes = shape.tokens, shape.hidden, shape.vocab
+    gradients = (h.nbytes + w.nbytes) / 2**20 if has_gradient else 0.0
     return [
         Row(
             *sizes,
@@ -125,8 +128,8 @@ def run(shape: Shape, workspace: str, repeats: int) -> list[Row]:
             workspace,
             times[name].median_ms,
             times[name].median_ms / times[PLAIN].median_ms,
-            peaks[name] - gradients if has_gradient else None,
-            peaks[name] - peaks[PLAIN] if has_gradient else None,
+            peaks[name] - gradients,
+            peaks[name] - peaks[PLAIN],
         )
         for name in calls
     ]
@@ -137,6 +140,15 @@ def step(h: Tensor, w: Tensor, y: Tensor, workspace: str, given: dict[str, Any])
     h, w = h.detach().requires_grad_(), w.detach().requires_grad_()
     leaves = [h, w, given["linear_bias"]] if "linear_bias" in given else [h, w]
     return torch.autograd.grad(value(h, w, y, workspace, given), leaves)
+
+
+def unfused_scores(h: Tensor, w: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Return log-probabilities and ranks of targets (N,) from logits (N, V)."""
+    with torch.no_grad():
+        logits = h @ w.t()
+        own = logits.gather(1, y[:, None])
+        ranks = (logits > own).sum(1)
+        return -torch.nn.functional.cross_entropy(logits.float(), y, reduction="none"), ranks
 
 
 def forward(h: Tensor, w: Tensor, y: Tensor, _: str, given: dict[str, Any]) -> Tensor:

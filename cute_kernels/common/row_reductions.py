@@ -8,14 +8,16 @@ Those of all columns, whatever the target is, have the same bits for equal rows:
     sum_squares   Σ 2^2x but for the same one
 
 A sum of 1 + `others` would lose the digits of the others where one probability is almost 1.  The
-first two are there with either of the rest.  That of all columns but the target's:
+first two are there with either of the rest.  Those of all columns but the target's:
 
-    argmax        the largest u, -inf if none is finite; its vocabulary entry, as a number
+    largest       the largest u, -inf if none is finite
+    entry         its vocabulary entry, as a number
+    above         how many u are above the target's logit
 
-Each line is one plane of the output (K, N, P), argmax two; planes that are not asked for are left
-out.  A row's accumulators are K registers in the same order.  Sums are relative to the running
-maximum, so that they are exact for any logits.  Σ exp of all columns but the target's follows from
-`others`, see `log_sum`: beside sums of all columns it has no accumulator of its own.
+Each line is one plane of the output (K, N, P); planes that are not asked for are left out.  A row's
+accumulators are K registers in the same order.  Sums are relative to the running maximum, so that
+they are exact for any logits.  Σ exp of all columns but the target's follows from `others`, see
+`log_sum`: beside sums of all columns it has no accumulator of its own.
 """
 
 from typing import Any, NamedTuple
@@ -55,7 +57,7 @@ class RowReducer:
         self.largest, self.others = 0, 1
         self.entropy = 2 * options.of_all
         self.squares = self.entropy + options.entropy
-        self.argmax = self.squares + options.sum_squares
+        self.of_others = self.squares + options.sum_squares
 
     @cute.jit
     def registers(self, rows: int) -> Any:
@@ -74,8 +76,8 @@ class RowReducer:
             marks.fill(0)
             if cutlass.const_expr(self.options.of_all):
                 planes[self.largest, None].fill(-Float32.inf)
-            if cutlass.const_expr(self.options.argmax):
-                planes[self.argmax, None].fill(-Float32.inf)
+            if cutlass.const_expr(self.options.of_others):
+                planes[self.of_others, None].fill(-Float32.inf)
 
     @cute.jit
     def row(self, registers: Any, row: int) -> Any:
@@ -147,24 +149,29 @@ class RowReducer:
         acc[self.others] = (acc[self.others] + joins) * scale
 
     @cute.jit
-    def update_argmax(self, sums: Any, u: cute.Tensor, columns: Any) -> None:
-        """Take logits u into account; the target's is -inf.
+    def add_others(self, sums: Any, u: cute.Tensor, columns: Any, reference: Float32) -> None:
+        """Take logits u into account; the target's, which is `reference`, is -inf there.
 
         `columns` are (vocabulary entry, offsets of its elements from it, which increase).
         """
-        if cutlass.const_expr(self.options.argmax):
+        if cutlass.const_expr(self.options.of_others):
             acc, u_max = sums.planes, u[0]
             for i in cutlass.range_constexpr(cute.size(u)):
                 u_max = cute.arch.fmax(u_max, u[i])
-            previous_max = acc[self.argmax]
+            previous_max = acc[self.of_others]
             if u_max > previous_max:
                 first, offsets = columns
                 offset = Int32(0)
                 for i in cutlass.range_constexpr(cute.size(u) - 1, -1, -1):
                     if u[i] == u_max:
                         offset = Int32(offsets[i])
-                acc[self.argmax] = u_max
-                acc[self.argmax + 1] = Float32(first + offset)
+                acc[self.of_others] = u_max
+                acc[self.of_others + 1] = Float32(first + offset)
+            if u_max > reference:
+                above = Int32(0)
+                for i in cutlass.range_constexpr(cute.size(u)):
+                    above += Int32(u[i] > reference)
+                acc[self.of_others + 2] += Float32(above)
 
     @cute.jit
     def combine_lanes(self, sums: Any, lanes: int) -> None:
@@ -175,15 +182,18 @@ class RowReducer:
             acc = sums.planes
             for step in cutlass.range_constexpr(lanes.bit_length() - 1):
                 if cutlass.const_expr(self.options.of_all):
-                    for plane in cutlass.range_constexpr(self.others, self.argmax):
+                    for plane in cutlass.range_constexpr(self.others, self.of_others):
                         acc[plane] += cute.arch.shuffle_sync_bfly(acc[plane], offset=1 << step)
-                if cutlass.const_expr(self.options.argmax):
-                    u_max, entry = acc[self.argmax], acc[self.argmax + 1]
+                if cutlass.const_expr(self.options.of_others):
+                    above = acc[self.of_others + 2]
+                    above += cute.arch.shuffle_sync_bfly(above, offset=1 << step)
+                    acc[self.of_others + 2] = above
+                    u_max, entry = acc[self.of_others], acc[self.of_others + 1]
                     other_max = cute.arch.shuffle_sync_bfly(u_max, offset=1 << step)
                     other = cute.arch.shuffle_sync_bfly(entry, offset=1 << step)
                     if other_max > u_max or (other_max == u_max and other < entry):
-                        acc[self.argmax] = other_max
-                        acc[self.argmax + 1] = other
+                        acc[self.of_others] = other_max
+                        acc[self.of_others + 1] = other
 
     @cute.jit
     def align_lanes(self, sums: RowSums, lanes: int) -> None:

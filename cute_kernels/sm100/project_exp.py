@@ -156,12 +156,13 @@ class ProjectExpSm100(ProjectExp, MainloopSm100):
             )
             m_start = (row_block * config.cluster + scheduler.rank) * config.tile_m
             row = m_start + thread
-            target, base, limit = Int32(-1), Float32.inf, scheduler.columns
+            target, reference, limit = Int32(-1), Float32.inf, scheduler.columns
             if row < scheduler.rows:
                 target = Int32(rows.target[row] - rows.first)
-                base = rows.reference[row] * LOG2_E
+                reference = rows.reference[row]
             elif scheduler.selects != 0:
                 limit = Int32(0)  # stored, but does not count
+            base = reference * LOG2_E
             scale = row_scale(rows.transform, row, scheduler.rows)
             row_max, row_sum = -Float32.inf, Float32(0.0)
             self.reducer.reset(reduced)
@@ -187,7 +188,8 @@ class ProjectExpSm100(ProjectExp, MainloopSm100):
                     self.mask(z, target - n_start, limit - n_start)
                     if cutlass.const_expr(self.sums):
                         columns = rows.first + n_start, range(epi_tile_n)
-                        self.reducer.update_argmax(self.reducer.row(reduced, 0), z, columns)
+                        more = self.reducer.row(reduced, 0)
+                        self.reducer.add_others(more, z, columns, reference)
                     if cutlass.const_expr(self.sums and not self.reducer.options.of_all):
                         row_max, row_sum = accumulate(z, row_max, row_sum)
                     if cutlass.const_expr(rows.samples is not None):

@@ -105,7 +105,12 @@ class ProjectExpSm90(ProjectExpLaunchSm90):
                         for half in cutlass.range_constexpr(2):
                             more = self.reducer.row(reduced, 2 * m_block + half)
                             z = acc[(None, half, None), m_block, 0]
-                            self.reducer.update_argmax(more, z, columns)
+                            reference = Float32.inf  # of a row that does not exist
+                            if cutlass.const_expr(self.reducer.options.of_others):
+                                row = self.row(consumer.tCcC, m_start, m_block, half)
+                                if row < scheduler.rows:
+                                    reference = rows.reference[row]
+                            self.reducer.add_others(more, z, columns, reference)
                             if cutlass.const_expr(not self.reducer.options.of_all):
                                 row_max[half, m_block], row_sum[half, m_block] = accumulate(
                                     z, row_max[half, m_block], row_sum[half, m_block]

@@ -33,6 +33,8 @@ class LogProbs(NamedTuple):
     """bool: no other logit is above the target's."""
     argmax: Tensor | None
     """int64: the class of the largest logit; the target if `is_top1`."""
+    rank: Tensor | None
+    """int64: how many logits are above the target's; 0 if `is_top1`."""
 
 
 def _log_probs(
@@ -46,9 +48,11 @@ def _log_probs(
     check_arguments(given)
     outputs, workspace = given.pop("outputs", ()), given.pop("workspace", None)
     check_outputs(outputs)
-    if "argmax" in outputs and linear_weight.shape[0] > 1 << 24:  # a class is a float32
+    numbers = [name for name in ("argmax", "rank") if name in outputs]
+    if numbers and linear_weight.shape[0] > 1 << 24:  # a class is a float32
+        classes = linear_weight.shape[0]
         raise ValueError(
-            f"outputs: got 'argmax' with {linear_weight.shape[0]} classes, expected at most 2^24"
+            f"outputs: got {numbers[0]!r} with {classes} classes, expected at most 2^24"
         )
     checks.workspace_bytes(workspace)
     call = localize(input, linear_weight, one_class(target, given), given)
@@ -66,8 +70,8 @@ def _log_probs(
     found = {name: rows[name].movedim(0, call.dim) for name in names}
     if "is_top1" in found:
         found["is_top1"] = found["is_top1"].bool()
-    if "argmax" in found:
-        found["argmax"] = found["argmax"].long()
+    for name in numbers:
+        found[name] = found[name].long()
     others = (found.get(name) for name in OUTPUTS)
     return LogProbs(own.movedim(0, call.dim), *others)
 
@@ -107,7 +111,7 @@ def linear_log_probs(  # type: ignore[empty-body]
             value 0 and gradients 0; a token that has only such ones is ignored.  Not with
             "is_top1".
         outputs: what is returned beside the log-probabilities: some of "lse", "entropy",
-            "sum_p_squared", "mean_logit", "is_top1" and "argmax".
+            "sum_p_squared", "mean_logit", "is_top1", "argmax" and "rank".
         linear_bias: as for `linear_cross_entropy`, and so are the other parameters.
         logit_scale: factor of the products of input and linear_weight.
         softcap: bound of the logits; not with "mean_logit".

@@ -40,11 +40,11 @@ DIVERGENCES = ("forward_kl", "reverse_kl", "jsd")
 SAMPLES = INTEGER.of(
     lambda x: MIN_SAMPLES <= x <= MAX_SAMPLES, f"an integer from {MIN_SAMPLES} to {MAX_SAMPLES}"
 )
-OUTPUTS = ("lse", "entropy", "sum_p_squared", "mean_logit", "is_top1", "argmax")
+OUTPUTS = ("lse", "entropy", "sum_p_squared", "mean_logit", "is_top1", "argmax", "rank")
 """What `linear_log_probs` can return beside the log-probabilities."""
 OF_ALL = {"entropy", "sum_p_squared"}
 """Those of sums over all classes."""
-OF_OTHERS = {"is_top1", "argmax"}
+OF_OTHERS = {"is_top1", "argmax", "rank"}
 """Those of reductions over all classes but the target."""
 
 
@@ -109,7 +109,7 @@ class LossOptions(OperatorRecord):
 
     @property
     def reduces_others(self) -> bool:
-        """Whether they need the largest logit of all classes but the target."""
+        """Whether they need reductions over all classes but the target."""
         return not OF_OTHERS.isdisjoint(self.output_names)
 
     @property

@@ -82,10 +82,11 @@ def check_output_classes(
     one = one_class(None, tensors.soft_targets)
     assert indices is not None
     check_indices(indices, h, parts)
-    if "is_top1" in options.output_names:
+    one_target = [name for name in options.output_names if name in ("is_top1", "rank")]
+    if one_target:
         raise NotImplementedError(
-            "outputs: got 'is_top1' with target_indices, which is about one target; expected "
-            "'argmax'"
+            f"outputs: got {one_target[0]!r} with target_indices, which is about one target; "
+            "expected 'argmax'"
         )
     if options.is_sampled and h.dtype == torch.float16:
         raise NotImplementedError(

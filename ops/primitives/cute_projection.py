@@ -186,9 +186,12 @@ class CuteProjection(CuteSoftTargetSteps, PortableProjection):
         others = next(planes) if given.of_all else None
         distance = next(planes) * math.log(2) if given.entropy else None
         squares = next(planes) if given.sum_squares else None
-        other = next(planes) - target_logit[:, None] if given.argmax else None
-        column = next(planes) if given.argmax else None
-        return PartialOutputs(largest, others, distance, squares, other, column)
+        of_all = PartialOutputs(largest, others, distance, squares)
+        if not given.of_others:
+            return of_all
+        other, column, above = planes
+        other = other - target_logit[:, None]
+        return of_all._replace(other=other, column=column, above=above)
 
     def gather_partials(
         self, partial: PartialLse, gather: Callable[[Tensor], Tensor]

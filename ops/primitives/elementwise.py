@@ -101,7 +101,7 @@ def exponentials_(
     exps: Tensor | None,
     cap: Tensor | None = None,
     of_all: Tensor | None = None,
-    largest: Tensor | None = None,
+    of_others: Tensor | None = None,
 ) -> None:
     """Replace `logits` (R, P, C) by their exponentials, 0 at the `target` (R,).
 
@@ -110,9 +110,9 @@ def exponentials_(
     logit instead, and `references` receives the choice.  `sums` (R, P) receives the row sums,
     `exps` (R, P, C) a copy of the result.  With `cap` (R,), κ of `LogitMap`, the results are
     exponentials times 1 - (logit / κ)²; their sums are not.  `of_all` (4, R, P) receives the sums
-    over all logits, see `sum_all_`, and `largest` (2, R, P) the largest logit but the target's and
-    its vocabulary entry, the lowest of equal ones.  More than eight parameters: fused kernels take
-    tensors.
+    over all logits, see `sum_all_`, and `of_others` (3, R, P), of all but the target, the largest
+    logit, its vocabulary entry, the lowest of equal ones, and how many are above `reference`.
+    More than eight parameters: fused kernels take tensors.
     """
     if of_all is not None:
         sum_all_(of_all, logits)
@@ -121,6 +121,10 @@ def exponentials_(
     # the target's logit, rounded as by a GEMM, must not become the reference of the others
     logits.masked_fill_(target[:, None, None] == columns, -torch.inf)
     reference = reference[:, None]
+    if of_others is not None:
+        of_others[0], indices = logits.max(2)
+        of_others[1] = columns.gather(1, indices.t()).t().to(logits.dtype)
+        of_others[2] = (logits > reference[:, :, None]).sum(2)
     if references is not None:
         highest = logits.amax(2)
         reference = torch.where(highest - reference > SLACK, highest, reference)
@@ -131,9 +135,6 @@ def exponentials_(
         cap = cap[:, None, None]
         # a masked logit is -inf
         derivative = logits.clamp(min=-cap.abs()).div_(cap).square_().neg_().add_(1)
-    if largest is not None:
-        largest[0], indices = logits.max(2)
-        largest[1] = columns.gather(1, indices.t()).t().to(logits.dtype)
     logits.sub_(reference[:, :, None]).exp_()
     if sums is not None:
         sums.copy_(logits.sum(2))

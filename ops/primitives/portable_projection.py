@@ -55,17 +55,18 @@ class PartialSums:
     references: Tensor
     of_all: Tensor | None = None
     """(4, N, P) the first fields of `PartialOutputs`, if asked for."""
-    largest: Tensor | None = None
-    """(2, N, P) the largest u of the classes but the target, and its class, if asked for."""
+    of_others: Tensor | None = None
+    """(3, N, P) of the classes but the target, the largest u, its class, and how many are above the
+    target's, if asked for."""
 
     @staticmethod
     def empty(like: Tensor, count: int, targets: Targets) -> "PartialSums":
         """Return uninitialized sums of `count` parts, with the dtype and rows of `like` (N,)."""
         options, size = targets.options, (len(like), count)
         of_all = like.new_empty((4, *size)) if options.reduces_all else None
-        largest = like.new_empty((2, *size)) if options.reduces_others else None
+        of_others = like.new_empty((3, *size)) if options.reduces_others else None
         sums, references = like.new_empty((2, *size))
-        return PartialSums(sums, references, of_all, largest)
+        return PartialSums(sums, references, of_all, of_others)
 
     def columns(self, parts: slice) -> "PartialSums":
         """Return the sums of a slice of the parts."""
@@ -77,8 +78,8 @@ class PartialSums:
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> "PartialSums":
         of_all = None if self.of_all is None else function(self.of_all)
-        largest = None if self.largest is None else function(self.largest)
-        return PartialSums(function(self.sums), function(self.references), of_all, largest)
+        of_others = None if self.of_others is None else function(self.of_others)
+        return PartialSums(function(self.sums), function(self.references), of_all, of_others)
 
 
 Partials: TypeAlias = Any
@@ -153,22 +154,22 @@ class PortableProjection(SoftTargetSteps):
         """Return the row sums of all columns from those of consecutive windows."""
         if len(partials) == 1:
             return partials[0]
-        of_all = [partial.of_all for partial in partials if partial.of_all is not None]
-        largest = [partial.largest for partial in partials if partial.largest is not None]
+        of_all = [x.of_all for x in partials if x.of_all is not None]
+        of_others = [x.of_others for x in partials if x.of_others is not None]
         return PartialSums(
             torch.cat([partial.sums for partial in partials], 1),
             torch.cat([partial.references for partial in partials], 1),
             torch.cat(of_all, 2) if of_all else None,
-            torch.cat(largest, 2) if largest else None,
+            torch.cat(of_others, 2) if of_others else None,
         )
 
     def partial_outputs(self, partial: Partials, target_logit: Tensor) -> PartialOutputs:
         """Return the reductions that were computed beside the row sums, of all partials."""
         found = PartialOutputs() if partial.of_all is None else PartialOutputs(*partial.of_all)
-        if partial.largest is None:
+        if partial.of_others is None:
             return found
-        largest, column = partial.largest
-        return found._replace(other=largest - target_logit[:, None], column=column)
+        largest, column, above = partial.of_others
+        return found._replace(other=largest - target_logit[:, None], column=column, above=above)
 
     def gather_partials(self, partial: Partials, gather: Callable[[Tensor], Tensor]) -> Partials:
         """Return the row sums of all vocabulary shards.
@@ -276,7 +277,7 @@ class PortableProjection(SoftTargetSteps):
                     None if copy is None else copy.unflatten(1, (-1, block)),
                     None if cap is None or exps is None else cap[rows],
                     None if part is None else part.of_all,
-                    None if part is None else part.largest,
+                    None if part is None else part.of_others,
                 )
 
 

@@ -81,8 +81,8 @@ def _project(
     sums_pitch,
     of_all,
     of_all_plane,
-    largest,
-    largest_plane,
+    of_others,
+    of_others_plane,
     row_scale,
     bias,
     slope,
@@ -104,7 +104,7 @@ def _project(
     STORES: tl.constexpr,
     STORES_TILES: tl.constexpr,
     OF_ALL: tl.constexpr,
-    LARGEST: tl.constexpr,
+    OF_OTHERS: tl.constexpr,
     HAS_SCALE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_CAP: tl.constexpr,
@@ -161,11 +161,13 @@ def _project(
         y = tl.where((y < 0) | (y >= BLOCK), -1, y).to(tl.int32)
         z = tl.where(own[None, :] == y[:, None], float("-inf"), z)
         r = tl.load(reference + rows, mask=exists, other=0.0)
-        if LARGEST:
+        if OF_OTHERS:
             most, at = tl.max(z, 1, return_indices=True)
-            tl.store(largest + place, most, mask=exists)
+            tl.store(of_others + place, most, mask=exists)
             at = (first + column * BLOCK + at).to(tl.float32)
-            tl.store(largest + largest_plane + place, at, mask=exists)
+            tl.store(of_others + of_others_plane + place, at, mask=exists)
+            above = tl.sum(tl.where(z > r[:, None], 1.0, 0.0), 1)
+            tl.store(of_others + 2 * of_others_plane + place, above, mask=exists)
         if SUMS:
             highest = tl.max(z, 1)
             r = tl.where(highest - r > SLACK, highest, r)
@@ -217,7 +219,7 @@ def project(
     # a tile of exponentials beside the next one's operands takes more memory than other GPUs share
     stores_tiles = exps is not None and features == HOPPER_FEATURES and is_aligned(exps)
     row_scale, bias, slope = transform
-    of_all, largest = (None, None) if out is None else (out.of_all, out.largest)
+    of_all, of_others = (None, None) if out is None else (out.of_all, out.of_others)
     arguments: Any = (
         device.operand(h, [ROWS, features]),
         h.stride(0),
@@ -233,8 +235,8 @@ def project(
         0 if out is None else out.sums.stride(0),
         none if of_all is None else of_all,
         0 if of_all is None else of_all.stride(0),
-        none if largest is None else largest,
-        0 if largest is None else largest.stride(0),
+        none if of_others is None else of_others,
+        0 if of_others is None else of_others.stride(0),
         none if row_scale is None else row_scale,
         none if bias is None else bias,
         slope or 0.0,
@@ -259,7 +261,7 @@ def project(
         STORES=exps is not None,
         STORES_TILES=stores_tiles,
         OF_ALL=of_all is not None,
-        LARGEST=largest is not None,
+        OF_OTHERS=of_others is not None,
         HAS_SCALE=row_scale is not None,
         HAS_BIAS=bias is not None,
         HAS_CAP=slope is not None,

@@ -8,8 +8,9 @@ With u_iv the logits, p_iv their softmax, and m_i the largest logit, the outputs
     mean_logit       Σ_v u_iv / V
     is_top1          whether no other logit is above the target's
     argmax           the class of the largest logit; the target of equal ones, else the lowest
+    rank             how many logits are above the target's
 
-All but the last two are functions of the row alone, and the first three are formed so: equal rows
+All but the last three are functions of the row alone, and the first three are formed so: equal rows
 have equal bits, whatever their targets are.  Both terms of the entropy are at least 0, and T_i - 1
 is a sum of its own: the digits of an entropy near 0 do not cancel.
 """
@@ -44,16 +45,19 @@ class PartialOutputs(NamedTuple):
     """The largest u - u_y of the classes but the target; -inf of an empty part."""
     column: Tensor | None = None
     """Its class, as a number of the dtype of sums; the lowest of equal ones."""
+    above: Tensor | None = None
+    """How many u are above the target's, as such a number."""
 
     def combined(self) -> "PartialOutputs":
         """Return the reductions of all parts together, P = 1."""
         result = PartialOutputs()
         if self.largest is not None and self.others is not None:
             result = self._combined_sums(self.largest, self.others)
-        if self.other is not None and self.column is not None:
+        if self.other is not None and self.column is not None and self.above is not None:
             other = self.other.amax(1, keepdim=True)
             column = torch.where(self.other == other, self.column, torch.inf).amin(1, keepdim=True)
-            result = result._replace(other=other, column=column)
+            above = self.above.sum(1, keepdim=True)
+            result = result._replace(other=other, column=column, above=above)
         return result
 
     def _combined_sums(self, of_parts: Tensor, others: Tensor) -> "PartialOutputs":
@@ -117,7 +121,8 @@ def reduce_outputs(
     if partial is not None:
         every = partial.combined()
         rows |= every.sums()
-        if every.other is not None and every.column is not None:
+        if every.other is not None and every.column is not None and every.above is not None:
+            rows["rank"] = every.above[:, 0]
             is_top1 = every.other[:, 0] <= 0
             rows["is_top1"] = is_top1.to(every.other.dtype)
             rows["argmax"] = torch.where(is_top1, target.to(every.other.dtype), every.column[:, 0])

@@ -37,7 +37,7 @@ def variants(
 
 ALL_OPTIONS = KernelVariant(
     LogitTransform(row_scale=True, bias=True, softcap=True),
-    RowReductions(entropy=True, sum_squares=True, argmax=True),
+    RowReductions(entropy=True, sum_squares=True, of_others=True),
 )
 KERNELS = (
     *variants("sm_100a"),
@@ -46,7 +46,7 @@ KERNELS = (
     *variants("sm_100a", variant=ALL_OPTIONS)[::3],
     variants("sm_100a", variant=ALL_OPTIONS)[1],
     variants("sm_100a", variant=KernelVariant(LogitTransform(row_scale=True, bias=True)))[0],
-    variants("sm_100a", variant=KernelVariant(reductions=RowReductions(argmax=True)))[0],
+    variants("sm_100a", variant=KernelVariant(reductions=RowReductions(of_others=True)))[0],
     dataclasses.replace(variants("sm_100a")[0], store=False, samples=True),
 )
 """All plain kernels of sm_100a, first that which is emulated most.

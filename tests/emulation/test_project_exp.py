@@ -171,7 +171,7 @@ def test_a_bad_row_stays_alone(config: GemmConfig) -> None:
     assert np.array_equal(bad.exps[others], clean.exps[others])
 
 
-ALL_REDUCTIONS = RowReductions(entropy=True, sum_squares=True, argmax=True)
+ALL_REDUCTIONS = RowReductions(entropy=True, sum_squares=True, of_others=True)
 SCALE_AND_BIAS = LogitTransform(row_scale=True, bias=True)
 SAME_BITS = {
     "lanes": (SWAPPED, PLAIN, 1),
@@ -257,7 +257,7 @@ REDUCTIONS = {
     "all, no transform": (COOPERATIVE, KernelVariant(reductions=ALL_REDUCTIONS)),
     "entropy": (TWO_CTA, KernelVariant(SCALE_AND_BIAS, RowReductions(entropy=True))),
     "sum_squares": (TWO_CTA, KernelVariant(SCALE_AND_BIAS, RowReductions(sum_squares=True))),
-    "argmax": (SINGLE_CTA, KernelVariant(SCALE_AND_BIAS, RowReductions(argmax=True))),
+    "of_others": (SINGLE_CTA, KernelVariant(SCALE_AND_BIAS, RowReductions(of_others=True))),
 }
 
 
@@ -284,15 +284,16 @@ def test_row_reductions(given: tuple[GemmConfig, KernelVariant]) -> None:
     launch.run(run, kernel, clusters=1)
     u = case.logits()[0]
     assert u.amax() - case.reference.double().amin() > 200, "exponentials overflow float32"
-    got, want = torch.from_numpy(launch.reductions), reduced(u, case.y, 5000, reductions)
+    got = torch.from_numpy(launch.reductions)
+    want = reduced(u, case.y, case.reference, 5000, reductions)
     rows = merged(got, reductions)
     torch.testing.assert_close(rows, want, rtol=1e-5, atol=1e-6)
-    if reductions.argmax:
-        assert torch.equal(rows[-2:], want[-2:])
+    if reductions.of_others:
+        assert torch.equal(rows[-3:], want[-3:])
     if config.partials_per_row == 1:
         parts = u[:, :own], u[:, own:], torch.full((70, 1), -torch.inf).double()
         for split, (part, first) in enumerate(zip(parts, (5000, 5000 + own, 0), strict=True)):
-            want = reduced(part, case.y, first, reductions)
+            want = reduced(part, case.y, case.reference, first, reductions)
             torch.testing.assert_close(got[:, :, split].double(), want, rtol=1e-5, atol=1e-6)
     sums = np.logaddexp2.reduce(launch.sums.astype(np.float64), axis=1)
     exact = (case.others() - case.reference.double()[:, None]).logsumexp(1).numpy() / math.log(2)
@@ -311,7 +312,7 @@ def test_sums_of_all_columns_do_not_depend_on_the_target(config: GemmConfig) -> 
     launch.run(run, kernel, clusters=1)
     check(launch, case)
     assert len({*case.y.tolist()}) > config.rows / 2
-    of_all = launch.reductions[:-2]  # the largest logit of other columns depends on it
+    of_all = launch.reductions[:-3]  # those of other columns depend on it
     assert (of_all == of_all[:, :1]).all()
 
 

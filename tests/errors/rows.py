@@ -669,6 +669,12 @@ WRONG: dict[str, list[Row]] = {
             on=(CLASSES,),
         ),
         Row(
+            ["rank"],
+            NotImplementedError,
+            "got 'rank' with target_indices, which is about one target; expected 'argmax'",
+            on=(CLASSES,),
+        ),
+        Row(
             ["mean_logit"],
             NotImplementedError,
             "got 'mean_logit' with softcap=3.0, which cutefce does not serve together; expected "

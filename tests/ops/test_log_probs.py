@@ -217,7 +217,7 @@ def test_shapes_and_dtypes(device: str) -> None:
         h, w, index = x.own.case.h, x.own.case.w, x.index
         index[(index == 7) | (index == -100)] = ignored
         name = "target" if classes is None else "target_indices"
-        more: dict[str, Any] = {"outputs": OUTPUTS[:4] + OUTPUTS[5:], "ignore_index": ignored}
+        more: dict[str, Any] = {"outputs": (*OUTPUTS[:4], "argmax"), "ignore_index": ignored}
         flat = cutefce.linear_log_probs(h, w, **more | {name: index})
         index = index.reshape(3, 4, 5, *index.shape[1:]).short()
         shaped = cutefce.linear_log_probs(h.reshape(3, 4, 5, 16), w, **more | {name: index})
@@ -230,7 +230,7 @@ def test_shapes_and_dtypes(device: str) -> None:
         values = cutefce.linear_log_probs(h.to(dtype), w.to(dtype), x.own.case.y, outputs=OUTPUTS)
         wide = torch.promote_types(dtype, torch.float32)
         kinds = [value.dtype for value in values if value is not None]
-        assert kinds == [*[wide] * 5, torch.bool, torch.long]
+        assert kinds == [*[wide] * 5, torch.bool, torch.long, torch.long]
 
 
 def test_one_class_is_the_plain_call_and_the_loss(device: str) -> None:
@@ -382,7 +382,8 @@ def test_opcheck(classes: int | None, outputs: str, device: str) -> None:
     leaves = x.own.leaves
     options = {"outputs": outputs, **x.own.with_leaves(leaves)}
     if classes:
-        options |= {"target_indices": x.index, "outputs": outputs.replace("is_top1,", "")}
+        outputs = outputs.replace("is_top1,", "").replace(",rank", "")
+        options |= {"target_indices": x.index, "outputs": outputs}
     given = leaves[0], leaves[1], None if classes else x.index
     torch.library.opcheck(torch.ops.cutefce.log_probs.default, given, options)
 

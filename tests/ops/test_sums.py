@@ -245,7 +245,7 @@ def test_outputs_of_chunks_are_those_of_windows(layout: Layout, backend: Backend
     skip_unserved(layout, backend)
     case = random_case(backend.tokens, 48, 333, dtype=backend.dtype, device=backend.device)
     case.h[20] *= 100  # a far row
-    names = "lse", "sum_p_squared", "mean_logit", "is_top1", "argmax"
+    names = "lse", "sum_p_squared", "mean_logit", "is_top1", "argmax", "rank"
     results = []
     for own in (layout, WINDOWS["everything kept"]):
         h = case.h.clone().requires_grad_()

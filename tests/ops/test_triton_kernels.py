@@ -69,7 +69,7 @@ def expected(
     tiles, start = padded.view(len(u), -1, block), torch.zeros((), dtype=torch.int64, device=DEVICE)
     cap = transform[0] if transform[2] is not None else None
     more = out.get("sums"), out.get("references"), None, cap
-    exponentials_(tiles, start, reference, y, *more, out.get("of_all"), out.get("largest"))
+    exponentials_(tiles, start, reference, y, *more, out.get("of_all"), out.get("of_others"))
     return padded[:, : u.shape[1]]
 
 
@@ -90,7 +90,7 @@ def test_exponentials_and_sums(sizes: tuple[int, int, int], std: float, options:
         "sums": torch.empty(tokens, count, device=DEVICE),
         "references": torch.empty(tokens, count, device=DEVICE),
         "of_all": torch.empty(4, tokens, count, device=DEVICE),
-        "largest": torch.empty(2, tokens, count, device=DEVICE),
+        "of_others": torch.empty(3, tokens, count, device=DEVICE),
     }
     got = {name: torch.full_like(x, torch.nan) for name, x in want.items()}
     exps = torch.full((tokens, ceil_div(classes, 8) * 8), torch.nan, device=DEVICE).to(DTYPE)

@@ -335,11 +335,11 @@ def _project_exp(
     assert (reductions is not None) == (kernel.reductions != SUM_ONLY)
     if reductions is not None:
         no_logits, no_target = torch.full((1, 1), -torch.inf), target.new_tensor([-1])
-        of_none = reduced(no_logits, no_target, first, kernel.reductions)
+        of_none = reduced(no_logits, no_target, reference[:1], first, kernel.reductions)
         reductions[:] = of_none[:, :, None]
         if kernel.reductions.of_all:
             assert (target < first + len(w)).all(), "classes behind the window are -1"
-        reductions[..., 0] = reduced(u, target, first, kernel.reductions)
+        reductions[..., 0] = reduced(u, target, reference, first, kernel.reductions)
     inside = torch.arange(len(h)) < counted
     assert (samples is not None) == kernel.samples
     if samples is not None:

@@ -18,7 +18,7 @@ from tests.support.options import (
 )
 from tests.support.reference import are_same, distance
 
-OUTPUTS = "lse", "entropy", "sum_p_squared", "mean_logit", "is_top1", "argmax"
+OUTPUTS = "lse", "entropy", "sum_p_squared", "mean_logit", "is_top1", "argmax", "rank"
 DIFFERENTIABLE = "log_probs", "lse", "entropy"
 UPSTREAMS = "random", "of sum 0", "of one class", "0"
 """Kinds of upstream gradients of the log-probabilities of a token."""
@@ -34,6 +34,7 @@ class RowValues(NamedTuple):
     mean_logit: Tensor
     is_top1: Tensor
     argmax: Tensor
+    rank: Tensor
 
 
 def row_values(u: Tensor, index: Tensor) -> RowValues:
@@ -54,6 +55,7 @@ def row_values(u: Tensor, index: Tensor) -> RowValues:
         u.mean(1),
         is_top1,
         largest,
+        (u > own[:, :1]).sum(1),
     )
     log_probs = torch.where(counts, log_p.gather(1, chosen).view_as(index), 0)
     return RowValues(log_probs, *(torch.where(active, x, torch.zeros_like(x)) for x in values))
@@ -213,6 +215,16 @@ class ValuesCase:
             assert not values.is_top1[~active].any()
             if "argmax" in self.outputs:
                 assert torch.equal(values.is_top1, (values.argmax == self.index) & active)
+        if "rank" in self.outputs:
+            index = torch.where(active, self.index, 0)
+            own = u.gather(1, index[:, None])
+            equal = ((u - own).abs() <= margin).sum(1) - 1  # but for the target
+            want = torch.where(active, (u > own).sum(1), 0)
+            assert values.rank.dtype == torch.long
+            assert bool(((values.rank - want).abs() <= equal)[active].all())
+            assert not values.rank[~active].any()
+            if "is_top1" in self.outputs:
+                assert torch.equal(values.is_top1, (values.rank == 0) & active)
 
 
 def values_case(
@@ -230,7 +242,7 @@ def values_case(
     fifth are ignored, all of a tenth of the tokens.
     """
     x, (tokens, _, vocab) = options_case(names, *sizes, **more), sizes
-    refused = {"is_top1"} if classes else set()
+    refused = {"is_top1", "rank"} if classes else set()
     refused |= {"mean_logit"} if "softcap" in x.options else set()
     outputs = (*(name for name in outputs if name not in refused),)
     device, index = x.case.h.device, x.case.y

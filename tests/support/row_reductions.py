@@ -9,12 +9,14 @@ from torch import Tensor
 from cutefce.cute_kernels.variant import RowReductions
 
 
-def reduced(u: Tensor, target: Tensor, first: int, options: RowReductions) -> Tensor:
+def reduced(
+    u: Tensor, target: Tensor, reference: Tensor, first: int, options: RowReductions
+) -> Tensor:
     """Return the planes (K, N) of logits u (N, V) with targets (N,), as one partial.
 
-    Column 0 is vocabulary entry `first`.
+    `reference` (N,) are the targets' logits.  Column 0 is vocabulary entry `first`.
     """
-    return torch.stack(list(_planes(u, target, first, options)))
+    return torch.stack(list(_planes(u, target, reference, first, options)))
 
 
 def others(u: Tensor, target: Tensor, first: int) -> Tensor:
@@ -23,7 +25,9 @@ def others(u: Tensor, target: Tensor, first: int) -> Tensor:
     return u.masked_fill(target[:, None] == columns, -torch.inf)
 
 
-def _planes(u: Tensor, target: Tensor, first: int, options: RowReductions) -> Iterator[Tensor]:
+def _planes(
+    u: Tensor, target: Tensor, reference: Tensor, first: int, options: RowReductions
+) -> Iterator[Tensor]:
     if options.of_all:
         largest, place = u.max(1, keepdim=True)
         x = (u - largest.where(largest > -torch.inf, 0)).scatter(1, place, -torch.inf)
@@ -34,12 +38,13 @@ def _planes(u: Tensor, target: Tensor, first: int, options: RowReductions) -> It
             yield (exps * x.where(exps > 0, 0)).sum(1) / math.log(2)
         if options.sum_squares:
             yield exps.square().sum(1)
-    if options.argmax:
+    if options.of_others:
         u = others(u, target, first)
         largest = u.amax(1)
         lowest = (u == largest[:, None]).int().argmax(1)  # the first of equal columns
         yield largest
         yield (first + lowest).where(largest > -torch.inf, 0).to(u.dtype)
+        yield (u > reference[:, None]).sum(1).to(u.dtype)
 
 
 def merged(planes: Tensor, options: RowReductions) -> Tensor:
@@ -56,8 +61,9 @@ def merged(planes: Tensor, options: RowReductions) -> Tensor:
             result.append((scale * (next(parts) + moved)).sum(1))
         if options.sum_squares:
             result.append((scale.square() * (next(parts) + joins)).sum(1))
-    if options.argmax:
-        largest, entry = next(parts), next(parts)
+    if options.of_others:
+        largest, entry, above = next(parts), next(parts), next(parts)
         of_row = largest.amax(1, keepdim=True)
-        result += [of_row[:, 0], entry.where(largest == of_row, torch.inf).amin(1)]
+        entry = entry.where(largest == of_row, torch.inf).amin(1)
+        result += [of_row[:, 0], entry, above.sum(1)]
     return torch.stack(result)
