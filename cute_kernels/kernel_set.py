@@ -19,14 +19,12 @@ from cutefce.cute_kernels.spec import (
     KeptSumsSpec,
     KernelSpec,
     MoveRowsSpec,
-    PrepareSoftSpec,
     ProjectExpSpec,
     PutSoftSpec,
     ReducePartialsSpec,
     RowCoefficientsSpec,
     ScaleAddRowsSpec,
     SelectRowsSpec,
-    SoftLeadsSpec,
     SoftLogitsSpec,
     SortTargetsSpec,
     TargetLogitSpec,
@@ -51,12 +49,8 @@ class KernelSet:
     gather_scaled_rows: MoveRowsSpec
     """s_i h_i of the rows that count."""
     target_logit: TargetLogitSpec
-    soft_leads: SoftLeadsSpec
-    """Classes of the largest probabilities of soft targets."""
-    prepare_soft: PrepareSoftSpec
-    """The other classes, sorted."""
     soft_logits: SoftLogitsSpec
-    """Their logits."""
+    """Logits of soft targets but their leads."""
     put_soft: PutSoftSpec
     """Their entries among exponentials."""
     scale_soft: PutSoftSpec
@@ -166,7 +160,7 @@ class KernelSet:
     )
     """Those beside `sampling_set` of sampled gradients."""
 
-    SOFT_ONLY: ClassVar = "soft_leads", "prepare_soft", "soft_logits", "put_soft", "scale_soft"
+    SOFT_ONLY: ClassVar = "soft_logits", "put_soft", "scale_soft"
     """Kernels that only calls with soft targets launch, beside `of_soft_targets`."""
 
     OF_SOFT_TARGETS: ClassVar = (
@@ -241,8 +235,6 @@ def kernel_set(
         move_rows=MoveRowsSpec(arch.name),
         gather_scaled_rows=MoveRowsSpec(arch.name, dtype),
         target_logit=TargetLogitSpec(arch.name, dtype, transform),
-        soft_leads=SoftLeadsSpec(arch.name),
-        prepare_soft=PrepareSoftSpec(arch.name),
         soft_logits=SoftLogitsSpec(arch.name, dtype),
         put_soft=PutSoftSpec(arch.name, dtype),
         scale_soft=PutSoftSpec(arch.name, dtype, scales=True),

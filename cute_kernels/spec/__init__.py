@@ -17,9 +17,6 @@ from cutefce.cute_kernels.spec.rowwise import (
     MoveRowsSpec as MoveRowsSpec,
 )
 from cutefce.cute_kernels.spec.rowwise import (
-    PrepareSoftSpec as PrepareSoftSpec,
-)
-from cutefce.cute_kernels.spec.rowwise import (
     PutSoftSpec as PutSoftSpec,
 )
 from cutefce.cute_kernels.spec.rowwise import (
@@ -33,9 +30,6 @@ from cutefce.cute_kernels.spec.rowwise import (
 )
 from cutefce.cute_kernels.spec.rowwise import (
     SelectRowsSpec as SelectRowsSpec,
-)
-from cutefce.cute_kernels.spec.rowwise import (
-    SoftLeadsSpec as SoftLeadsSpec,
 )
 from cutefce.cute_kernels.spec.rowwise import (
     SoftLogitsSpec as SoftLogitsSpec,

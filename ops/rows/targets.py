@@ -243,11 +243,10 @@ def make_targets(
     options: LossOptions,
     tensors: TensorOptions,
     dtype: torch.dtype = torch.float32,
-    arch: str | None = None,
     selection: RowSelection | None = None,
     shard: slice | None = None,
 ) -> Targets:
-    """Return the targets y (N,) int64, with sums of `dtype`; `arch` has kernels, if given.
+    """Return the targets y (N,) int64, with sums of `dtype`.
 
     Soft targets are those of all tokens, of which `selection` has chosen these.  Of `vocab` classes
     a rank of a group has the `shard`, from whose first one on it counts; other ranks' targets are
@@ -258,7 +257,7 @@ def make_targets(
     """
     y = without_weightless(y, options, tensors).contiguous()
     own = slice(0, vocab) if shard is None else shard
-    given = GivenTargets(y, options, tensors, vocab, own, dtype, arch)
+    given = GivenTargets(y, options, tensors, vocab, own, dtype)
     make_parts = functools.partial(parts_of, given, selection)
     logits = LogitMap.of(options, tensors, y, dtype)
     if shard is not None:

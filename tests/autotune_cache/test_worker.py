@@ -96,7 +96,7 @@ def launched(no_results: None, monkeypatch: pytest.MonkeyPatch) -> set[spec.Kern
     def note(kernel: spec.KernelSpec) -> Callable[..., None]:
         def launch(*arguments: Any) -> None:
             kernels.add(kernel)
-            if isinstance(kernel, spec.SelectRowsSpec | spec.SoftLeadsSpec | spec.PrepareSoftSpec):
+            if isinstance(kernel, spec.SelectRowsSpec):
                 model_of(kernel)(*arguments)
 
         return launch

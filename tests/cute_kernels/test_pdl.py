@@ -61,8 +61,6 @@ MORE: dict[str, KernelSpec | None] = {
     "grad_weight": KERNELS.grad_weight,
     "grad_weight_keep_32": KERNELS.grad_weight_keep,
     "scale_rows": KERNELS.scale_rows,
-    "soft_leads": KERNELS.soft_leads,
-    "prepare_soft": KERNELS.prepare_soft,
     "soft_logits": KERNELS.soft_logits,
     "put_soft": KERNELS.put_soft,
     "scale_soft": KERNELS.scale_soft,

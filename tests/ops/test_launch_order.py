@@ -15,7 +15,6 @@ from cutefce.cute_kernels.spec import (
     GradGemmSpec,
     KernelSpec,
     MoveRowsSpec,
-    PrepareSoftSpec,
     ProjectExpSpec,
     SelectRowsSpec,
     SoftLogitsSpec,
@@ -183,8 +182,7 @@ def test_parts_of_soft_targets_are_made_once(
     before: set[Any] = {SelectRowsSpec, TargetLogitSpec, MoveRowsSpec}
     joins = arch == "sm_90a"
     if joins:
-        before |= {"parts"} if outputs else {"parts", PrepareSoftSpec}
+        before |= {"parts"}
     assert set(kinds[: kinds.index(ProjectExpSpec)]) == before
     assert kinds.count("parts") == 1 and kinds.count(SoftLogitsSpec) == 1 - joins
     assert any(getattr(x, "soft", False) for x in noted) == joins
-    assert kinds.count(PrepareSoftSpec) == (not outputs)

@@ -52,7 +52,6 @@ from cutefce.ops.rows.statistics import RowStats
 from cutefce.ops.rows.targets import Targets, variant_of
 from cutefce.ops.sampling import kernels as sampling
 from cutefce.ops.soft_targets import kernels as soft_kernels
-from cutefce.ops.soft_targets import rows as soft_rows
 from tests.support import divergence_models, sampling_models
 from tests.support.kept_sums import split_sums
 from tests.support.row_reductions import reduced
@@ -64,8 +63,6 @@ def model_of(kernel: spec.KernelSpec) -> Callable[..., None]:
         spec.SelectRowsSpec: _select_rows,
         spec.MoveRowsSpec: _move_rows,
         spec.TargetLogitSpec: _target_logit,
-        spec.SoftLeadsSpec: _soft_leads,
-        spec.PrepareSoftSpec: _prepare_soft,
         spec.SoftLogitsSpec: _soft_logits,
         spec.PutSoftSpec: _put_soft,
         spec.ProjectExpSpec: _project_exp,
@@ -140,32 +137,6 @@ def _move_rows(
         moved = x[:rows] if order is None else x[order[:rows]]
         out[:rows] = moved if scale is None else (moved * scale[:rows, None]).to(out.dtype)
     out[rows:] = 0
-
-
-def _soft_leads(
-    _: spec.SoftLeadsSpec, index: Tensor, probs: Tensor, lead: Tensor, vocab: int, ignored: int
-) -> None:
-    lead.copy_(soft_rows.leads(index, probs, vocab, ignored))
-
-
-def _prepare_soft(
-    _: spec.PrepareSoftSpec,
-    index: Tensor,
-    probs: Tensor,
-    lead: Tensor,
-    token: Tensor,
-    own_index: Tensor,
-    coefficient: Tensor,
-    sums: Tensor,
-    factor: float,
-    ignored: int,
-    first: int,
-    vocab: int,
-) -> None:
-    own = slice(first, first + vocab)
-    made = soft_rows.soft_rows(lead, index, probs, token, None, factor, ignored, own, probs.dtype)
-    for out, x in zip((own_index, coefficient, sums), made, strict=True):
-        out.copy_(x)
 
 
 def _soft_logits(
@@ -673,5 +644,5 @@ def use_models(
     """Launch the models, or another replacement, in the place of compiled kernels: unverified."""
     monkeypatch.setattr(dispatch, "_unproven_reason", lambda *_: None)
     modules = cute_projection, cute_gradients, cute_rowwise, dispatch
-    for module in (*modules, select_rows, sampling, logits, row_kernel, soft_rows, soft_kernels):
+    for module in (*modules, select_rows, sampling, logits, row_kernel, soft_kernels):
         monkeypatch.setattr(module, "compiled", replacement)

@@ -1,4 +1,4 @@
-"""Outputs of the kernels of soft targets for a tuning case: rows, logits, and entries that are put.
+"""Outputs of the kernels of soft targets for a tuning case: logits, and entries that are put.
 
 Probabilities and factors are powers of 2, so that entries are exact in 16 bits.
 """
@@ -10,7 +10,6 @@ from cutefce.cute_kernels.integers import round_up
 from cutefce.cute_kernels.problem import can_keep
 from cutefce.ops.dtypes import dtype_name, sum_dtype
 from cutefce.ops.interface.options import LossOptions, TensorOptions
-from cutefce.ops.primitives.cute_projection import CuteProjection
 from cutefce.ops.primitives.primitives import Primitives
 from cutefce.ops.rows.targets import make_targets
 from cutefce.ops.soft_targets.rows import leads
@@ -22,7 +21,7 @@ LOGIT_ROUNDINGS = 16
 
 
 def soft_outputs(case: Case, primitives: Primitives) -> dict[str, CheckedOutput]:
-    """Return leads, the other classes, their logits and excess, and exponentials with entries.
+    """Return the logits and excess of classes but the leads, and exponentials with entries.
 
     The logits come alone and beside the product, where kernels can compute them there.
 
@@ -31,14 +30,12 @@ def soft_outputs(case: Case, primitives: Primitives) -> dict[str, CheckedOutput]
     """
     projection, vocab = primitives.projection, case.problem.vocab
     h, w = projection.prepare(case.h, case.w)
-    arch = case.problem.arch if isinstance(projection, CuteProjection) else None
     steps = torch.arange(CLASSES, device=h.device)
     index = (case.y.clamp(min=0)[:, None] + STRIDE * steps) % vocab
     probs = (0.5 ** (1.0 + (steps - LEAD) % CLASSES)).expand(index.shape)
     options, tensors = LossOptions(), TensorOptions(target_indices=index, target_probs=probs)
-    lead = leads(index, probs, vocab, options.ignore_index, arch)
-    dtype = sum_dtype(h.dtype)
-    targets = make_targets(lead, vocab, options, tensors, dtype, arch)
+    lead, dtype = leads(index, probs, vocab, options.ignore_index), sum_dtype(h.dtype)
+    targets = make_targets(lead, vocab, options, tensors, dtype)
     target_logit = projection.target_logit(h, w, targets)
     soft, exps = targets.soft, h.new_zeros(len(h), vocab)
     assert soft is not None
@@ -69,8 +66,6 @@ def soft_outputs(case: Case, primitives: Primitives) -> dict[str, CheckedOutput]
     projection.scale_soft(soft.coefficient, factor, beside, 0, targets, factor, is_scaled)
     results |= {
         "dX before exponentials are scaled": sums.to(h.dtype),
-        "leads of soft targets": lead.to(dtype),
-        "classes of soft targets": soft.index.to(dtype),
         "entries of soft targets": exps,
         "entries of soft targets among scaled exponentials": scaled,
         "entries of soft targets among exponentials scaled beside dX": beside,
