@@ -30,7 +30,7 @@ def all_kernels(arch: Arch) -> list[KernelSpec]:
     default = with_gradients(arch, arch.default(MANY_TOKENS))[0]
     variants = [kernel_set(arch, arch.dtypes[0], default, variant) for variant in PREBUILT]
     kernels = [kernel for kernels in (*sets, *variants) for kernel in kernels.all()]
-    kernels += [kernel for kernels in sets for kernel in kernels.of_soft_targets]
+    kernels += [kernels.grad_hidden_scaling for kernels in sets if kernels.grad_hidden_scaling]
     for exact, size in product(sets, SORT_SIZES):
         kernels += sampling_kernels(exact, MANY_TOKENS, size)
     for dtype in arch.dtypes:

@@ -96,30 +96,13 @@ class KernelSet:
     """Lists the tokens of each target, whose terms the GEMMs of dW add."""
 
     @property
-    def of_soft_targets(self) -> list[ProjectExpSpec | GradGemmSpec]:
-        """The variants that only calls with soft targets launch."""
-        found: list[ProjectExpSpec | GradGemmSpec] = []
-        if self.reads_soft_logits:
-            found.append(self.with_soft_logits(self.row_sums))
-        return found if self.grad_hidden_scaling is None else [*found, self.grad_hidden_scaling]
-
-    @property
     def grad_hidden_scaling(self) -> GradGemmSpec | None:
-        """`grad_hidden` that also multiplies exponentials."""
+        """`grad_hidden` that also multiplies exponentials, of calls with soft targets alone."""
         kernel = self.grad_hidden
         if kernel is None:
             return None
         config = arch_named(kernel.arch).scaling_config(kernel.config)
         return dataclasses.replace(kernel, config=config).scaling
-
-    @property
-    def reads_soft_logits(self) -> bool:
-        """Whether the kernel of row sums can write logits of soft targets."""
-        return arch_named(self.exps.arch).reads_soft_logits(self.exps.config)
-
-    def with_soft_logits(self, kernel: ProjectExpSpec) -> ProjectExpSpec:
-        """Return a kernel of row sums that also writes logits of soft targets."""
-        return dataclasses.replace(kernel, config=self.exps.config, soft=True)
 
     STORED_EXPS_ONLY: ClassVar = (
         "repair_exps",
@@ -161,16 +144,16 @@ class KernelSet:
     """Those beside `sampling_set` of sampled gradients."""
 
     SOFT_ONLY: ClassVar = "soft_logits", "put_soft", "scale_soft"
-    """Kernels that only calls with soft targets launch, beside `of_soft_targets`."""
+    """Kernels that only calls with soft targets launch, beside `grad_hidden_scaling`."""
 
     OF_SOFT_TARGETS: ClassVar = (
         *SOFT_ONLY,
         "target_logit",
-        "row_sums",
         "grad_hidden",
         "grad_hidden_short",
+        "grad_hidden_scaling",
     )
-    """Kernels that compute what soft targets change, beside `of_soft_targets`."""
+    """Kernels that compute what soft targets change."""
 
     def all(self) -> list[KernelSpec]:
         """Return every kernel of the set that a call may launch."""
@@ -181,9 +164,10 @@ class KernelSet:
         if part == STEP:
             fields = (field.name for field in dataclasses.fields(self))
             return self._named(name for name in fields if name not in self.SOFT_ONLY)
-        if part == SOFT_TARGETS:
-            return [*self._named(self.OF_SOFT_TARGETS), *self.of_soft_targets]
-        named = {FORWARD: self.OF_FORWARD, SAMPLES: self.OF_SAMPLES}
+        named = {
+            **{FORWARD: self.OF_FORWARD, SAMPLES: self.OF_SAMPLES},
+            SOFT_TARGETS: self.OF_SOFT_TARGETS,
+        }
         return self._named(named.get(part, ()))
 
     def _named(self, names: Iterable[str]) -> list[KernelSpec]:

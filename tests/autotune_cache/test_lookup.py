@@ -16,6 +16,7 @@ from cutefce.cute_kernels.arch import ARCHS
 from cutefce.cute_kernels.arch.sm90 import Sm90
 from cutefce.cute_kernels.config import GemmConfig
 from cutefce.cute_kernels.integers import round_up
+from cutefce.cute_kernels.parts import SOFT_TARGETS
 from cutefce.cute_kernels.problem import Problem
 from cutefce.cute_kernels.sampling_set import sampling_kernels
 from cutefce.cute_kernels.variant import PLAIN, PREBUILT
@@ -115,7 +116,8 @@ def test_everything_that_lookups_choose_as_shipped_is_compiled_ahead(file: Path)
             configs = lookup.kernel_configs(problem, gpu)
             kernels = kernel_set.kernel_set(arch, dtype, configs)
             sampled = sampling_kernels(kernels, tokens, slots=256).project_exp
-            assert built.issuperset([*kernels.all(), *kernels.of_soft_targets, sampled])
+            soft = kernels.of_part(SOFT_TARGETS)
+            assert built.issuperset([*kernels.all(), *soft, sampled])
 
 
 def test_an_edited_configuration_is_launched(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

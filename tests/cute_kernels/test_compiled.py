@@ -11,6 +11,7 @@ from cutefce.cute_kernels.arch.sm90 import Sm90
 from cutefce.cute_kernels.arch.sm100 import Sm100
 from cutefce.cute_kernels.jit.cache import compile_ahead
 from cutefce.cute_kernels.kernel_set import kernel_set
+from cutefce.cute_kernels.parts import SOFT_TARGETS
 from cutefce.cute_kernels.sampling_set import SORT_SIZES, sampling_kernels
 from cutefce.cute_kernels.spec import GradGemmSpec, KernelSpec, ProjectExpSpec
 from cutefce.cute_kernels.spec.divergence import divergence_kernels
@@ -26,7 +27,7 @@ def default_kernels(arch: Arch) -> dict[str, KernelSpec]:
     tokens = ahead.MANY_TOKENS
     configs = ahead.with_gradients(arch, arch.default(tokens))[0]
     kernels = kernel_set(arch, "bfloat16", configs)
-    found: list[KernelSpec] = [kernels.row_sums, *kernels.all(), *kernels.of_soft_targets]
+    found: list[KernelSpec] = [kernels.row_sums, *kernels.all(), *kernels.of_part(SOFT_TARGETS)]
     found += sampling_kernels(kernels, tokens, SORT_SIZES[0])
     found += divergence_kernels(arch, "bfloat16")
     first = {type(kernel): kernel for kernel in reversed(found)}

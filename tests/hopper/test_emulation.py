@@ -590,7 +590,7 @@ def test_logits_of_soft_targets(size: tuple[int, int]) -> None:
     h[order[4]] = torch.nan
     for selects in (0, 1):
         logits = torch.full((5, classes), 7.0)
-        run(kernels_of(PINGPONG).soft_logits, h, w, (index, b, logits), order, selects)
+        run(kernels_of(PINGPONG).soft_logits, h, w, index, b, logits, order, selects)
         rows = h[order] if selects else h[:5]
         want = (rows.double()[:, None] * w[index.clamp(max=29)].double()).sum(2)
         counts = b != 0

@@ -143,22 +143,15 @@ def _soft_logits(
     _: spec.SoftLogitsSpec,
     h: Tensor,
     w: Tensor,
-    classes: tuple[Tensor, Tensor, Tensor],
+    index: Tensor,
+    coefficient: Tensor,
+    logits: Tensor,
     order: Tensor,
     selects: int,
 ) -> None:
-    classes[2].fill_(torch.nan)
-    _write_soft_logits(h[order] if selects else h, w, 0, *classes)
-
-
-def _write_soft_logits(
-    h: Tensor, w: Tensor, first: int, index: Tensor, coefficient: Tensor, logits: Tensor
-) -> None:
-    """Write logits of classes that are rows of the window w; h has the first rows of `index`."""
-    index, coefficient = index[: len(h)] - first, coefficient[: len(h)]
-    inside = (coefficient != 0) & (index >= 0) & (index < len(w))
-    products = (h.float()[:, None] * w[index.clamp(0, len(w) - 1)].float()).sum(2)
-    logits[: len(h)] = torch.where(inside, products, logits[: len(h)])
+    rows = h[order] if selects else h
+    products = (rows.float()[:, None] * w[index.clamp(0, len(w) - 1)].float()).sum(2)
+    logits.copy_(torch.where(coefficient == 0, torch.nan, products))
 
 
 def _put_soft(kernel: spec.PutSoftSpec, *operands: Any) -> None:
@@ -249,7 +242,6 @@ def _project_exp(
     transform: Transform | None,
     reductions: Tensor | None,
     samples: tuple[Any, ...] | None,
-    soft: tuple[Tensor, Tensor, Tensor] | None,
     count: Tensor,
     selects: int,
     first: int,
@@ -291,12 +283,6 @@ def _project_exp(
     if samples is not None:
         scale = None if transform is None or not kernel.transform.softcap else transform[0]
         sampling_models.sample(masked[:counted], columns, scale, samples)
-    assert (soft is not None) == kernel.soft
-    if soft is not None:
-        chosen, coefficient = soft[:2]
-        before = chosen.masked_fill(coefficient == 0, -1).cummax(1).values
-        assert ((coefficient == 0) | (chosen >= before)).all(), "classes ascend"
-        _write_soft_logits(h[:counted], w, first, *soft)
     if sums is not None:
         sums[~inside] = torch.nan  # undefined
     if reductions is not None:

@@ -7,8 +7,7 @@ import torch
 
 from cutefce.autotune_cache.tuning.cases import Case, CheckedOutput
 from cutefce.cute_kernels.integers import round_up
-from cutefce.cute_kernels.problem import can_keep
-from cutefce.ops.dtypes import dtype_name, sum_dtype
+from cutefce.ops.dtypes import sum_dtype
 from cutefce.ops.interface.options import LossOptions, TensorOptions
 from cutefce.ops.primitives.primitives import Primitives
 from cutefce.ops.rows.targets import make_targets
@@ -22,8 +21,6 @@ LOGIT_ROUNDINGS = 16
 
 def soft_outputs(case: Case, primitives: Primitives) -> dict[str, CheckedOutput]:
     """Return the logits and excess of classes but the leads, and exponentials with entries.
-
-    The logits come alone and beside the product, where kernels can compute them there.
 
     These are put among zeros, and among factors of tokens: alone, and behind dX's product, where
     its kernel multiplies exponentials.
@@ -41,19 +38,7 @@ def soft_outputs(case: Case, primitives: Primitives) -> dict[str, CheckedOutput]
     assert soft is not None
     soft.excess = projection.soft_excess(h, w, targets, target_logit)
     assert soft.logits is not None
-    results = {"soft logits": soft.logits, "excess": soft.excess}
-    width = round_up(vocab, primitives.config.reference_block)
-    buffer = h.new_empty(len(h), width)
-    for suffix, to in ((" beside sums", None), (" beside exponentials", buffer)):
-        soft.excess = None
-        targets.soft_logits = projection.empty_soft_logits(targets)
-        projection.project_exp(h, w, (0, vocab), target_logit, targets, to)
-        soft.excess = projection.soft_excess(h, w, targets, target_logit)
-        results |= {f"soft logits{suffix}": soft.logits, f"excess{suffix}": soft.excess}
-        if not can_keep(dtype_name(h.dtype)):
-            break
-    for name, x in results.items():
-        results[name] = x if x.ndim == 1 else x.where(soft.coefficient != 0, 0)
+    logits = soft.logits.where(soft.coefficient != 0, 0)
     projection.put_soft(soft.coefficient, exps, 0, targets)
     rows = h.new_empty(2, len(h), round_up(vocab, 8))[..., :vocab]  # of whole vectors
     scaled, beside = rows.copy_(exps == 0)  # wide exponentials have entries added
@@ -64,7 +49,9 @@ def soft_outputs(case: Case, primitives: Primitives) -> dict[str, CheckedOutput]
     add = primitives.gradients.add_grad_hidden
     is_scaled = add(sums, beside, w, accumulate=False, factor=factor)
     projection.scale_soft(soft.coefficient, factor, beside, 0, targets, factor, is_scaled)
-    results |= {
+    results = {
+        "soft logits": logits,
+        "excess": soft.excess,
         "dX before exponentials are scaled": sums.to(h.dtype),
         "entries of soft targets": exps,
         "entries of soft targets among scaled exponentials": scaled,
