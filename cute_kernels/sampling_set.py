@@ -5,7 +5,6 @@ from typing import NamedTuple
 
 from cutefce.cute_kernels.kernel_set import KernelSet
 from cutefce.cute_kernels.spec import (
-    ChooseClassesSpec,
     ListSamplesSpec,
     PrepareSamplesSpec,
     ProjectExpSpec,
@@ -17,9 +16,6 @@ from cutefce.cute_kernels.spec import (
 class SamplingKernels(NamedTuple):
     """What a call with sampled gradients launches beside the kernels of exact statistics."""
 
-    choose_classes: ChooseClassesSpec
-    """The classes of the estimates of lse."""
-    place_targets: ChooseClassesSpec
     estimate: PrepareSamplesSpec
     """The estimates of lse."""
     prepare: PrepareSamplesSpec
@@ -44,8 +40,6 @@ def sampling_kernels(exact: KernelSet, tokens: int, slots: int) -> SamplingKerne
     name, dtype = row_sums.arch, row_sums.dtype
     size = next(size for size in SORT_SIZES if slots <= size)
     return SamplingKernels(
-        choose_classes=ChooseClassesSpec(name, "choose"),
-        place_targets=ChooseClassesSpec(name, "place"),
         estimate=PrepareSamplesSpec(name, "estimate"),
         prepare=PrepareSamplesSpec(name, "first"),
         project_exp=dataclasses.replace(row_sums, config=config, store=False, samples=True),

@@ -41,9 +41,6 @@ from cutefce.cute_kernels.spec.rowwise import (
     TargetLogitSpec as TargetLogitSpec,
 )
 from cutefce.cute_kernels.spec.sampling import (
-    ChooseClassesSpec as ChooseClassesSpec,
-)
-from cutefce.cute_kernels.spec.sampling import (
     ListSamplesSpec as ListSamplesSpec,
 )
 from cutefce.cute_kernels.spec.sampling import (

@@ -73,7 +73,6 @@ def model_of(kernel: spec.KernelSpec) -> Callable[..., None]:
         spec.RowCoefficientsSpec: _row_coefficients,
         spec.SortTargetsSpec: _sort_targets,
         spec.DivergenceRowsSpec: divergence_models.divergence_rows,
-        spec.ChooseClassesSpec: sampling_models.choose_classes,
         spec.PrepareSamplesSpec: sampling_models.prepare_samples,
         spec.SortSamplesSpec: sampling_models.sort_samples,
         spec.ListSamplesSpec: sampling_models.list_samples,
