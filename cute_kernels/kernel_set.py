@@ -15,11 +15,9 @@ from cutefce.cute_kernels.spec.gemm import GradGemmSpec, ProjectExpSpec
 from cutefce.cute_kernels.spec.rowwise import (
     KeptSumsSpec,
     MoveRowsSpec,
-    PrepareSoftSpec,
     ReducePartialsSpec,
     RowCoefficientsSpec,
     ScaleAddRowsSpec,
-    SoftLeadsSpec,
     SortTargetsSpec,
     TargetLogitSpec,
 )
@@ -34,10 +32,6 @@ class KernelSet:
     gather_scaled_rows: MoveRowsSpec
     """s_i h_i of the rows that count."""
     target_logit: TargetLogitSpec
-    soft_leads: SoftLeadsSpec
-    """Classes of the largest probabilities of soft targets."""
-    prepare_soft: PrepareSoftSpec
-    """The other classes, sorted."""
     row_sums: ProjectExpSpec
     """Row sums; if `can_keep`, it stores the exponentials of the first columns, too."""
     exps: ProjectExpSpec
@@ -72,7 +66,7 @@ class KernelSet:
 
     @property
     def grad_hidden_scaling(self) -> GradGemmSpec | None:
-        """`grad_hidden` that also multiplies exponentials."""
+        """`grad_hidden` that also multiplies exponentials, of calls with soft targets alone."""
         kernel = self.grad_hidden
         if kernel is None:
             return None
@@ -85,15 +79,6 @@ class KernelSet:
         return dataclasses.replace(
             self.row_sums, config=self.exps.config, store=False, samples=True
         )
-
-    @property
-    def reads_soft_logits(self) -> bool:
-        """Whether the kernel of row sums can write logits of soft targets."""
-        return arch_named(self.exps.arch).reads_soft_logits(self.exps.config)
-
-    def with_soft_logits(self, kernel: ProjectExpSpec) -> ProjectExpSpec:
-        """Return a kernel of row sums that also writes logits of soft targets."""
-        return dataclasses.replace(kernel, config=self.exps.config, soft=True)
 
 
 def kernel_set(
@@ -126,8 +111,6 @@ def kernel_set(
         move_rows=MoveRowsSpec(arch.name),
         gather_scaled_rows=MoveRowsSpec(arch.name, dtype),
         target_logit=TargetLogitSpec(arch.name, dtype, transform),
-        soft_leads=SoftLeadsSpec(arch.name),
-        prepare_soft=PrepareSoftSpec(arch.name),
         row_sums=project(
             configs.project_exp, sums=True, store=can_keep(dtype), reductions=reductions
         ),

@@ -51,28 +51,6 @@ class Move(IntEnum):
     CLEAR = 2
 
 
-NO_CLASS = -1
-"""The lead of a token with a bad probability or class, which is taken for a target out of range."""
-LEAST_DERIVATIVE = 2.0**-24
-"""The least |a|, in units of Σ|b|, see `ops.soft_targets.targets`: z-loss can make it 0."""
-
-
-class SoftRow(IntEnum):
-    """Rows of the sums (NUM_SOFT_ROWS, N), float32, over the soft targets of each token."""
-
-    LEAD = 0
-    """Σ b of the lead."""
-    OTHERS = 1
-    """Σ b of the others, of all ranks."""
-    ALL = 2
-    """Both."""
-    LEAST = 3
-    """Σ |b| of the others times `LEAST_DERIVATIVE`."""
-
-
-NUM_SOFT_ROWS = len(SoftRow)
-
-
 class Semaphore(IntEnum):
     """Offsets into the int32 buffer of one forward's counters and flags, which start at 0."""
 

@@ -54,10 +54,6 @@ class Arch(ABC):
         """Return `KernelConfigs.exps` of `tokens` rows: one of few configurations."""
         return self.default(tokens)
 
-    def reads_soft_logits(self, _: GemmConfig) -> bool:
-        """Return whether a `project_exp` can write its logits of soft targets."""
-        return False
-
     @abstractmethod
     def default_configs(
         self, tokens: int, hidden: int, num_sms: int, model: str = ""

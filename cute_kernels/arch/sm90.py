@@ -129,12 +129,6 @@ class Sm90(Arch):
     def exps_config(self, tokens: int) -> GemmConfig:
         return min(EXPS, key=lambda config: _time(config, tokens))
 
-    def reads_soft_logits(self, config: GemmConfig) -> bool:
-        # a lane follows the classes of one row; more accumulators would be spilled
-        warp_rows = config.tile_m // (4 if config.pingpong else 8)
-        few_rows = warp_rows <= 32 and not config.swaps
-        return few_rows and self.accumulators(config) <= 192
-
     def default_configs(
         self, tokens: int, hidden: int, num_sms: int, model: str = ""
     ) -> KernelConfigs:

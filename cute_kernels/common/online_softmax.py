@@ -16,8 +16,7 @@ Beside reductions over all columns, sums follow from these: there ρ is the targ
 
 Shapes: h (N, D), w (V, D), reference ρ (N,) float32, target (N,) int64 counted from `first`,
 semaphores int32 as in `workspace.Semaphore`, transform as in `logit_transform.Transform`, whose
-bias (V,) belongs to the rows of w, reductions as in `row_reductions`, samples as in `sampling`,
-soft as in `soft_classes`, whose classes are counted as the targets are.
+bias (V,) belongs to the rows of w, reductions as in `row_reductions`, samples as in `sampling`.
 N, V and D are dynamic; rows of h, w and exps start at multiples of 16 bytes.  With a `RowCount`,
 only the first rows of tokens count: the others have neither sums nor samples, and exps are 0 for
 those of the last row block.
@@ -35,7 +34,6 @@ from cutefce.cute_kernels.common.launch import HostFunction, Signature
 from cutefce.cute_kernels.common.logit_transform import transform_argument
 from cutefce.cute_kernels.common.row_reductions import finite
 from cutefce.cute_kernels.common.sampling import samples_argument
-from cutefce.cute_kernels.common.soft_classes import classes_argument
 from cutefce.cute_kernels.spec import gemm as spec
 
 
@@ -49,7 +47,6 @@ class Rows(NamedTuple):
     transform: Any
     reductions: Any
     samples: Any
-    soft: Any
     first: Int32
     """Vocabulary entry of the first column: targets are counted from it."""
 
@@ -80,7 +77,6 @@ class ProjectExp(HostFunction):
             transform=transform_argument(kernel.transform, tokens, vocab),
             reductions=reductions_argument(kernel, tokens, partials),
             samples=samples_argument(kernel, tokens),
-            soft=classes_argument(tokens) if kernel.soft else None,
             count=vector(Int32, cute.sym_int()),
             selects=Int32(0),
             first=Int32(0),

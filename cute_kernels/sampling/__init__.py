@@ -1,6 +1,5 @@
 """The kernels of sampled gradients but for the sampling itself, for all architectures.
 
-    choose_classes    the classes of the estimate, by one block, and where targets are among them
     prepare_samples   thresholds and hashes of rows from an estimate of their log-sum-exp; a thread
                       a row, a warp an estimate
     sort_samples      a row's entries, which `project_exp` has appended, by column; a block a row

@@ -3,7 +3,6 @@
 mainloop.py              TMA loads and wgmma: tiles of a GEMM, from memory to registers
 project_exp_launch.py    launch and roles of the next two
 project_exp.py           where logits become exponentials, or are stored in float32
-soft_logits.py           registers of project_exp that are logits of soft targets
 project_exp_swapped.py   the same for few tokens, with operands swapped
 gradient.py              where dW is written; dX's sums
 target_terms.py          what tokens add to dW in the rows of their targets

@@ -27,7 +27,6 @@ from cutefce.cute_kernels.sm90.epilogue_store import EpilogueStoreSm90
 from cutefce.cute_kernels.sm90.mainloop import Consumer
 from cutefce.cute_kernels.sm90.project_exp_launch import LogitTile, ProjectExpLaunchSm90
 from cutefce.cute_kernels.sm90.project_exp_swapped import ProjectExpSwappedSm90
-from cutefce.cute_kernels.sm90.soft_logits import SoftLogitReader
 from cutefce.cute_kernels.spec import gemm as spec
 
 
@@ -48,8 +47,6 @@ class ProjectExpSm90(ProjectExpLaunchSm90):
         self.columns = tuple(8 * j + v for j in range(self.tile[1] // 8) for v in range(2))
         stored = Float32 if kernel.logits else self.dtype
         self.epilogue = EpilogueStoreSm90(stored, kernel.config.tile_n)
-        if kernel.soft:
-            self.soft = SoftLogitReader(self.tile[1], self.m_blocks, self.m_halves)
 
     @cute.jit
     def consume(
@@ -71,7 +68,6 @@ class ProjectExpSm90(ProjectExpLaunchSm90):
         row_max = cute.make_rmem_tensor((2, self.m_blocks), Float32)
         row_sum = cute.make_rmem_tensor((2, self.m_blocks), Float32)
         reduced = self.reducer.registers(2 * self.m_blocks)
-        place = cute.make_rmem_tensor((1,), Int32)
         for index in cutlass.range(
             scheduler.cluster, scheduler.num_work_tiles(), scheduler.clusters
         ):
@@ -82,7 +78,6 @@ class ProjectExpSm90(ProjectExpLaunchSm90):
             row_max.fill(-Float32.inf)
             row_sum.fill(0.0)
             self.reducer.reset(reduced)
-            place[0] = Int32(0)
             for column in cutlass.range(
                 split + parity * vocab_splits, n_end, vocab_splits * config.partials_per_row
             ):
@@ -91,8 +86,6 @@ class ProjectExpSm90(ProjectExpLaunchSm90):
                 cute.arch.griddepcontrol_wait()  # the MMAs need nothing of the previous kernel
                 n_start = column * tile[1]
                 logits = LogitTile(consumer, rows, m_start, n_start, scheduler)
-                if cutlass.const_expr(rows.soft is not None):
-                    self.soft.read(logits, place)
                 if cutlass.const_expr(rows.transform is not None):
                     self.transform(logits)
                 if cutlass.const_expr(self.reducer.options.of_all):

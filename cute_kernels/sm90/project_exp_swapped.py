@@ -43,7 +43,7 @@ class ProjectExpSwappedSm90(ProjectExpLaunchSm90):
 
     def __init__(self, kernel: spec.ProjectExpSpec) -> None:
         assert (kernel.transform, kernel.reductions) == (IDENTITY, SUM_ONLY) and not kernel.samples
-        assert not kernel.logits and not kernel.soft
+        assert not kernel.logits
         super().__init__(kernel)
         self.epilogue = TransposedStoreSm90(self.dtype, kernel.config.tile_n)
         # accumulators (v, ·, j) of a thread, in groups of which each lane has one's statistics

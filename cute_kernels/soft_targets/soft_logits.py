@@ -1,7 +1,4 @@
-"""Logits h_i · w_v of the soft targets v of each token.
-
-Where `project_exp` can, it writes those that it has in registers: see `sm90.soft_logits`.
-"""
+"""Logits h_i · w_v of the soft targets v of each token."""
 
 from typing import Any
 
@@ -18,7 +15,6 @@ from cutefce.cute_kernels.common.row_vectors import (
     row_vectors,
     widened,
 )
-from cutefce.cute_kernels.common.soft_classes import SoftClasses, classes_argument
 from cutefce.cute_kernels.spec import rowwise as spec
 
 CLASSES = 4
@@ -28,12 +24,15 @@ CLASSES = 4
 def compile_signature(kernel: spec.SoftLogitsSpec) -> Signature:
     """Return the host function of `kernel` and the arguments to compile it for."""
     dtype, hidden, rows = DTYPES[kernel.dtype], cute.sym_int(divisibility=8), cute.sym_int()
+    classes = cute.sym_int()
     return row_launch(
         soft_logits_kernel,
         blocks_of("order"),
         h=matrix(dtype, cute.sym_int(), hidden),
         w=matrix(dtype, cute.sym_int(), hidden),
-        classes=classes_argument(rows),
+        index=matrix(Int64, rows, classes, aligned=False),
+        coefficient=matrix(Float32, rows, classes, aligned=False),
+        logits=matrix(Float32, rows, classes, aligned=False),
         order=vector(Int64, rows),
         selects=Int32(0),
     )
@@ -41,15 +40,15 @@ def compile_signature(kernel: spec.SoftLogitsSpec) -> Signature:
 
 @cute.kernel
 def soft_logits_kernel(operands: Any) -> None:
-    """Write the logits of `classes`, a token a block, `CLASSES` at a time a warp.
+    """Write the raw `logits` (N, K) of the classes `index` (N, K), rows of w.
 
-    If `selects`, the hidden states of token i are row `order`_i of h.
+    Those without a `coefficient` (N, K) are left out.  A token has a block, and a warp `CLASSES`
+    at a time.  If `selects`, the hidden states of token i are row `order`_i of h.
     """
-    h, w, classes, order, selects = operands
+    h, w, index, coefficient, logits, order, selects = operands
     pdl_wait()
     row, lane = cute.arch.block_idx()[0], cute.arch.lane_idx()
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-    index, coefficient = classes.index, classes.coefficient
     states = row_vectors(h, mapped(row, order, selects))
     count, vectors = index.shape[1], h.shape[1] // 8
     for begin in cutlass.range(warp * CLASSES, count, WARPS * CLASSES, unroll=1):
@@ -74,11 +73,6 @@ def soft_logits_kernel(operands: Any) -> None:
             for c in cutlass.range_constexpr(CLASSES):
                 total = cute.arch.warp_reduction_sum(acc[c])
                 if lane == 0 and begin + c < count:
-                    write_logit(classes, row, begin + c, total)
-
-
-@cute.jit
-def write_logit(classes: SoftClasses, row: Int32, place: Int32, logit: Float32) -> None:
-    """Write the logit of a class, if there is one."""
-    if classes.coefficient[row, place] != 0.0:
-        classes.logits[row, place] = logit
+                    is_class = coefficient[row, begin + c] != 0.0
+                    if is_class:
+                        logits[row, begin + c] = total

@@ -35,8 +35,6 @@ class ProjectExpSpec(KernelSpec):
     """Whether to sample entries of the softmax; needs `sums`."""
     logits: bool = False
     """Whether to store logits in float32 in the place of exponentials; there are no targets."""
-    soft: bool = False
-    """Whether to write the logits of soft targets."""
 
 
 @dataclass(frozen=True)

@@ -49,23 +49,6 @@ class TargetLogitSpec(KernelSpec):
 
 
 @dataclass(frozen=True)
-class SoftLeadsSpec(KernelSpec):
-    """The class of the largest probability of each token's soft targets."""
-
-    MODULE = "soft_targets.soft_leads"
-
-
-@dataclass(frozen=True)
-class PrepareSoftSpec(KernelSpec):
-    """The soft targets of each token but its lead, ascending, with their coefficients."""
-
-    MODULE = "soft_targets.prepare_soft"
-
-    MAX_CLASSES: ClassVar[int] = 256
-    """The most classes of a token."""
-
-
-@dataclass(frozen=True)
 class SoftLogitsSpec(KernelSpec):
     """The logits of the soft targets of each token."""
 

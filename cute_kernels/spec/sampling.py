@@ -10,21 +10,6 @@ ROW_FACTOR, COLUMN_FACTOR = 0x9E3779B1, 0x85EBCA77
 MIX_FACTORS = 0x7FEB352D, 0x846CA68B
 """Those of its mixing function."""
 HASH_BITS = 32
-STRATUM_ROW, STRATUM_BITS = -1, 24
-"""The row whose hash draws numbers of strata, no token's; and the bits of it that are used, so that
-products with numbers of classes stay below 2^63."""
-
-
-@dataclass(frozen=True)
-class ChooseClassesSpec(KernelSpec):
-    """The classes that log-sum-exps are estimated of."""
-
-    MODULE = "sampling.choose_classes"
-    step: Literal["choose", "place"]
-    """The classes; or where each row's target is among them."""
-
-    MAX_FREQUENT: ClassVar[int] = 4096
-    """Frequent classes, and drawn ones, that there may be."""
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,7 @@ def launch(
     splits = choose_vocab_splits(rows, columns, kernel.config, clusters)
     sums = out.new_empty(2, rows, splits * kernel.config.partials_per_row)
     semaphores, no_targets = h.new_zeros(1, dtype=torch.int32), (None, None)
-    more: tuple[Any, ...] = (operands, sums[1:], None, None)
+    more: tuple[Any, ...] = (operands, sums[1:], None)
     numbers = semaphores, 0, 0, splits, clusters
     compiled(kernel)(h, w, *no_targets, sums[0], out, semaphores, *more, *numbers)
     return sums

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cutefce.cute_kernels.parts import SOFT_TARGETS
 from cutefce.cute_kernels.workspace import NUM_STATS, Stat
 from cutefce.ops import torch_compat
 from cutefce.ops.interface import checks, heads
@@ -26,14 +25,12 @@ from cutefce.ops.operators.context import (
     autocast,
     can_bypass_dispatcher,
     is_mixed,
-    isolated_context,
     wanted_gradients,
 )
 from cutefce.ops.operators.operators import LIBRARY, forward
 from cutefce.ops.operators.plans import copied_item_bytes
 from cutefce.ops.operators.seed import draw_seed
 from cutefce.ops.parallel.consistency import report_errors
-from cutefce.ops.primitives.dispatch import arch_of, try_compiler
 from cutefce.ops.rows.statistics import RowStats
 from cutefce.ops.rows.targets import OUTPUTS
 from cutefce.ops.soft_targets.output_classes import class_leads
@@ -41,7 +38,6 @@ from cutefce.ops.soft_targets.rows import leads
 
 DEFAULTS = LossOptions(), TensorOptions(), Sharding()
 TENSORS = "Tensor input, Tensor linear_weight"
-chosen_leads = isolated_context(leads)
 
 
 def loss(
@@ -130,17 +126,13 @@ def _evaluate(
     with_stats: bool = False,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Return the loss, and further results of `loss_forward` if they are wanted."""
-    call = checked_call(input, linear_weight, target, workspace, arguments, with_stats)
-    h, w, y, step, options, tensors, sharding = call
+    h, w, y, step, options, tensors, sharding = checked_call(
+        input, linear_weight, target, workspace, arguments, with_stats
+    )
     grads = step.gradients
     if tensors.target_indices is not None and tensors.target_probs is not None:
         soft = tensors.target_indices, tensors.target_probs
-        direct = can_bypass_dispatcher(h, w, y, *tensors.given.values())
-        arch = None  # graph compilers know no kernels
-        if direct:
-            try_compiler(h.device, h.dtype)  # no operator chooses the classes, and falls back
-            arch = arch_of(h, call.computed().w, SOFT_TARGETS)
-        y = chosen_leads(*soft, sharding.vocab(w), options.ignore_index, arch).reshape(y.shape)
+        y = leads(*soft, sharding.vocab(w), options.ignore_index).reshape(y.shape)
     elif tensors.target_indices is not None:
         given = tensors.target_indices, sharding.vocab(w), options.ignore_index
         y = class_leads(*given).reshape(y.shape)

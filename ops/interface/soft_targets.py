@@ -5,11 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cutefce.cute_kernels.spec.rowwise import PrepareSoftSpec
 from cutefce.ops.interface import checks, heads
 from cutefce.ops.interface.options import LossOptions, TensorOptions
 
-MAX_CLASSES = PrepareSoftSpec.MAX_CLASSES
+MAX_CLASSES = 256
 """The most classes of a token."""
 
 

@@ -38,7 +38,7 @@ def prepare(shard: VocabShard, x: LossCall, plan: Plan) -> LossInputs:
         if not selection.is_on_device:
             h = h.index_select(0, selection.order)
     given = y, vocab, options, tensors, sum_dtype(h.dtype)
-    targets = make_targets(*given, problem.arch, selection, shard.classes())
+    targets = make_targets(*given, selection, shard.classes())
     if selection is not None and selection.is_on_device:
         targets.selection = selection
     inputs = _operands(shard, h, x.w, targets, tensors, plan, selection)

@@ -146,11 +146,8 @@ class CuteProjection(CuteSoftTargetSteps, PortableProjection):
         samples: tuple[Any, ...] | None = None,
     ) -> PartialLse:
         """Do what `project_exp` does with a kernel of row sums, and its argument `samples`."""
-        (first, last), soft, transform = window, None, launch_transform(targets, window)
+        (first, last), transform = window, launch_transform(targets, window)
         tokens, columns = h.shape[0], last - first
-        if targets.soft_logits is not None and targets.soft is not None:
-            kernel = self.kernels.with_soft_logits(kernel)
-            soft = *targets.soft.classes, targets.soft_logits
         config, clusters = kernel.config, self._clusters(kernel)
         w = row_range(w, first, last)
         splits = choose_vocab_splits(tokens, columns, config, clusters)
@@ -169,7 +166,7 @@ class CuteProjection(CuteSoftTargetSteps, PortableProjection):
             exps = h.new_empty(tokens, UNUSED_COLUMNS)
         rows = reference, index, sums, exps, semaphores, transform
         count = row_count(targets.selection, semaphores)
-        compiled(kernel)(h, w, *rows, more, samples, soft, *count, first, splits, clusters)
+        compiled(kernel)(h, w, *rows, more, samples, *count, first, splits, clusters)
         return PartialLse(sums, semaphores, more)
 
     def concat_partials(self, partials: Sequence[PartialLse]) -> PartialLse:
@@ -213,7 +210,7 @@ class CuteProjection(CuteSoftTargetSteps, PortableProjection):
         splits, clusters = ceil_div(last - first, kernel.config.columns), self._clusters(kernel)
         semaphores = self._take_semaphores(h)
         rows = reference, targets.index, None, exps, semaphores
-        transform = launch_transform(targets, window), None, None, None
+        transform = launch_transform(targets, window), None, None
         count = row_count(targets.selection, semaphores)
         compiled(kernel)(h, w[first:last], *rows, *transform, *count, first, splits, clusters)
         self._clear(exps, targets)
@@ -248,7 +245,7 @@ class CuteProjection(CuteSoftTargetSteps, PortableProjection):
         kernel, clusters = self.kernels.repair_exps, self._clusters(self.kernels.repair_exps)
         splits = choose_vocab_splits(h.shape[0], w.shape[0], kernel.config, clusters)
         rows = stats.reference, targets.index, None, exps, semaphores
-        transform = launch_transform(targets, (first, last)), None, None, None
+        transform = launch_transform(targets, (first, last)), None, None
         count = row_count(targets.selection, semaphores)
         compiled(kernel)(h, w, *rows, *transform, *count, first, splits, clusters)
 

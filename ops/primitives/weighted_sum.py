@@ -111,24 +111,12 @@ def weighted_sum(x: Tensor, factor: Tensor | None) -> Tensor:
 class SoftTargetSteps:
     """The steps of the forward that soft targets add."""
 
-    def empty_soft_logits(self, _: Targets) -> Tensor | None:
-        """Return memory (N, K) for raw logits of soft targets.
-
-        None if `project_exp` does not compute them, or their excess is known.
-        """
-        return None
-
     def soft_excess(self, h: Tensor, w: Tensor, targets: Targets, target_logit: Tensor) -> Tensor:
-        """Return Σ_k b (u - r) (N,) of the soft targets; h is as for `target_logit`.
-
-        Their logits are `targets.soft_logits`, if `project_exp` of all columns has set these.
-        """
+        """Return Σ_k b (u - r) (N,) of the soft targets; h is as for `target_logit`."""
         soft, logits = targets.soft, targets.logits
         assert soft is not None
-        u, targets.soft_logits = targets.soft_logits, None
-        if u is None:
-            u = soft.coefficient.new_empty(soft.index.shape)
-            self.soft_logits(u, h, w, targets)
+        u = soft.coefficient.new_empty(soft.index.shape)
+        self.soft_logits(u, h, w, targets)
         if logits is not None:
             u = logits.apply_at(u, soft.index)
         soft.logits = u

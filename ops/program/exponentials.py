@@ -34,9 +34,6 @@ def target_logit(call: Call, s: Step) -> None:
     call.values["logits"] = x.primitives.projection.target_logit(x.h, x.w, x.targets)
     call.values["partials"] = []
     call.values.pop("partial", None)  # of the chunk before
-    if x.targets.tensors.target_indices is not None:
-        # the product of all columns may write them
-        x.targets.soft_logits = x.primitives.projection.empty_soft_logits(x.targets)
     if x.targets.class_logits is not None:
         call.values.setdefault("class logits", []).append(x.targets.class_logits)
 

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cutefce.cute_kernels.workspace import SoftRow
 from cutefce.ops.interface.options import LossOptions, TensorOptions
 
 if TYPE_CHECKING:
@@ -42,8 +41,6 @@ class GivenTargets(NamedTuple):
     """Those of this rank."""
     dtype: torch.dtype
     """That of sums."""
-    arch: str | None = None
-    """An architecture that has kernels, if one serves the call."""
 
     def token_factors(self) -> Tensor:
         """Return t (N,) in the dtype of sums."""
@@ -97,13 +94,14 @@ class LossTerms:
         return LossTerms(target + every * mean, target, every / x.vocab, squared, m, own_kappa)
 
     @staticmethod
-    def of_probabilities(x: GivenTargets, token: Tensor, sums: Tensor) -> "LossTerms":
+    def of_probabilities(
+        x: GivenTargets, token: Tensor, lead: Tensor, others: Tensor
+    ) -> "LossTerms":
         """Return the terms of targets with probabilities.
 
-        `sums` (NUM_SOFT_ROWS, N) are those of `SoftRow`; `token` (N,) are the factors of tokens.
+        `token` (N,) are the factors of tokens, `lead` and `others` (N,) sums of coefficients b.
         """
-        lead, others, total = sums[SoftRow.LEAD], sums[SoftRow.OTHERS], sums[SoftRow.ALL]
-        kappa = x.class_factors()
+        total, kappa = lead + others, x.class_factors()
         every: Tensor | float = 0.0
         if x.options.label_smoothing:
             every = x.options.label_smoothing / x.vocab * token

@@ -48,7 +48,7 @@ class Targets:
     """The targets of N tokens with the options of their losses; derived tensors are lazy.
 
     So are the parts of losses: the product of hidden states and weight needs none of them, and is
-    launched before what makes them, unless it writes logits of soft targets.
+    launched before what makes them.
     """
 
     def __init__(
@@ -75,8 +75,6 @@ class Targets:
         """In a forward of losses or outputs that depend on class logits."""
         self.class_logits: Tensor | None = None
         """(N,) U, which `target_logit` sets from the class row; the mean logit as an output."""
-        self.soft_logits: Tensor | None = None
-        """(N, K) memory that `project_exp` writes the raw logits of soft targets to."""
         self.selection: RowSelection | None = None
         """Which rows of the hidden states these tokens are, if kernels have selected them."""
 
@@ -200,7 +198,7 @@ class Targets:
                 vars(self).pop("parts", None)
             elif self.soft is not None:
                 self.soft.excess = None
-        self.class_row = self.class_logits = self.soft_logits = None
+        self.class_row = self.class_logits = None
 
     def has_narrow_entries(self, dtype: torch.dtype) -> bool:
         """Whether exponentials of `dtype` have entries of soft targets, which are rounded."""
@@ -243,11 +241,10 @@ def make_targets(
     options: LossOptions,
     tensors: TensorOptions,
     dtype: torch.dtype = torch.float32,
-    arch: str | None = None,
     selection: RowSelection | None = None,
     shard: slice | None = None,
 ) -> Targets:
-    """Return the targets y (N,) int64, with sums of `dtype`; `arch` has kernels, if given.
+    """Return the targets y (N,) int64, with sums of `dtype`.
 
     Soft targets are those of all tokens, of which `selection` has chosen these.  Of `vocab` classes
     a rank of a group has the `shard`, from whose first one on it counts; other ranks' targets are
@@ -258,7 +255,7 @@ def make_targets(
     """
     y = without_weightless(y, options, tensors).contiguous()
     own = slice(0, vocab) if shard is None else shard
-    given = GivenTargets(y, options, tensors, vocab, own, dtype, arch)
+    given = GivenTargets(y, options, tensors, vocab, own, dtype)
     make_parts = functools.partial(parts_of, given, selection)
     logits = LogitMap.of(options, tensors, y, dtype)
     if shard is not None:

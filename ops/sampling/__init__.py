@@ -15,7 +15,7 @@ steps.py         the steps that sampled gradients add to those of programs
 lower.py         a problem to a program
 cost_model.py    the memory and the time of these steps
 table.py         which function runs which of them
-estimates.py     steps of the logits that log-sum-exps are estimated of
+estimates.py     steps of the classes that log-sum-exps are estimated of, and of their logits
 portable.py      the other steps in plain torch
 kernels.py       the other steps on the kernels
 estimate_classes.py  the classes that log-sum-exps are estimated of

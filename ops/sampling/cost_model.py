@@ -23,7 +23,7 @@ SPARSE = SampleKind.SPARSE_HIDDEN, SampleKind.SPARSE_WEIGHT
 CHOICE = 21
 """Bytes of a logit while it is chosen: bits, in 32 and in 64, a threshold in 64, and the choice."""
 CHOOSE = 32
-"""Bytes of a class while the most frequent ones are found in plain torch."""
+"""Bytes of a class while the most frequent ones are found."""
 SAMPLED_AGAIN = 28
 """Bytes of a token's target, order and references where it may be sampled again."""
 
@@ -49,10 +49,10 @@ class SampledCostModel(CostModel):
 
     def scratch(self, p: LossProblem, x: Layout, step: Step) -> int:
         """Return the bytes that a step takes while it runs, beside its buffers."""
-        columns, is_portable = step.columns[1] - step.columns[0], self.kernel_problem.arch is None
+        columns = step.columns[1] - step.columns[0]
         match step.kind:
             case SampleKind.CHOOSE_CLASSES:
-                return (CHOOSE if is_portable else 4) * p.vocab * max(p.ranks, 1)
+                return CHOOSE * p.vocab * max(p.ranks, 1)
             case SampleKind.PROJECT_CLASSES:
                 return tile_bytes(self.kernel_problem, self.tiles, p.tokens, columns)
             case SampleKind.PROJECT_SAMPLES:

@@ -6,14 +6,14 @@ others for all of its stratum:
 
     l̂_i = log( e_iy + Σ_{v frequent} e_iv + (V - M) / S Σ_{v drawn} e_iv )        v ≠ y
 
-All classes if they are no more than M + S.  Every rank chooses the same.
+Drawn classes are at equal distances, behind an offset of the seed, so that each is drawn with the
+same chance.  All classes are taken if they are no more than M + S.  Every rank chooses the same.
 """
 
 import torch
 from torch import Tensor
 
 from cutefce.ops.rows.targets import Targets
-from cutefce.ops.sampling.random_bits import strata_draws
 from cutefce.ops.sampling.sample_sizes import estimate_count, frequent_count
 from cutefce.ops.sampling.samples import Sampling
 
@@ -28,13 +28,15 @@ def estimate_classes(targets: Targets, sampling: Sampling) -> Tensor:
     """
     total = sampling.vocab
     count, frequent = estimate_count(total), frequent_count(total)
+    strata, others = count - frequent, total - frequent
     ids = targets.index + targets.first
     ids = torch.where(targets.active & (ids >= 0) & (ids < total), ids, total)
     counts = ids.new_zeros(total + 1).index_add_(0, ids, torch.ones_like(ids))[:total]
     # of equally frequent ones, the first; no two keys are equal, so that all devices agree
     keys = counts * total - torch.arange(total, device=ids.device)
     chosen = keys.topk(frequent).indices.sort().values
-    draws = strata_draws(sampling.seed, count - frequent, total - frequent)
+    offset = (sampling.seed[:1].long() & 0xFFFFFFFF) * others >> 32  # in [0, others)
+    draws = (torch.arange(strata, device=ids.device) * others + offset) // strata
     before = chosen - torch.arange(frequent, device=ids.device)  # others before each of them
     return torch.cat([chosen, draws + torch.searchsorted(before, draws, right=True)])
 

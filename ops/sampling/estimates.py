@@ -1,4 +1,4 @@
-"""Steps of the logits that log-sum-exps are estimated of."""
+"""Steps of the classes that log-sum-exps are estimated of, and of their logits, on every device."""
 
 import math
 from dataclasses import replace
@@ -13,6 +13,7 @@ from cutefce.ops.program.steps import Step
 from cutefce.ops.program.views import states_of
 from cutefce.ops.rows.logit_map import LogitMap
 from cutefce.ops.rows.targets import Targets
+from cutefce.ops.sampling.estimate_classes import estimate_classes, target_places
 from cutefce.ops.sampling.sample_sizes import estimate_count, frequent_count
 from cutefce.ops.sampling.samples import Sampling
 
@@ -21,6 +22,17 @@ def sampling_of(call: Call) -> Sampling:
     """Return how a call chooses entries."""
     assert call.inputs.sampling is not None
     return call.inputs.sampling
+
+
+def choose_classes(call: Call, s: Step) -> None:
+    """Choose the classes of the estimates."""
+    call.values["classes"] = estimate_classes(call.inputs.targets, sampling_of(call))
+
+
+def place_targets(call: Call, s: Step) -> None:
+    """Find the targets among them."""
+    own = call.values["classes"], frequent_count(sampling_of(call).vocab)
+    call.values["places"] = target_places(*own, call.inputs.targets)
 
 
 def gather_classes(call: Call, s: Step) -> None:

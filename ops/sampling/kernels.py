@@ -17,7 +17,6 @@ from torch import Tensor
 from cutefce.cute_kernels.jit.cache import compiled
 from cutefce.cute_kernels.sampling_set import sort_entries, weight_sums
 from cutefce.cute_kernels.spec.sampling import (
-    ChooseClassesSpec,
     ListSamplesSpec,
     PrepareSamplesSpec,
     SparseRowsSpec,
@@ -40,7 +39,6 @@ from cutefce.ops.rows.coefficients import RowCoefficients
 from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.targets import Targets
 from cutefce.ops.sampling.estimates import class_sums, sampling_of
-from cutefce.ops.sampling.sample_sizes import estimate_count, frequent_count
 
 
 def _projection(call: Call) -> CuteProjection:
@@ -70,28 +68,6 @@ class Entries:
         threshold, *words = call.view("drawn")
         entries = call.view("entries").view(torch.int64)
         return Entries(entries, threshold, *(x.view(torch.int32) for x in words))
-
-
-def choose_classes(call: Call, s: Step) -> None:
-    """Choose the classes of the estimates."""
-    targets, sampling = call.inputs.targets, sampling_of(call)
-    total, index, frequent = sampling.vocab, targets.index, frequent_count(sampling.vocab)
-    classes = index.new_empty(estimate_count(total))
-    counts = index.new_empty(total, dtype=torch.int32)
-    numbers = frequent, targets.first, targets.options.ignore_index
-    kernel = ChooseClassesSpec(_arch(call), "choose")
-    compiled(kernel)(index, sampling.seed, classes, counts, *numbers)
-    call.values["classes"] = classes
-
-
-def place_targets(call: Call, s: Step) -> None:
-    """Find the targets among them."""
-    targets, classes = call.inputs.targets, call.values["classes"]
-    places = torch.empty_like(targets.index), torch.empty_like(targets.index)
-    numbers = frequent_count(sampling_of(call).vocab), targets.first
-    kernel = ChooseClassesSpec(_arch(call), "place")
-    compiled(kernel)(targets.index, classes, *places, *numbers)
-    call.values["places"] = places
 
 
 def estimate(call: Call, s: Step) -> None:

@@ -12,21 +12,9 @@ from cutefce.ops.program.run import Call
 from cutefce.ops.program.steps import Step
 from cutefce.ops.program.views import exps_of, states_of
 from cutefce.ops.rows.blocks import blocks
-from cutefce.ops.sampling.estimate_classes import estimate_classes, target_places
 from cutefce.ops.sampling.estimates import class_sums, sampling_of
 from cutefce.ops.sampling.random_bits import random_bits, row_states
-from cutefce.ops.sampling.sample_sizes import chosen_rows, frequent_count
-
-
-def choose_classes(call: Call, s: Step) -> None:
-    """Choose the classes of the estimates."""
-    call.values["classes"] = estimate_classes(call.inputs.targets, sampling_of(call))
-
-
-def place_targets(call: Call, s: Step) -> None:
-    """Find the targets among them."""
-    own = call.values["classes"], frequent_count(sampling_of(call).vocab)
-    call.values["places"] = target_places(*own, call.inputs.targets)
+from cutefce.ops.sampling.sample_sizes import chosen_rows
 
 
 def estimate(call: Call, s: Step) -> None:

@@ -18,8 +18,6 @@ from cutefce.cute_kernels.spec.sampling import (
     COLUMN_FACTOR,
     MIX_FACTORS,
     ROW_FACTOR,
-    STRATUM_BITS,
-    STRATUM_ROW,
 )
 
 
@@ -32,18 +30,6 @@ def row_states(seed: Tensor, rows: Tensor) -> Tensor:
 def random_bits(states: Tensor, columns: Tensor) -> Tensor:
     """Return the bits (R, C) int32 of rows' `states` (R,) and of global ids `columns` (C,)."""
     return _mix_(states[:, None] ^ (columns.to(torch.int32) * _signed(COLUMN_FACTOR)))
-
-
-def strata_draws(seed: Tensor, count: int, total: int) -> Tensor:
-    """Return (count,) int64, ascending: one number of each of `count` strata of [0, total).
-
-    These are of equal size, and not empty: `count` is at most `total`.
-    """
-    numbers = torch.arange(count, device=seed.device)
-    states = row_states(seed, torch.full((1,), STRATUM_ROW, device=seed.device))
-    bits = random_bits(states, numbers)[0].to(torch.int64) & 0xFFFFFFFF
-    places = (numbers << STRATUM_BITS) + (bits >> (32 - STRATUM_BITS))
-    return places * total // (count << STRATUM_BITS)
 
 
 def _mix_(x: Tensor) -> Tensor:

@@ -23,9 +23,9 @@ def either(in_torch: Run, on_kernels: Run) -> Run:
 
 
 SAMPLING: dict[Enum, Run] = {
-    SampleKind.CHOOSE_CLASSES: either(portable.choose_classes, kernels.choose_classes),
+    SampleKind.CHOOSE_CLASSES: estimates.choose_classes,
     SampleKind.GATHER_CLASSES: estimates.gather_classes,
-    SampleKind.PLACE_TARGETS: either(portable.place_targets, kernels.place_targets),
+    SampleKind.PLACE_TARGETS: estimates.place_targets,
     SampleKind.PROJECT_CLASSES: estimates.project_classes,
     SampleKind.ESTIMATE: either(portable.estimate, kernels.estimate),
     SampleKind.DECIDE: portable.decide,

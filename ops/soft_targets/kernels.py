@@ -1,6 +1,5 @@
 """The steps of soft targets on the CuTe DSL kernels: what their launches are given."""
 
-import torch
 from torch import Tensor
 
 from cutefce.cute_kernels.jit.cache import compiled
@@ -16,20 +15,13 @@ class CuteSoftTargetSteps(SoftTargetSteps):
 
     kernels: KernelSet
 
-    def empty_soft_logits(self, targets: Targets) -> Tensor | None:
-        if not self.kernels.reads_soft_logits:
-            return None
-        soft = targets.soft  # made only now: a product that does not need it comes before
-        if soft is None or soft.excess is not None:
-            return None
-        return torch.empty_like(soft.coefficient)
-
     def soft_logits(self, out: Tensor, h: Tensor, w: Tensor, targets: Targets) -> None:
         """Write the raw logits of soft targets to `out` (N, K)."""
         assert targets.soft is not None
-        own, order = (*targets.soft.classes, out), row_order(targets.order, targets.index)
+        order = row_order(targets.order, targets.index)
         of = self.kernels.row_sums
-        compiled(SoftLogitsSpec(of.arch, of.dtype))(h, w, own, *order)
+        kernel = SoftLogitsSpec(of.arch, of.dtype)
+        compiled(kernel)(h, w, *targets.soft.classes, out, *order)
 
     def put_soft(self, entries: Tensor | None, exps: Tensor, first: int, targets: Targets) -> None:
         assert targets.soft is not None

@@ -18,10 +18,9 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from cutefce.cute_kernels.workspace import NO_CLASS
 from cutefce.ops.rows.logit_map import LogitMap
 from cutefce.ops.rows.loss_terms import GivenTargets
-from cutefce.ops.soft_targets.rows import is_outside, sort_own, sum_equal
+from cutefce.ops.soft_targets.rows import NO_CLASS, is_outside, sort_own, sum_equal
 from cutefce.ops.soft_targets.targets import SoftTargets
 
 if TYPE_CHECKING:

@@ -1,32 +1,24 @@
-"""What the rows of soft targets are: their leads, and the other classes with coefficients.
-
-Kernels make both where there are any, else plain torch, with equal bits but for sums of a row.
-"""
+"""What the rows of soft targets are: their leads, and the other classes with coefficients."""
 
 import torch
 from torch import Tensor
 
-from cutefce.cute_kernels.jit.cache import compiled
-from cutefce.cute_kernels.spec.rowwise import PrepareSoftSpec, SoftLeadsSpec
-from cutefce.cute_kernels.workspace import LEAST_DERIVATIVE, NO_CLASS, NUM_SOFT_ROWS
+from cutefce.ops.rows.loss_terms import GivenTargets
 
+NO_CLASS = -1
+"""The lead of a token with a bad probability or class, which is taken for a target out of range."""
+LEAST_DERIVATIVE = 2.0**-24
+"""The least |a|, in units of Σ|b|, see `ops.soft_targets.targets`: z-loss can make it 0."""
 LARGEST = torch.finfo(torch.float32).max
 """The largest probability of a class."""
 
 
-def leads(
-    indices: Tensor, probs: Tensor, vocab: int, ignored: int, arch: str | None = None
-) -> Tensor:
+def leads(indices: Tensor, probs: Tensor, vocab: int, ignored: int) -> Tensor:
     """Return the class (N,) of the largest probability of each token, of (N, K).
 
     `ignored` if all of them are 0, `NO_CLASS` if one is negative or not finite, or is of an index
-    outside [0, vocab).  `arch` has kernels, if given.
+    outside [0, vocab).
     """
-    if arch is not None and probs.dtype != torch.float64:
-        lead = indices.new_empty(len(indices))
-        given = indices.contiguous(), probs.float().contiguous()
-        compiled(SoftLeadsSpec(arch))(*given, lead, vocab, ignored)
-        return lead
     best = probs.argmax(-1, keepdim=True)
     lead = indices.gather(-1, best)[..., 0].long()
     lead = torch.where(is_wrong(indices, probs, vocab).any(-1), NO_CLASS, lead)
@@ -34,42 +26,26 @@ def leads(
 
 
 def soft_rows(
-    y: Tensor,
-    index: Tensor,
-    q: Tensor,
-    token: Tensor,
-    kappa: Tensor | None,
-    factor: float,
-    ignored: int,
-    own: slice,
-    dtype: torch.dtype,
-    arch: str | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the classes (N, K) of `SoftTargets`, coefficients (N, K), and sums of these.
+    x: GivenTargets, token: Tensor
+) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:
+    """Return the classes (N, K) of `SoftTargets`, coefficients b (N, K), and sums of these.
 
-    The leads are y (N,), of which some are `ignored`.  b are the probabilities q (N, K) of the
-    classes `index` (N, K) times `factor` times those of `token` (N,) and of classes, `kappa` (V,).
-    This rank has the classes `own`.  Those are sorted and counted from its first one, and the last
-    of equal ones has the sum of their b, in `dtype`.  Sums are (NUM_SOFT_ROWS, N), by `SoftRow`.
-    More than eight parameters: a kernel's, and what says whether there is one.
+    b are the probabilities of the classes times the factors of smoothing, of `token` (N,) and of
+    classes.  Classes are sorted, and counted from the rank's first one; the last of equal ones has
+    the sum of their b.  The sums (N,), over the classes of all ranks, are the lead's b, those of
+    the others, and `LEAST_DERIVATIVE` times the |b| of the others.
     """
-    if arch is not None and kappa is None and q.dtype != torch.float64 and index.shape[1] > 1:
-        made = torch.empty_like(index), token.new_empty(index.shape)
-        sums, first = token.new_empty(NUM_SOFT_ROWS, len(y)), own.start
-        given = index.contiguous(), q.float().contiguous(), y.contiguous(), token.contiguous()
-        compiled(PrepareSoftSpec(arch))(
-            *given, *made, sums, factor, ignored, first, own.stop - first
-        )
-        return *made, sums
-    index, scale = index.long(), torch.where(y == ignored, 0, factor * token)
-    b = torch.where(scale[:, None] == 0, 0, q.to(dtype) * scale[:, None])
+    index, q, kappa = x.tensors.target_indices, x.tensors.target_probs, x.class_factors()
+    assert index is not None and q is not None
+    factor = 1 - x.options.label_smoothing
+    index, scale = index.long(), torch.where(x.y == x.options.ignore_index, 0, factor * token)
+    b = torch.where(scale[:, None] == 0, 0, q.to(x.dtype) * scale[:, None])
     if kappa is not None:
         b = b * kappa[index.clamp(0, len(kappa) - 1)]
-    is_lead = index == y[:, None]
+    is_lead = index == x.y[:, None]
     lead, b = torch.where(is_lead, b, 0).sum(1), b.masked_fill(is_lead, 0)
     others, least = b.sum(1), LEAST_DERIVATIVE * b.abs().sum(1)
-    sums = torch.stack([lead, others, lead + others, least])  # in the order of `SoftRow`
-    return *_joined(index, b, own), sums
+    return *_joined(index, b, x.own), (lead, others, least)
 
 
 def _joined(index: Tensor, b: Tensor, own: slice) -> tuple[Tensor, Tensor]:

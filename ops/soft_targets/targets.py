@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import torch
 from torch import Tensor, is_tensor
 
-from cutefce.cute_kernels.workspace import SoftRow
 from cutefce.ops.rows.logit_map import LogitMap
 from cutefce.ops.rows.loss_terms import GivenTargets, LossTerms
 from cutefce.ops.soft_targets.rows import soft_rows
@@ -63,15 +62,12 @@ class SoftTargets:
     @staticmethod
     def of(x: GivenTargets) -> tuple["SoftTargets | None", LossTerms]:
         """Return those of leads, None where the lead is all, and the terms of the losses."""
-        index, q = x.tensors.target_indices, x.tensors.target_probs
-        assert index is not None and q is not None
-        token, factor = x.token_factors(), 1 - x.options.label_smoothing
-        operands = x.y, index, q, token, x.class_factors(), factor, x.options.ignore_index
-        own, coefficient, sums = soft_rows(*operands, x.own, x.dtype, x.arch)
-        terms = LossTerms.of_probabilities(x, token, sums)
+        token = x.token_factors()
+        index, coefficient, (lead, others, least) = soft_rows(x, token)
+        terms = LossTerms.of_probabilities(x, token, lead, others)
         if index.shape[1] == 1:
             return None, terms
-        return SoftTargets(own, coefficient, sums[SoftRow.LEAST]), terms
+        return SoftTargets(index, coefficient, least), terms
 
     @property
     def classes(self) -> tuple[Tensor, Tensor]:

@@ -23,7 +23,7 @@ from cutefce.cute_kernels.parts import (
     parts_of,
 )
 from cutefce.cute_kernels.spec.kernel import KernelSpec
-from cutefce.cute_kernels.spec.rowwise import PrepareSoftSpec, SelectRowsSpec, SoftLeadsSpec
+from cutefce.cute_kernels.spec.rowwise import SelectRowsSpec
 from tests.support.fake_tuner import RUNNER, SIZES, TARGET
 from tests.support.faulty_candidates import Kind, config
 from tests.support.kernel_models import model_of, use_models
@@ -104,7 +104,7 @@ def launched(no_results: None, monkeypatch: pytest.MonkeyPatch) -> set[KernelSpe
 
         def launch(*arguments: Any) -> None:
             kernels.add(kernel)
-            if isinstance(kernel, SelectRowsSpec | SoftLeadsSpec | PrepareSoftSpec):
+            if isinstance(kernel, SelectRowsSpec):
                 model_of(kernel)(*arguments)
 
         return launch

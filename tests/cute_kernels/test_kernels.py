@@ -274,7 +274,7 @@ class Launches:
         tensors = self.case.h, self.case.w, reference, target, sums, exps, self.semaphores()
         clusters = self.sms // kernel.config.cluster
         numbers = self.semaphores(), 0, first, self.splits, clusters
-        jit_cache.compiled(kernel)(*tensors, self.transform, reductions, None, None, *numbers)
+        jit_cache.compiled(kernel)(*tensors, self.transform, reductions, None, *numbers)
         return sums, exps, reductions
 
     def statistics(self, logit: Tensor) -> Tensor:

@@ -32,7 +32,6 @@ class Launch:
     transform: tuple[Any, Any, float | None] | None
     reductions: Any
     samples: tuple[Any, ...] | None = None
-    soft: tuple[Any, Any, Any] | None = None
     count: int | None = None
     """Rows that count; None for all."""
     may_skip: bool = False
@@ -44,7 +43,7 @@ class Launch:
         """Run the kernel with a `run` of this package."""
         vectors = self.reference, self.target, self.sums, self.exps, self.semaphores
         count = np.array([self.count or 0], np.int32), int(self.count is not None) + self.may_skip
-        options = self.transform, self.reductions, self.samples, self.soft
+        options = self.transform, self.reductions, self.samples
         rest = *options, *count, self.first, self.vocab_splits, clusters
         run(kernel, self.h, self.w, *vectors, *rest, **how)
 

@@ -330,37 +330,6 @@ def test_samples(config: GemmConfig) -> None:
     assert np.array_equal(without.sums, sampled.launch.sums)
 
 
-@pytest.mark.parametrize("count", rest_slow([70, None]))
-@pytest.mark.parametrize("config", rest_slow([COOPERATIVE, PINGPONG, TALL, SHARED]))
-def test_logits_of_soft_targets_beside_exponentials(config: GemmConfig, count: int | None) -> None:
-    """A launch computes those of its columns, of tokens that count, and nothing else changes."""
-    case = Case(130, 136, 300, first=40)
-    kernel = kernels_of(config).row_sums
-    launches = [case.launch(kernel, vocab_splits=2) for _ in range(2)]
-    index = torch.rand(130, 380).topk(11, 1).indices.sort(1).values
-    index[1], index[2] = torch.arange(40, 51), torch.arange(329, 340)
-    b = torch.rand(130, 11).round() * torch.rand(130, 11)
-    index[4] = 77  # several times
-    b[1], b[2], b[3], b[4] = 1, 1, 0, 1
-    index[b == 0] = 0
-    logits = torch.full((130, 11), 7.0)
-    for launch in launches:
-        launch.count = count
-    launches[1].soft = index.numpy(), b.numpy(), logits.numpy()
-    for launch in launches:
-        soft = launch.soft is not None
-        launch.run(run, dataclasses.replace(kernel, soft=soft), clusters=2)
-    plain, with_soft = launches
-    np.testing.assert_array_equal(with_soft.sums, plain.sums)
-    np.testing.assert_array_equal(with_soft.exps, plain.exps)
-    inside = (b != 0) & (index >= 40) & (index < 340)
-    inside &= (torch.arange(130) < (count or 130))[:, None]
-    want = (case.h.double() @ case.w.double().t()).gather(1, (index - 40).clamp(0, 299))
-    limits: Any = {"rtol": 1e-5, "atol": 1e-4}
-    torch.testing.assert_close(logits[inside].double(), want[inside], **limits)
-    assert (logits[~inside] == 7).all()
-
-
 # Rows that count
 
 

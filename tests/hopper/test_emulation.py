@@ -30,11 +30,9 @@ from cutefce.cute_kernels.spec.rowwise import (
 )
 from cutefce.cute_kernels.variant import LogitTransform
 from cutefce.cute_kernels.workspace import (
-    NO_CLASS,
     Coefficient,
     Move,
     Semaphore,
-    SoftRow,
     Stat,
 )
 from cutefce.ops.interface.options import LossOptions, TensorOptions
@@ -47,7 +45,6 @@ from cutefce.ops.rows.loss_terms import GivenTargets, LossTerms
 from cutefce.ops.rows.scaling import scaling_of
 from cutefce.ops.rows.statistics import RowStats, token_losses
 from cutefce.ops.rows.targets import Targets
-from cutefce.ops.soft_targets.rows import leads, soft_rows
 from tests.emulation.configs import (
     COOPERATIVE,
     GRADIENTS,
@@ -586,32 +583,6 @@ def test_target_logits_of_selected_rows() -> None:
     assert not products[15:].any()
 
 
-@pytest.mark.parametrize("classes", rest_slow([7, 64, 1, 256]))
-def test_rows_of_soft_targets(classes: int) -> None:
-    """Leads, and the other classes: equal bits to those of plain torch, but for sums of a row."""
-    index, q = torch.randint(-3, 50, (19, classes)), torch.rand(19, classes)
-    q[torch.rand(19, classes) < 0.2], q[3], q[8] = 0, 0, 0.25
-    for row, value in zip((4, 5, 6, 7), (0.5, torch.nan, -0.1, torch.inf), strict=True):
-        index[row, classes // 2], q[row, classes // 2] = 50 if row == 4 else 0, value
-    index[:3], index[8:] = index[:3].clamp(min=0), index[8:].clamp(min=0)
-    kernels, lead = kernels_of(PINGPONG), torch.empty(19, dtype=torch.int64)
-    run(kernels.soft_leads, index, q, lead, 50, -100)
-    assert torch.equal(lead, leads(index, q, 50, -100))
-    assert (lead[4:8] == NO_CLASS).all() and lead[3] == -100
-    token = torch.rand(19)
-    for far, first, last in ((0, 0, 50), (0, 10, 40), (1 << 23, 0, 1 << 24)):
-        made = torch.full_like(index, 7), torch.full_like(q, 7), torch.full((4, 19), 7.0)
-        moved, own = index + far, torch.where(lead < 0, lead, lead + far)
-        given, numbers = (moved, q, own, token), (0.9, -100, first, last - first)
-        run(kernels.prepare_soft, *given, *made, *numbers)
-        want = soft_rows(own, moved, q, token, None, 0.9, -100, slice(first, last), q.dtype)
-        fine = torch.arange(19) != 5  # bits of NaN differ
-        assert torch.equal(made[0][fine], want[0][fine])
-        assert torch.equal(made[1][fine], want[1][fine])
-        assert not made[2][[SoftRow.LEAD, SoftRow.OTHERS], 3].any()
-        torch.testing.assert_close(made[2], want[2], rtol=1e-6, atol=0, equal_nan=True)
-
-
 @pytest.mark.parametrize("size", rest_slow([(7, 264), (1, 8), (70, 600)]))
 def test_logits_of_soft_targets(size: tuple[int, int]) -> None:
     classes, hidden = size
@@ -622,7 +593,8 @@ def test_logits_of_soft_targets(size: tuple[int, int]) -> None:
     h[order[4]] = torch.nan
     for selects in (0, 1):
         logits = torch.full((5, classes), 7.0)
-        run(SoftLogitsSpec("sm_90a", "bfloat16"), h, w, (index, b, logits), order, selects)
+        kernel = SoftLogitsSpec("sm_90a", "bfloat16")
+        run(kernel, h, w, index, b, logits, order, selects)
         rows = h[order] if selects else h[:5]
         want = (rows.double()[:, None] * w[index.clamp(max=29)].double()).sum(2)
         counts = b != 0

@@ -19,7 +19,6 @@ from cutefce.cute_kernels.sampling_set import SORT_SIZES, sort_entries, weight_s
 from cutefce.cute_kernels.spec.gemm import ProjectExpSpec
 from cutefce.cute_kernels.spec.kernel import KernelSpec
 from cutefce.cute_kernels.spec.sampling import (
-    ChooseClassesSpec,
     ListSamplesSpec,
     PrepareSamplesSpec,
     SortSamplesSpec,
@@ -27,7 +26,6 @@ from cutefce.cute_kernels.spec.sampling import (
 )
 from cutefce.cute_kernels.variant import LogitTransform
 from cutefce.ops.dtypes import dtype_name
-from cutefce.ops.sampling.random_bits import strata_draws
 from tests.emulation.cases import Case
 from tests.emulation.configs import PINGPONG
 from tests.emulation.hopper import run
@@ -73,7 +71,6 @@ EXACT = kernel_set(ARCH, "bfloat16", ARCH.default_configs(8192, 4096, 132))
     "kernel",
     [
         EXACT.sampled_sums,
-        *(ChooseClassesSpec(ARCH.name, step) for step in ("choose", "place")),
         *(PrepareSamplesSpec(ARCH.name, step) for step in ("estimate", "first", "again")),
         *(sort_entries(ARCH.name, slots, softcap=False) for slots in SORT_SIZES),
         ListSamplesSpec(ARCH.name),
@@ -104,32 +101,6 @@ def test_overflowing_rows_write_no_more_than_their_slots() -> None:
     active = case.y.numpy() >= 0
     assert (sampled.counts[active] > 9).all()
     assert (sampled.counts <= 2 * 64).all(), "warpgroups stop after their tiles, of 64 columns"
-
-
-@pytest.mark.parametrize("sizes", rest_slow([(300, 150, 150), (50, 20, 1), (20000, 40, 70)]))
-def test_classes_of_the_estimate(sizes: tuple[int, int, int]) -> None:
-    """Those of the definition: many equally frequent ones, one with very many targets, shards."""
-    vocab, frequent, drawn = sizes
-    generator, first = torch.Generator().manual_seed(0), 11
-    few, some = torch.arange(17).repeat_interleave(3), torch.randperm(vocab, generator=generator)
-    y = torch.cat([few * (vocab // 17), some[:33], torch.full((1100,), vocab - 1)])
-    y = y[torch.randperm(len(y), generator=generator)] - first
-    y[3], y[5], y[7] = -100, -first - 1, vocab - first
-    seed = torch.from_numpy(np.array(SEED, np.uint32).view(np.int32))
-    classes, counts = torch.full((frequent + drawn,), -1), torch.full((vocab,), 9).int()
-    run(ChooseClassesSpec(ARCH.name, "choose"), y, seed, classes, counts, frequent, first, -100)
-    counts, own = torch.zeros(vocab, dtype=torch.int64), (y + first)[(y != -100).nonzero()[:, 0]]
-    counts.index_add_(0, own[(own >= 0) & (own < vocab)], torch.ones_like(own)[2:])
-    want = (counts * vocab - torch.arange(vocab)).topk(frequent).indices.sort().values
-    others = torch.ones(vocab, dtype=torch.bool).index_fill_(0, want, False).nonzero()[:, 0]
-    draws = strata_draws(seed, drawn, vocab - frequent)
-    assert torch.equal(classes, torch.cat([want, others[draws]]))
-    places = torch.empty_like(y), torch.empty_like(y)
-    run(ChooseClassesSpec(ARCH.name, "place"), y, classes, *places, frequent, first)
-    for got, part in zip(places, (classes[:frequent], classes[frequent:]), strict=True):
-        is_there = got >= 0
-        assert torch.equal(part[got[is_there]], (y + first)[is_there])
-        assert not torch.isin((y + first)[~is_there], part).any() and bool((got >= -1).all())
 
 
 @pytest.mark.parametrize("only_drawn", rest_slow([0, 1]))

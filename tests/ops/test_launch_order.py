@@ -15,7 +15,6 @@ from cutefce.cute_kernels.spec.gemm import GradGemmSpec, ProjectExpSpec
 from cutefce.cute_kernels.spec.kernel import KernelSpec
 from cutefce.cute_kernels.spec.rowwise import (
     MoveRowsSpec,
-    PrepareSoftSpec,
     SelectRowsSpec,
     SoftLogitsSpec,
     TargetLogitSpec,
@@ -161,7 +160,7 @@ def test_a_repeat_launches_the_kernels_of_the_first_step(
 def test_parts_of_soft_targets_are_made_once(
     arch: str, outputs: bool, launched: Callable[..., Noted], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before a product that writes their logits, else behind it, where the GPU is busy."""
+    """Behind the product, where the GPU is busy."""
     noted, (h, w, _) = launched(arch), operands()
 
     def parts_of(*arguments: Any) -> Any:
@@ -179,11 +178,6 @@ def test_parts_of_soft_targets_are_made_once(
         )
     loss.backward()
     kinds = [x if x == "parts" else type(x) for x in noted]
-    before: set[Any] = {SelectRowsSpec, TargetLogitSpec, MoveRowsSpec}
-    joins = arch == "sm_90a"
-    if joins:
-        before |= {"parts"} if outputs else {"parts", PrepareSoftSpec}
+    before = {SelectRowsSpec, TargetLogitSpec, MoveRowsSpec}
     assert set(kinds[: kinds.index(ProjectExpSpec)]) == before
-    assert kinds.count("parts") == 1 and kinds.count(SoftLogitsSpec) == 1 - joins
-    assert any(getattr(x, "soft", False) for x in noted) == joins
-    assert kinds.count(PrepareSoftSpec) == (not outputs)
+    assert kinds.count("parts") == kinds.count(SoftLogitsSpec) == 1

@@ -16,10 +16,11 @@ from cutefce.cute_kernels.config import PortableTiles
 from cutefce.ops.interface import call
 from cutefce.ops.interface.options import LossOptions, Sharding, StepOptions, TensorOptions
 from cutefce.ops.operators import saved
+from cutefce.ops.operators.seed import draw_seed
 from cutefce.ops.rows.targets import Targets
 from cutefce.ops.sampling import sample_sizes
 from cutefce.ops.sampling.estimate_classes import estimate_classes, target_places
-from cutefce.ops.sampling.random_bits import random_bits, row_states, strata_draws
+from cutefce.ops.sampling.random_bits import random_bits, row_states
 from cutefce.ops.sampling.samples import Sampling
 from tests.support import sampled as model
 from tests.support.backends import named
@@ -106,32 +107,22 @@ def test_bits_are_uniform_and_independent(seed: tuple[int, int]) -> None:
         assert abs(float(spread) - 1) < 5 * (2 / few.shape[1 - dim]) ** 0.5
 
 
-def test_draws_are_one_of_each_stratum() -> None:
-    seed, total = torch.tensor([3, 4], dtype=torch.int32), 4096 * 24 + 1000
-    draws = strata_draws(seed, 4096, total)
-    numbers = torch.arange(4096)
-    assert bool((draws * 4096 < (numbers + 1) * total).all())
-    assert bool(((draws + 1) * 4096 > numbers * total).all())
-    assert torch.equal(strata_draws(seed, 333, 333), torch.arange(333))
-    places = (strata_draws(seed + i, 4096, 4096 * 24) % 24 for i in range(20))
-    counts = torch.cat([*places]).bincount(minlength=24)
-    assert abs(float(((counts - counts.sum() / 24) ** 2 / (counts.sum() / 24)).sum()) - 23) < 30
-
-
 def test_estimates_are_of_frequent_targets_and_of_drawn_classes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Every other class is drawn equally often; shifted numbers, as ranks have, change nothing."""
     model.estimate_of(13, monkeypatch)
-    seed, total, first = torch.tensor([3, 4], dtype=torch.int32), 40, 7
+    total, first = 40, 7
     y = torch.tensor([39, 20, 20, 39, 39, 2, -100, 11, 3, 3])
     options, drawn_classes = LossOptions(), []
-    for i in range(400):
-        sampling = Sampling(seed + i, 16, torch.arange(len(y)), total)
+    strata = torch.arange(9) * 36 / 9
+    for _ in range(400):
+        sampling = Sampling(draw_seed(y), 16, torch.arange(len(y)), total)
         chosen = estimate_classes(Targets(y, total, options), sampling)
         assert chosen[:4].tolist() == [2, 3, 20, 39]
         drawn_classes.append(chosen[4:])
-        assert bool((drawn_classes[-1].diff() > 0).all())
+        others = drawn_classes[-1] - torch.searchsorted(chosen[:4], drawn_classes[-1])
+        assert bool(((others >= strata) & (others < strata + 4)).all()), "one of each stratum"
         frequent, drawn = target_places(chosen, 4, Targets(y, total, options))
         assert frequent.tolist() == [3, 2, 2, 3, 3, 0, -1, -1, 1, 1]
         assert all(at < 0 or drawn_classes[-1][at] == c for at, c in zip(drawn, y, strict=True))

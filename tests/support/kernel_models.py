@@ -34,19 +34,16 @@ from cutefce.cute_kernels.spec.rowwise import (
     OUT_AND_SUMS,
     KeptSumsSpec,
     MoveRowsSpec,
-    PrepareSoftSpec,
     PutSoftSpec,
     ReducePartialsSpec,
     RowCoefficientsSpec,
     ScaleAddRowsSpec,
     SelectRowsSpec,
-    SoftLeadsSpec,
     SoftLogitsSpec,
     SortTargetsSpec,
     TargetLogitSpec,
 )
 from cutefce.cute_kernels.spec.sampling import (
-    ChooseClassesSpec,
     ListSamplesSpec,
     PrepareSamplesSpec,
     SortSamplesSpec,
@@ -77,7 +74,6 @@ from cutefce.ops.rows.statistics import RowStats
 from cutefce.ops.rows.targets import Targets, variant_of
 from cutefce.ops.sampling import kernels as sampling
 from cutefce.ops.soft_targets import kernels as soft_kernels
-from cutefce.ops.soft_targets import rows as soft_rows
 from tests.support import divergence_models, sampling_models
 from tests.support.kept_sums import split_sums
 from tests.support.row_reductions import reduced
@@ -89,8 +85,6 @@ def model_of(kernel: KernelSpec) -> Callable[..., None]:
         SelectRowsSpec: _select_rows,
         MoveRowsSpec: _move_rows,
         TargetLogitSpec: _target_logit,
-        SoftLeadsSpec: _soft_leads,
-        PrepareSoftSpec: _prepare_soft,
         SoftLogitsSpec: _soft_logits,
         PutSoftSpec: _put_soft,
         ProjectExpSpec: _project_exp,
@@ -101,7 +95,6 @@ def model_of(kernel: KernelSpec) -> Callable[..., None]:
         RowCoefficientsSpec: _row_coefficients,
         SortTargetsSpec: _sort_targets,
         DivergenceRowsSpec: divergence_models.divergence_rows,
-        ChooseClassesSpec: sampling_models.choose_classes,
         PrepareSamplesSpec: sampling_models.prepare_samples,
         SortSamplesSpec: sampling_models.sort_samples,
         ListSamplesSpec: sampling_models.list_samples,
@@ -167,52 +160,19 @@ def _move_rows(
     out[rows:] = 0
 
 
-def _soft_leads(
-    _: SoftLeadsSpec, index: Tensor, probs: Tensor, lead: Tensor, vocab: int, ignored: int
-) -> None:
-    lead.copy_(soft_rows.leads(index, probs, vocab, ignored))
-
-
-def _prepare_soft(
-    _: PrepareSoftSpec,
-    index: Tensor,
-    probs: Tensor,
-    lead: Tensor,
-    token: Tensor,
-    own_index: Tensor,
-    coefficient: Tensor,
-    sums: Tensor,
-    factor: float,
-    ignored: int,
-    first: int,
-    vocab: int,
-) -> None:
-    own = slice(first, first + vocab)
-    made = soft_rows.soft_rows(lead, index, probs, token, None, factor, ignored, own, probs.dtype)
-    for out, x in zip((own_index, coefficient, sums), made, strict=True):
-        out.copy_(x)
-
-
 def _soft_logits(
     _: SoftLogitsSpec,
     h: Tensor,
     w: Tensor,
-    classes: tuple[Tensor, Tensor, Tensor],
+    index: Tensor,
+    coefficient: Tensor,
+    logits: Tensor,
     order: Tensor,
     selects: int,
 ) -> None:
-    classes[2].fill_(torch.nan)
-    _write_soft_logits(h[order] if selects else h, w, 0, *classes)
-
-
-def _write_soft_logits(
-    h: Tensor, w: Tensor, first: int, index: Tensor, coefficient: Tensor, logits: Tensor
-) -> None:
-    """Write logits of classes that are rows of the window w; h has the first rows of `index`."""
-    index, coefficient = index[: len(h)] - first, coefficient[: len(h)]
-    inside = (coefficient != 0) & (index >= 0) & (index < len(w))
-    products = (h.float()[:, None] * w[index.clamp(0, len(w) - 1)].float()).sum(2)
-    logits[: len(h)] = torch.where(inside, products, logits[: len(h)])
+    rows = h[order] if selects else h
+    products = (rows.float()[:, None] * w[index.clamp(0, len(w) - 1)].float()).sum(2)
+    logits.copy_(torch.where(coefficient == 0, torch.nan, products))
 
 
 def _put_soft(kernel: PutSoftSpec, *operands: Any) -> None:
@@ -303,7 +263,6 @@ def _project_exp(
     transform: Transform | None,
     reductions: Tensor | None,
     samples: tuple[Any, ...] | None,
-    soft: tuple[Tensor, Tensor, Tensor] | None,
     count: Tensor,
     selects: int,
     first: int,
@@ -345,12 +304,6 @@ def _project_exp(
     if samples is not None:
         scale = None if transform is None or not kernel.transform.softcap else transform[0]
         sampling_models.sample(masked[:counted], columns, scale, samples)
-    assert (soft is not None) == kernel.soft
-    if soft is not None:
-        chosen, coefficient = soft[:2]
-        before = chosen.masked_fill(coefficient == 0, -1).cummax(1).values
-        assert ((coefficient == 0) | (chosen >= before)).all(), "classes ascend"
-        _write_soft_logits(h[:counted], w, first, *soft)
     if sums is not None:
         sums[~inside] = torch.nan  # undefined
     if reductions is not None:
@@ -698,5 +651,5 @@ def use_models(
     """Launch the models, or another replacement, in the place of compiled kernels: unverified."""
     monkeypatch.setattr(dispatch, "_unproven_reason", lambda *_: None)
     modules = cute_projection, cute_gradients, cute_rowwise, dispatch
-    for module in (*modules, select_rows, sampling, logits, row_kernel, soft_rows, soft_kernels):
+    for module in (*modules, select_rows, sampling, logits, row_kernel, soft_kernels):
         monkeypatch.setattr(module, "compiled", replacement)

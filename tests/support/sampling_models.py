@@ -9,11 +9,7 @@ from torch import Tensor
 
 from cutefce.cute_kernels.spec import sampling as spec
 from cutefce.cute_kernels.spec.sampling import COLUMN_FACTOR
-from cutefce.ops.interface.options import LossOptions
-from cutefce.ops.rows.targets import Targets
-from cutefce.ops.sampling.estimate_classes import estimate_classes, target_places
 from cutefce.ops.sampling.random_bits import _mix_, _signed, row_states
-from cutefce.ops.sampling.samples import Sampling
 
 Rows = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int, Tensor, int]
 MASK = 0xFFFFFFFF
@@ -27,19 +23,6 @@ def packed(index: Tensor, value: Tensor) -> Tensor:
 def unpacked(entries: Tensor) -> tuple[Tensor, Tensor]:
     """Return indices and values of entries."""
     return entries >> 32, (entries & MASK).to(torch.int32).view(torch.float32)
-
-
-def choose_classes(kernel: spec.ChooseClassesSpec, index: Tensor, *arguments: Any) -> None:
-    """Do what the portable path does; `ignored` is the last argument of the choice."""
-    if kernel.step == "choose":
-        seed, classes, counts, frequent, first, ignored = arguments
-        options = LossOptions(ignore_index=ignored)
-        targets = Targets(index, len(counts), options, first=first)
-        classes[:] = estimate_classes(targets, Sampling(seed, 16, index, len(counts)))
-        return
-    classes, of_frequent, of_drawn, frequent, first = arguments
-    targets = Targets(index, 1, LossOptions(), first=first)
-    of_frequent[:], of_drawn[:] = target_places(classes, frequent, targets)
 
 
 def prepare_samples(kernel: spec.PrepareSamplesSpec, *arguments: Any) -> None:

@@ -95,10 +95,7 @@ def _seed(like: Tensor) -> Tensor:
 
 
 def _estimates(primitives: Primitives, inputs: Inputs, plan: Plan) -> dict[str, Tensor]:
-    """Return the classes of an estimate and the places of targets, and an estimate of lse (N,).
-
-    The classes are of a large vocabulary; the estimate is of all classes, of which half count more.
-    """
+    """Return an estimate of lse (N,) of all classes, of which half count more."""
     h, w, targets, projection = inputs.h, inputs.w, inputs.targets, primitives.projection
     assert inputs.sampling is not None
     sampling, half = replace(inputs.sampling, vocab=MANY_CLASSES), (len(w) + 1) // 2
@@ -110,13 +107,8 @@ def _estimates(primitives: Primitives, inputs: Inputs, plan: Plan) -> dict[str, 
         part = Targets(none, half, targets.options)
         partial = projection.project_exp(h, rows, (0, half), logit, part)
         values["sums of classes"].append(partial)
-    for kind in (SampleKind.CHOOSE_CLASSES, SampleKind.PLACE_TARGETS, SampleKind.ESTIMATE):
-        SAMPLING[kind](call, Step(kind, (), (), (0, len(h))))
-    classes = torch.cat([values["classes"], *values["places"]])
-    return {
-        "classes of the estimate": classes.double(),
-        "estimated log-sum-exps": values["estimate"],
-    }
+    SAMPLING[SampleKind.ESTIMATE](call, Step(SampleKind.ESTIMATE, (), (), (0, len(h))))
+    return {"estimated log-sum-exps": values["estimate"]}
 
 
 def _sampled(inputs: Inputs, plan: Plan, samples: int) -> tuple[Inputs, Plan]:

@@ -1,4 +1,4 @@
-"""Outputs of the kernels of soft targets for a tuning case: rows, logits, and entries that are put.
+"""Outputs of the kernels of soft targets for a tuning case: logits, and entries that are put.
 
 Probabilities and factors are powers of 2, so that entries are exact in 16 bits.
 """
@@ -7,10 +7,8 @@ import torch
 
 from cutefce.autotune_cache.tuning.cases import Case, CheckedOutput
 from cutefce.cute_kernels.integers import round_up
-from cutefce.cute_kernels.problem import can_keep
-from cutefce.ops.dtypes import dtype_name, sum_dtype
+from cutefce.ops.dtypes import sum_dtype
 from cutefce.ops.interface.options import LossOptions, TensorOptions
-from cutefce.ops.primitives.cute_projection import CuteProjection
 from cutefce.ops.primitives.primitives import Primitives
 from cutefce.ops.rows.targets import make_targets
 from cutefce.ops.soft_targets.rows import leads
@@ -22,41 +20,25 @@ LOGIT_ROUNDINGS = 16
 
 
 def soft_outputs(case: Case, primitives: Primitives) -> dict[str, CheckedOutput]:
-    """Return leads, the other classes, their logits and excess, and exponentials with entries.
-
-    The logits come alone and beside the product, where kernels can compute them there.
+    """Return the logits and excess of classes but the leads, and exponentials with entries.
 
     These are put among zeros, and among factors of tokens: alone, and behind dX's product, where
     its kernel multiplies exponentials.
     """
     projection, vocab = primitives.projection, case.problem.vocab
     h, w = projection.prepare(case.h, case.w)
-    arch = case.problem.arch if isinstance(projection, CuteProjection) else None
     steps = torch.arange(CLASSES, device=h.device)
     index = (case.y.clamp(min=0)[:, None] + STRIDE * steps) % vocab
     probs = (0.5 ** (1.0 + (steps - LEAD) % CLASSES)).expand(index.shape)
     options, tensors = LossOptions(), TensorOptions(target_indices=index, target_probs=probs)
-    lead = leads(index, probs, vocab, options.ignore_index, arch)
-    dtype = sum_dtype(h.dtype)
-    targets = make_targets(lead, vocab, options, tensors, dtype, arch)
+    lead, dtype = leads(index, probs, vocab, options.ignore_index), sum_dtype(h.dtype)
+    targets = make_targets(lead, vocab, options, tensors, dtype)
     target_logit = projection.target_logit(h, w, targets)
     soft, exps = targets.soft, h.new_zeros(len(h), vocab)
     assert soft is not None
     soft.excess = projection.soft_excess(h, w, targets, target_logit)
     assert soft.logits is not None
-    results = {"soft logits": soft.logits, "excess": soft.excess}
-    width = round_up(vocab, primitives.config.reference_block)
-    buffer = h.new_empty(len(h), width)
-    for suffix, to in ((" beside sums", None), (" beside exponentials", buffer)):
-        soft.excess = None
-        targets.soft_logits = projection.empty_soft_logits(targets)
-        projection.project_exp(h, w, (0, vocab), target_logit, targets, to)
-        soft.excess = projection.soft_excess(h, w, targets, target_logit)
-        results |= {f"soft logits{suffix}": soft.logits, f"excess{suffix}": soft.excess}
-        if not can_keep(dtype_name(h.dtype)):
-            break
-    for name, x in results.items():
-        results[name] = x if x.ndim == 1 else x.where(soft.coefficient != 0, 0)
+    logits = soft.logits.where(soft.coefficient != 0, 0)
     projection.put_soft(soft.coefficient, exps, 0, targets)
     rows = h.new_empty(2, len(h), round_up(vocab, 8))[..., :vocab]  # of whole vectors
     scaled, beside = rows.copy_(exps == 0)  # wide exponentials have entries added
@@ -67,10 +49,10 @@ def soft_outputs(case: Case, primitives: Primitives) -> dict[str, CheckedOutput]
     add = primitives.gradients.add_grad_hidden
     is_scaled = add(sums, beside, w, accumulate=False, factor=factor)
     projection.scale_soft(soft.coefficient, factor, beside, 0, targets, factor, is_scaled)
-    results |= {
+    results = {
+        "soft logits": logits,
+        "excess": soft.excess,
         "dX before exponentials are scaled": sums.to(h.dtype),
-        "leads of soft targets": lead.to(dtype),
-        "classes of soft targets": soft.index.to(dtype),
         "entries of soft targets": exps,
         "entries of soft targets among scaled exponentials": scaled,
         "entries of soft targets among exponentials scaled beside dX": beside,
