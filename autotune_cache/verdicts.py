@@ -5,13 +5,13 @@ compiler as they are, is a check on any of them: one that a file of the user's f
 shipped table.  Before a table is written, all configurations that the architecture lists have
 passed for its dtypes, and lookups choose no others.
 
-What is recorded is a configuration of a kernel in a part of what calls launch
-(`cute_kernels.parts`).
+What is recorded are parts of what calls launch (`cute_kernels.parts`), which passed with all of
+these configurations.
 """
 
 import contextlib
 import json
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,10 +19,8 @@ from cutefce.autotune_cache import lookup
 from cutefce.cute_kernels import cache_files
 from cutefce.cute_kernels.arch.base import Arch
 from cutefce.cute_kernels.cache_files import CacheError
-from cutefce.cute_kernels.config import KernelConfigs
 from cutefce.cute_kernels.gpu import Gpu
 from cutefce.cute_kernels.jit import cache as jit_cache
-from cutefce.cute_kernels.parts import PARTS, part_configs
 from cutefce.cute_kernels.process_cache import warn_once
 
 
@@ -33,12 +31,12 @@ class Verdict:
     passed: bool
     reason: str = ""
     """Why it failed."""
-    uses: frozenset[str] = field(default=frozenset(), compare=False)
+    parts: frozenset[str] = field(default=frozenset(), compare=False)
     """What passed, of a recorded one."""
 
 
-Verifier = Callable[[Gpu, str, str, KernelConfigs, str], Verdict]
-"""Verifies a part of calls on a GPU: of its device, a dtype and configurations."""
+Verifier = Callable[[Gpu, str, str, str], Verdict]
+"""Verifies a part of calls on a GPU: of its device and a dtype."""
 _verifiers: list[Verifier] = []
 
 
@@ -47,29 +45,21 @@ def verify_by(verifier: Verifier) -> None:
     _verifiers[:] = [verifier]
 
 
-def verified(gpu: Gpu, device: str, dtype: str, configs: KernelConfigs, part: str) -> Verdict:
+def verified(gpu: Gpu, device: str, dtype: str, part: str) -> Verdict:
     """Verify a part of calls, and return the verdict."""
-    return _verifiers[0](gpu, device, dtype, configs, part)
+    return _verifiers[0](gpu, device, dtype, part)
 
 
-def uses(configs: KernelConfigs, parts: Iterable[str] = PARTS) -> set[str]:
-    """Return the names of what checks of `parts` with `configs` prove, and calls with both need."""
-    found = set()
-    for part in parts:
-        pairs = part_configs(part, configs)
-        found |= {f"{part}: {kernel}: {config!r}" for kernel, config in pairs} or {part}
-    return found
-
-
-def known(gpu: Gpu, dtype: str, needed: Set[str]) -> Verdict | None:
-    """Return the verdict on what `uses` returned, None without one.
+def known(gpu: Gpu, dtype: str, *parts: str) -> Verdict | None:
+    """Return the verdict on parts of calls, None without one.
 
     A recorded failure is one on all kernels of `dtype`, and outweighs what tables prove.
     """
     recorded = _recorded(gpu.arch, dtype)
     if not recorded.passed:
         return recorded
-    return Verdict(True) if needed <= recorded.uses or _has_table(gpu.arch, dtype) else None
+    is_proven = recorded.parts.issuperset(parts) or _has_table(gpu.arch, dtype)
+    return Verdict(True) if is_proven else None
 
 
 def failure(gpu: Gpu, dtype: str) -> Verdict | None:
@@ -78,18 +68,17 @@ def failure(gpu: Gpu, dtype: str) -> Verdict | None:
     return None if verdict.passed else verdict
 
 
-def record(gpu: Gpu, dtype: str, verdict: Verdict, checked: Set[str]) -> None:
+def record(gpu: Gpu, dtype: str, verdict: Verdict, parts: Iterable[str]) -> None:
     """Write a verdict into the user's folder, if that can be written to.
 
     Args:
         gpu: A GPU of the architecture.
         dtype: Dtype of hidden states and weight.
         verdict: The outcome.
-        checked: The uses that passed, which are added to those recorded before.
+        parts: What passed, which is added to what is recorded.
     """
-    before = _recorded(gpu.arch, dtype).uses
-    passed = sorted(before | checked) if verdict.passed else []
-    data = {"passed": verdict.passed, "reason": verdict.reason, "uses": passed}
+    passed = _recorded(gpu.arch, dtype).parts.union(parts) if verdict.passed else ()
+    data = {"passed": verdict.passed, "reason": verdict.reason, "parts": sorted(passed)}
     with contextlib.suppress(OSError):
         cache_files.write(record_path(gpu.arch, dtype), f"{json.dumps(data)}\n".encode())
 
@@ -108,7 +97,7 @@ def _recorded(arch: Arch, dtype: str) -> Verdict:
     """Return what is recorded if nobody else can have written it; else that nothing has passed."""
     try:
         data = json.loads(cache_files.read(record_path(arch, dtype)))
-        return Verdict(data["passed"] is True, str(data["reason"]), frozenset(data["uses"]))
+        return Verdict(data["passed"] is True, str(data["reason"]), frozenset(data["parts"]))
     except CacheError as error:
         warn_once(str(error))
     except (OSError, ValueError, KeyError, TypeError, RecursionError):

@@ -25,6 +25,7 @@ from cutefce.cute_kernels.arch import arch_named
 from cutefce.cute_kernels.arch.sm90 import LOW
 from cutefce.cute_kernels.jit.compiler import Report
 from cutefce.cute_kernels.jit.subprocess_worker import WorkerError
+from cutefce.cute_kernels.parts import PARTS
 from cutefce.cute_kernels.spec.gemm import ProjectExpSpec
 from cutefce.cute_kernels.variant import LogitTransform
 from cutefce.version import __version__
@@ -367,8 +368,7 @@ def test_verify_records_a_verdict_for_each_dtype(
     assert result.exit_code == 0, result.output
     for dtype in GPU.arch.dtypes:
         assert f"the {dtype} kernels passed on {GPU.name}" in result.output
-        needed = {use for check in verify.listed(RUNNER, dtype) for use in check.uses()}
-        assert verdicts.known(GPU, dtype, needed) == verdicts.Verdict(True)
+        assert verdicts.known(GPU, dtype, *PARTS) == verdicts.Verdict(True)
 
 
 def test_version() -> None:

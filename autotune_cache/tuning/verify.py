@@ -1,8 +1,8 @@
 """Verification: runs configurations on a GPU once and compares with the portable path.
 
 A kernel that never ran on an architecture may hang or give wrong results there.  So before their
-first launch, kernels run on small problems in a subprocess, under a time limit: those of the
-configurations and of the part that a call launches, or all that the architecture lists.  Verdicts
+first launch, kernels run on small problems in a subprocess, under a time limit: those of the part
+that a call launches, or of all parts, in all configurations that the architecture lists.  Verdicts
 are recorded for the architecture, kernels, compiler and dtype.
 """
 
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from cutefce.autotune_cache import verdicts
 from cutefce.autotune_cache.table import TUNED
 from cutefce.autotune_cache.tuning import tuner, worker
-from cutefce.autotune_cache.tuning.runner import Runner, with_tuned
+from cutefce.autotune_cache.tuning.runner import Runner
 from cutefce.autotune_cache.verdicts import Verdict
 from cutefce.cute_kernels import cache_files
 from cutefce.cute_kernels.config import KernelConfigs
@@ -23,7 +23,7 @@ from cutefce.cute_kernels.gpu import Gpu
 from cutefce.cute_kernels.jit import build
 from cutefce.cute_kernels.jit.notices import announce
 from cutefce.cute_kernels.jit.subprocess_worker import SubprocessWorker, WorkerError
-from cutefce.cute_kernels.parts import PARTS, has_gradients, parts_of
+from cutefce.cute_kernels.parts import DIVERGENCES, PARTS, parts_of
 from cutefce.cute_kernels.spec.kernel import KernelSpec
 
 LOCK_SECONDS = 1200
@@ -51,14 +51,13 @@ class Check:
         """Return the kernels to compile."""
         return self.runner.kernels(self.dtype, self.configs, self.parts)
 
-    def uses(self) -> set[str]:
-        """Return what it proves, as verdicts name it."""
-        return verdicts.uses(self.configs, self.parts)
 
-
-def listed(runner: Runner, dtype: str) -> list[Check]:
+def listed(runner: Runner, dtype: str, parts: tuple[str, ...] = PARTS) -> list[Check]:
     """Return checks of all configurations that the architecture lists."""
-    return [Check(runner, dtype, configs) for configs in runner.listed_configs()]
+    every = runner.listed_configs()
+    if parts == (DIVERGENCES,):  # which depend on none of these
+        every = every[:1]
+    return [Check(runner, dtype, configs, parts) for configs in every]
 
 
 def _ignore(_: str) -> None:
@@ -68,8 +67,7 @@ def _ignore(_: str) -> None:
 def verify_once(runner: Runner, dtype: str) -> Verdict:
     """Return the known verdict on all that `verify` checks; verify without one."""
     with _alone(runner.gpu, dtype):
-        needed = {use for check in listed(runner, dtype) for use in check.uses()}
-        return verdicts.known(runner.gpu, dtype, needed) or verify(runner, dtype)
+        return verdicts.known(runner.gpu, dtype, *PARTS) or verify(runner, dtype)
 
 
 def verify(runner: Runner, dtype: str, advance: Callable[[str], None] = _ignore) -> Verdict:
@@ -86,8 +84,8 @@ def verify(runner: Runner, dtype: str, advance: Callable[[str], None] = _ignore)
     return _verdict(listed(runner, dtype), advance)
 
 
-def verify_call(gpu: Gpu, device: str, dtype: str, configs: KernelConfigs, part: str) -> Verdict:
-    """Return the verdict on a part of calls with `configs`; verify that part without one.
+def verify_call(gpu: Gpu, device: str, dtype: str, part: str) -> Verdict:
+    """Return the verdict on a part of calls; verify that part without one.
 
     It is that of `verify`, and recorded likewise.
 
@@ -95,19 +93,14 @@ def verify_call(gpu: Gpu, device: str, dtype: str, configs: KernelConfigs, part:
         gpu: The GPU model.
         device: The GPU that runs the check, as torch names it.
         dtype: Dtype of hidden states and weight.
-        configs: The configurations of the call.
         part: What it launches, of `cute_kernels.parts`.
     """
-    on, parts = Runner(gpu, device), parts_of(part)
-    checks = [Check(on, dtype, configs, parts)]
-    if has_gradients(parts) and configs.grad_hidden not in (None, configs.grad_hidden_short):
-        # small problems have few columns
-        wide = with_tuned(configs, "grad_hidden", configs.grad_hidden)
-        checks.append(Check(on, dtype, wide, parts))
+    parts = parts_of(part)
     with _alone(gpu, dtype):
-        known = verdicts.known(gpu, dtype, verdicts.uses(configs, parts))
+        known = verdicts.known(gpu, dtype, *parts)
         if known is not None:  # by another process, meanwhile
             return known
+        checks = listed(Runner(gpu, device), dtype, parts)
         kernels = {kernel for check in checks for kernel in check.kernels()}
         announce(
             f"compares {len(kernels)} kernels with the portable path on this {gpu.name}, once; "
@@ -129,7 +122,7 @@ def _alone(gpu: Gpu, dtype: str) -> Iterator[None]:
 
 
 def _verdict(checks: Sequence[Check], advance: Callable[[str], None] = _ignore) -> Verdict:
-    """Compile and run checks of one GPU and dtype until one fails; record the verdict.
+    """Compile and run checks of one GPU, dtype and parts until one fails; record the verdict.
 
     A failure of the check itself is returned, and not recorded.
     """
@@ -140,7 +133,7 @@ def _verdict(checks: Sequence[Check], advance: Callable[[str], None] = _ignore) 
     except (OSError, RuntimeError) as error:
         return Verdict(False, f"not checked: {error}")
     verdict = Verdict(not fault, fault)
-    verdicts.record(gpu, dtype, verdict, {use for check in checks for use in check.uses()})
+    verdicts.record(gpu, dtype, verdict, checks[0].parts)
     return verdict
 
 

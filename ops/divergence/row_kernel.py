@@ -97,9 +97,8 @@ class RowKernel:
 def _unsupported_reason(side: Side) -> str | None:
     """Return why the kernel cannot read the logits of a side, None if it can."""
     device, dtype = side.h.device, side.h.dtype
-    sizes = side.h.shape[0], side.h.shape[1], side.w.shape[0]
     return device_unsupported_reason(device, dtype) or unproven_reason(
-        device, dtype_name(dtype), sizes, DIVERGENCES
+        device, dtype_name(dtype), DIVERGENCES
     )
 
 

@@ -186,7 +186,6 @@ def shard_of(sharding: Sharding, h: Tensor, w: Tensor, **same: Any) -> VocabShar
     process_group = torch_compat.resolve_process_group(sharding.group)
     rank, ranks = process_group.rank(), process_group.size()
     shards: Sequence[int] | None = sharding.shards
-    parts = ranks if sharding.sequence_parallel else 1
     same = {
         "sequence_parallel": sharding.sequence_parallel,
         "rows of input": h.shape[0],
@@ -194,7 +193,7 @@ def shard_of(sharding: Sharding, h: Tensor, w: Tensor, **same: Any) -> VocabShar
         "dtype of input": str(h.dtype),
         "rows of linear_weight, or shards": list(shards or [w.shape[0]]),
         # kernels exchange sums of another form, and beside Triton tokens may be in another order
-        "primitives": backend_of(h, w, h.shape[0] * parts).name,
+        "primitives": backend_of(h, w).name,
         **{name: _known(x) for name, x in same.items()},
     }
     for other, values in enumerate(exchange(process_group, same, cached=h.is_cuda)):

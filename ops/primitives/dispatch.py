@@ -64,25 +64,25 @@ def set_strict(enabled: bool) -> None:
     _strict = enabled
 
 
-def backend_of(h: Tensor, w: Tensor, tokens: int | None = None) -> Backend:
-    """Return which backend serves h (N, D), or a share of `tokens`, and w (V, D), and why."""
+def backend_of(h: Tensor, w: Tensor) -> Backend:
+    """Return which backend serves h (N, D) and w (V, D), and why."""
     try_compiler(h.device, h.dtype)
-    reason = _unsupported_reason(h, w, STEP, tokens)
+    reason = _unsupported_reason(h, w, STEP)
     if reason is not None:
         return Backend("triton" if triton_serves(h, w) else "torch", reason)
     capability = gpu_of(h.device).arch.capability
     return Backend("cute", f"{h.dtype} on compute capability {capability[0]}.{capability[1]}")
 
 
-def arch_of(h: Tensor, w: Tensor, part: str = STEP, tokens: int | None = None) -> str | None:
+def arch_of(h: Tensor, w: Tensor, part: str = STEP) -> str | None:
     """Return the architecture whose kernels serve a part of calls, None if there is none.
 
-    h is (N, D), or the rank's share of `tokens`; w is (V, D).
+    h is (N, D), w is (V, D).
     """
     if h.is_meta:
         served = dtype_name(h.dtype) in META_ARCH.dtypes
         return META_ARCH.name if served and not _layout_unsupported_reason(h, w) else None
-    return None if _unsupported_reason(h, w, part, tokens) else gpu_of(h.device).arch.name
+    return None if _unsupported_reason(h, w, part) else gpu_of(h.device).arch.name
 
 
 def planned_device(x: Tensor) -> str:
@@ -103,7 +103,7 @@ def problem_of(
     It has `tokens`, if h is a share of these.
     """
     (rows, hidden), vocab = h.shape, w.shape[0]
-    arch = arch_of(h, w, _exact_part(grad_hidden, grad_weight, grad_bias), tokens)
+    arch = arch_of(h, w, _exact_part(grad_hidden, grad_weight, grad_bias))
     return Problem(
         rows if tokens is None else tokens,
         hidden,
@@ -138,7 +138,7 @@ def primitives_for(
     if problem.arch is not None:
         kernels = kernels_for(device or h.device, problem, variant_of(targets))
         return kernel_primitives(*kernels, grad_bias=problem.grad_bias)
-    reason = _unsupported_reason(h, w, _part_of(problem), problem.tokens)
+    reason = _unsupported_reason(h, w, _part_of(problem))
     if reason is None and targets is not None:
         options, tensors = targets.options, targets.tensors
         is_sampled = options.is_sampled and _part_of(problem) == STEP
@@ -172,14 +172,10 @@ def options_unsupported_reason(
         reason = sampling_unsupported_reason(problem, options.samples, bool(tensors.soft_targets))
         if reason is not None:
             return reason
-    has_options = not (options.is_plain and tensors.is_plain) or bool(options.outputs)
-    parts = [_part_of(problem)] * has_options + [SAMPLES] * is_sampled
-    parts += [SOFT_TARGETS] * bool(tensors.soft_targets)
     if device.type == "meta":
         return None
-    sizes = problem.tokens, problem.hidden, problem.vocab
-    for part in parts:
-        reason = unproven_reason(device, problem.dtype, sizes, part, has_options)
+    for part in [SAMPLES] * is_sampled + [SOFT_TARGETS] * bool(tensors.soft_targets):
+        reason = unproven_reason(device, problem.dtype, part)
         if reason is not None:
             return reason
     return None
@@ -239,13 +235,12 @@ def report(reason: str, on_gpu: bool) -> None:
         warn_once(f"served by the portable path: {reason}")
 
 
-def _unsupported_reason(h: Tensor, w: Tensor, part: str, tokens: int | None) -> str | None:
+def _unsupported_reason(h: Tensor, w: Tensor, part: str) -> str | None:
     """Return why the kernels cannot serve a part of calls with h and w, None if they can."""
     reason = device_unsupported_reason(h.device, h.dtype) or _layout_unsupported_reason(h, w)
     if reason is not None:
         return reason
-    sizes = h.shape[0] if tokens is None else tokens, h.shape[1], w.shape[0]
-    return unproven_reason(h.device, dtype_name(h.dtype), sizes, part)
+    return unproven_reason(h.device, dtype_name(h.dtype), part)
 
 
 def _layout_unsupported_reason(h: Tensor, w: Tensor) -> str | None:
@@ -310,57 +305,32 @@ def _device_unsupported_reason(device: torch.device, dtype: torch.dtype) -> str 
     )
 
 
-def unproven_reason(
-    device: torch.device,
-    dtype: str,
-    sizes: tuple[int, int, int],
-    part: str,
-    has_options: bool = False,
-) -> str | None:
+def unproven_reason(device: torch.device, dtype: str, part: str) -> str | None:
     """Return why a part of calls must not launch its kernels on a GPU, None if it may.
 
-    Verifies them on first use.  The sizes are tokens, hidden and vocab.
+    Verifies them on first use.
     """
     try:
-        return _unproven_reason(device, dtype, sizes, part, has_options)
+        return _unproven_reason(device, dtype, part)
     except _RetryLaterError as later:
         return str(later)
 
 
 @process_cache
-def _unproven_reason(
-    device: torch.device,
-    dtype: str,
-    sizes: tuple[int, int, int],
-    part: str,
-    has_options: bool,
-) -> str | None:
+def _unproven_reason(device: torch.device, dtype: str, part: str) -> str | None:
     gpu = gpu_of(device)
-    problem = Problem(*sizes, dtype, device.type, arch=gpu.arch.name)
-    configs = lookup.kernel_configs(problem, gpu)
-    if has_options:
-        configs = _with_options(configs, gpu.arch, problem.tokens)
-    return _failed_reason(gpu, _verdict(device, dtype, configs, part))
+    verdict = verdicts.known(gpu, dtype, part)
+    if verdict is None:
+        if torch.cuda.is_current_stream_capturing():
+            raise _RetryLaterError(f"the kernels never ran on {gpu.name}; first run: {VERIFY}")
+        verdict = verdicts.verified(gpu, str(device), dtype, part)
+    return _failed_reason(gpu, verdict)
 
 
 def _with_options(configs: KernelConfigs, arch: Arch, tokens: int) -> KernelConfigs:
     """Return what calls with options have in the place of `configs`."""
     project_exp = arch.config_with_options(configs.project_exp, tokens)
     return replace(configs, project_exp=project_exp)
-
-
-@process_cache
-def _verdict(
-    device: torch.device, dtype: str, configs: KernelConfigs, part: str
-) -> verdicts.Verdict:
-    """Return the verdict on a part of calls, which is verified without one."""
-    gpu = gpu_of(device)
-    verdict = verdicts.known(gpu, dtype, verdicts.uses(configs, (part,)))
-    if verdict is not None:
-        return verdict
-    if torch.cuda.is_current_stream_capturing():
-        raise _RetryLaterError(f"the kernels never ran on {gpu.name}; first run: {VERIFY}")
-    return verdicts.verified(gpu, str(device), dtype, configs, part)
 
 
 def _failed_reason(gpu: Gpu, verdict: verdicts.Verdict | None) -> str | None:

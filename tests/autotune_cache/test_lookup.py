@@ -198,7 +198,7 @@ def test_without_a_cache_folder_the_defaults_serve(monkeypatch: pytest.MonkeyPat
         assert look() == Sm90().default(8192)
         assert look(dataclasses.replace(PROBLEM, tokens=100)) == Sm90().default(100)
         assert verdicts.failure(GPU, "bfloat16") is None
-        verdicts.record(GPU, "bfloat16", verdicts.Verdict(True), {"a use"})
+        verdicts.record(GPU, "bfloat16", verdicts.Verdict(True), ("forward",))
     assert len(warned) == 1
     process_cache.reset()
 

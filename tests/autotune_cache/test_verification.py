@@ -16,7 +16,7 @@ import torch
 from cutefce.autotune_cache import lookup, verdicts
 from cutefce.autotune_cache.table_io import file_name
 from cutefce.autotune_cache.tuning import tuner, verify, worker
-from cutefce.autotune_cache.tuning.runner import Runner, with_tuned
+from cutefce.autotune_cache.tuning.runner import Runner
 from cutefce.cute_kernels import process_cache
 from cutefce.cute_kernels.arch.sm90 import Sm90
 from cutefce.cute_kernels.arch.sm100 import Sm100
@@ -25,14 +25,21 @@ from cutefce.cute_kernels.gpu import Gpu
 from cutefce.cute_kernels.jit import build
 from cutefce.cute_kernels.jit import cache as jit_cache
 from cutefce.cute_kernels.jit.subprocess_worker import SubprocessWorker, WorkerError
-from cutefce.cute_kernels.parts import FORWARD, SAMPLES, STEP, parts_of
+from cutefce.cute_kernels.parts import (
+    DIVERGENCES,
+    FORWARD,
+    PARTS,
+    SAMPLES,
+    SOFT_TARGETS,
+    STEP,
+    parts_of,
+)
 from cutefce.cute_kernels.spec.kernel import KernelSpec
 from cutefce.cute_kernels.spec.rowwise import TargetLogitSpec
-from cutefce.ops.interface.options import LossOptions, TensorOptions
 from cutefce.ops.primitives import dispatch
 from tests.support.fake_tuner import RUNNER, InProcess, tune_inline
 from tests.support.faulty_candidates import FaultyRunner, Kind, config
-from tests.support.tables import GPU, OLD, PROBLEM, TABLE, VERSIONS, write
+from tests.support.tables import GPU, OLD, TABLE, VERSIONS, write
 from tests.support.tiers import rest_slow
 
 PASSED = verdicts.Verdict(True)
@@ -41,19 +48,9 @@ H20 = Gpu(Sm90(), "NVIDIA H20", 78)
 GH200 = Gpu(Sm90(), "NVIDIA GH200 480GB", 132)
 
 
-def known(dtype: str = "bfloat16", of: Runner = RUNNER, gpu: Gpu = GPU) -> verdicts.Verdict | None:
-    """Return the verdict on all that is listed for a runner."""
-    return verdicts.known(gpu, dtype, uses_of(verify.listed(of, dtype)))
-
-
-def uses_of(checks: list[verify.Check]) -> set[str]:
-    """Return what checks prove together."""
-    return {use for check in checks for use in check.uses()}
-
-
-def known_really(dtype: str = "bfloat16", gpu: Gpu = GPU) -> verdicts.Verdict | None:
-    """Return that on all that the architecture lists."""
-    return known(dtype, Runner(gpu, "cpu"), gpu)
+def known(dtype: str = "bfloat16", gpu: Gpu = GPU) -> verdicts.Verdict | None:
+    """Return the verdict on all that is listed."""
+    return verdicts.known(gpu, dtype, *PARTS)
 
 
 @pytest.fixture(autouse=True)
@@ -104,18 +101,17 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
     process_cache.reset()
 
 
-DEVICE, SIZES = torch.device("cuda", 7), (8192, 4096, 131072)
+DEVICE = torch.device("cuda", 7)
 
 
-def reason(part: str = FORWARD, sizes: tuple[int, int, int] = SIZES) -> str:
+def reason(part: str = FORWARD) -> str:
     """Return why a part of bfloat16 calls must not launch its kernels, "None" if it may."""
-    return str(dispatch.unproven_reason(DEVICE, "bfloat16", sizes, part))
+    return str(dispatch.unproven_reason(DEVICE, "bfloat16", part))
 
 
 def defaults_are(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the architecture's default be a fake one."""
     monkeypatch.setattr(verify, "Runner", lambda gpu, _: DefaultRunner(gpu, "cpu", kind))
-    monkeypatch.setattr(Sm90, "default", lambda *_: config(kind))
 
 
 @dataclass(frozen=True)
@@ -176,48 +172,29 @@ def test_a_kernel_that_fails_is_never_launched_here(
     assert "cutefce verify" in reason()
     monkeypatch.setattr(verify, "SubprocessWorker", None)
     process_cache.reset()
-    assert said in reason() and said in reason(STEP, (20, 16, 300))
+    assert said in reason() and said in reason(STEP)
     assert said in str(dispatch.device_unsupported_reason(DEVICE, torch.bfloat16))
     assert dispatch.device_unsupported_reason(DEVICE, torch.float16) is None
 
 
-def test_a_call_has_what_it_launches_checked_and_nothing_else(
+def test_a_part_is_checked_once_with_all_that_is_listed(
     folder: Path,
     fake_gpu: FakeGpu,
     asked: list[verify.Check],
 ) -> None:
-    few, many = (20, 4096, 131072), SIZES
-    expected: list[Any] = []
-    for part, sizes in ((FORWARD, many), (FORWARD, few), (STEP, many), (SAMPLES, many)):
-        configs = GPU.default_configs(*sizes[:2])
-        expected.append((parts_of(part), configs))
-        if part == STEP:
-            wide = with_tuned(configs, "grad_hidden", configs.grad_hidden)
-            expected.append((parts_of(part), wide))
+    every, expected = Runner(GPU).listed_configs(), list[Any]()
+    for part in (FORWARD, DIVERGENCES, STEP, SAMPLES):
+        # the kernels of divergences have configurations of their own
+        launched = every[:1] if part == DIVERGENCES else every
+        expected += [(parts_of(part), configs) for configs in launched]
         for again in (False, True):
             if again:  # in another process
                 process_cache.reset()
-            assert reason(part, sizes) == "None"
+            assert reason(part) == "None"
             assert [(check.parts, check.configs) for check in asked] == expected
-    of_step = {kernel for check in asked[2:4] for kernel in check.kernels()}
-    assert len(of_step) == 29
-    for other in (H100, H20):  # the same code, of the same configurations
-        same = dataclasses.replace(GPU.default_configs(*few[:2]))
-        assert verdicts.known(other, "bfloat16", verdicts.uses(same, (FORWARD,))) == PASSED
-
-
-def test_options_have_their_own_configuration_checked(
-    folder: Path,
-    fake_gpu: FakeGpu,
-    asked: list[verify.Check],
-) -> None:
-    """Few tokens with options have no operands swapped."""
-    problem = dataclasses.replace(PROBLEM, tokens=100, grad_hidden=False, grad_weight=False)
-    for options in (LossOptions(), LossOptions(softcap=30.0)):
-        assert reason(FORWARD, (100, 4096, 131072)) == "None"
-        given = DEVICE, options, TensorOptions(), False
-        assert dispatch.options_unsupported_reason(problem, *given) is None
-    assert [check.configs.project_exp.swaps for check in asked] == [True, False]
+    for other in (H100, H20):  # the same code
+        assert verdicts.known(other, "bfloat16", FORWARD, STEP, SAMPLES, DIVERGENCES) == PASSED
+        assert verdicts.known(other, "bfloat16", SOFT_TARGETS) is None
 
 
 @pytest.mark.parametrize("gpu", [H20, GPU, H100, GH200], ids=lambda gpu: str(gpu.name))
@@ -226,9 +203,9 @@ def test_a_shipped_table_proves_all_kernels_of_its_architecture(
 ) -> None:
     """Other cards execute the same code: tuning has verified all that is listed."""
     tune_inline(no_shipped_tables / file_name(GPU), range(100, 101), lambda job: None)
-    assert known_really(gpu=gpu) == PASSED
-    assert known_really("float16", gpu) is None, "the table has no entry of this dtype"
-    assert known_really(gpu=Gpu(Sm100(), "NVIDIA B200", 148)) is None
+    assert known(gpu=gpu) == PASSED
+    assert known("float16", gpu) is None, "the table has no entry of this dtype"
+    assert known(gpu=Gpu(Sm100(), "NVIDIA B200", 148)) is None
 
 
 def test_a_table_of_another_build_or_of_the_user_is_no_proof(no_shipped_tables: Path) -> None:
@@ -236,9 +213,9 @@ def test_a_table_of_another_build_or_of_the_user_is_no_proof(no_shipped_tables: 
     for name in OLD:
         write(path, dataclasses.replace(TABLE, versions={**VERSIONS, name: OLD[name]}))
         process_cache.reset()
-        assert known_really() is None
+        assert known() is None
     write(lookup.user_folder() / file_name(GPU), TABLE)
-    assert known_really() is None
+    assert known() is None
 
 
 def test_a_failure_is_recorded_and_outweighs_the_shipped_table(
@@ -276,7 +253,7 @@ def test_a_process_that_waited_uses_what_the_other_found(
 ) -> None:
     @contextlib.contextmanager
     def meanwhile(gpu: Gpu, dtype: str) -> Iterator[None]:
-        verdicts.record(gpu, dtype, PASSED, uses_of(verify.listed(Runner(GPU, "cpu"), dtype)))
+        verdicts.record(gpu, dtype, PASSED, PARTS)
         yield
 
     monkeypatch.setattr(verify, "_alone", meanwhile)

@@ -49,7 +49,7 @@ def test_only_verified_kernels_are_dispatched(arch: Arch, monkeypatch: pytest.Mo
     answers = iter((verdicts.Verdict(False, "it hung"), verdicts.Verdict(True)))
     monkeypatch.setattr(verify, "verify_call", lambda *_: next(answers))
     process_cache.reset()
-    call = torch.device("cuda"), "bfloat16", (4096, 2048, 128256), STEP
+    call = torch.device("cuda"), "bfloat16", STEP
     obstacle = dispatch.unproven_reason(*call)
     assert obstacle == ("the kernels failed on a new GPU (it hung); to try again: cutefce verify")
     process_cache.reset()
