@@ -48,7 +48,7 @@ class KernelSet:
     finish_dx: ScaleAddRowsSpec
     """s_i x_i + c_i W_y."""
     kept: KeptSumsSpec
-    """One of the steps of kept sums, in 20 bits."""
+    """Steps of kept sums; what launches one replaces the step and the low bits."""
     grad_hidden: GradGemmSpec | None
     """Adds to the sums of dX; None if cuBLAS computes those of all columns."""
     grad_hidden_short: GradGemmSpec | None
@@ -56,11 +56,12 @@ class KernelSet:
     grad_hidden_again: GradGemmSpec | None
     """The same without cuBLAS: of windows, or where the device says whether there are any rows."""
     grad_hidden_keep: GradGemmSpec | None
-    """Adds to kept sums of dX, in 20 bits; None if cuBLAS and elementwise passes do."""
+    """Adds to kept sums of dX, of low bits that are replaced; None if cuBLAS and elementwise passes
+    do."""
     grad_weight: GradGemmSpec | None
     """dW in one pass; None if cuBLAS and elementwise passes compute it."""
     grad_weight_keep: GradGemmSpec | None
-    """Adds to sums of dW, in float32."""
+    """Adds to sums of dW, of low bits that are replaced."""
     sort_targets: SortTargetsSpec | None
     """Lists the tokens of each target, whose terms the GEMMs of dW add."""
 
