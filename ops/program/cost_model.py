@@ -5,7 +5,6 @@ blocks of operands that are converted to the dtype of sums, and of rows.
 """
 
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
 
 import torch
 
@@ -65,9 +64,6 @@ class CostModel:
     sorts: bool = False
     """Whether tokens that count come first, in copies of hidden states and dX, as kernels of ours
     need no copies for: products of Triton and cuBLAS leave out the others then."""
-
-    places_values: ClassVar[bool] = False
-    """Whether places, logits, factors and partial sums have buffers, not their own tensors."""
 
     @property
     def block(self) -> int:
