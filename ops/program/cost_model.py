@@ -169,10 +169,8 @@ class CostModel:
                 own = kept * p.hidden * p.sums + max(product, joined)
             case Kind.GEMM_WEIGHT:
                 own = self._weight(p, step, rows, columns, x)
-            case Kind.KEEP_HIDDEN if len(step.writes) > 1:
-                own = rows_bytes(of, rows, few_low_bits(p.hidden))
-            case Kind.FINISH_HIDDEN if step.low and not (self.is_fused or of.triton):
-                own = 2 * self._finished_rows(p, rows) * p.hidden * p.sums
+            case Kind.KEEP_HIDDEN | Kind.FINISH_HIDDEN if step.low and not self.is_fused:
+                own = rows_bytes(of, rows, few_low_bits(p.hidden) if x.in_forward else x.low_bits)
         return max(own, rows_bytes(of, rows * max(p.soft, 1)))
 
     def _weight(self, p: LossProblem, step: Step, rows: int, columns: int, x: Layout) -> int:
