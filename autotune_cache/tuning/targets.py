@@ -16,6 +16,7 @@ from cutefce.cute_kernels.config import KernelConfigs
 from cutefce.cute_kernels.gpu import Gpu
 from cutefce.cute_kernels.problem import Problem
 from cutefce.ops.primitives.primitives import Primitives
+from cutefce.ops.rows.kept_sums import Sums
 
 MAX_EXPS_BYTES = 16 << 30
 """Size of the exponentials above which only the first rows of a gradient are computed.  The fastest
@@ -83,8 +84,8 @@ class GradHiddenTarget(GradientTarget):
 
     def call(self, case: Case, primitives: Primitives) -> Callable[[], object]:
         exps, w = self.operands(case)
-        sums = w.new_empty(len(exps), case.problem.hidden, dtype=torch.float32)
-        add = primitives.gradients.add_grad_hidden
+        sums = Sums(w.new_empty(len(exps), case.problem.hidden, dtype=torch.float32))
+        add = primitives.gradients.add_hidden
         return lambda: add(sums, exps, w, accumulate=False)
 
 
@@ -101,8 +102,8 @@ class GradWeightTarget(GradientTarget):
     def call(self, case: Case, primitives: Primitives) -> Callable[[], object]:
         (exps, h), gradients, ones = self.operands(case), primitives.gradients, case.upstream
         target_grad = gradients.target_grad(h, ones, make_targets(case))
-        out = h.new_empty(len(exps), case.problem.hidden)
-        return lambda: gradients.finish_dw(out, exps.t(), h, target_grad, 0, ones[0])
+        out, add = Sums(h.new_empty(len(exps), case.problem.hidden)), gradients.add_weight
+        return lambda: add(out, exps.t(), h, target_grad, 0, grad_scale=ones[0])
 
 
 def _affordable_rows(rows: int, inner: int, item_bytes: int) -> int:

@@ -33,36 +33,17 @@ def partial_sums(p: Problem, config: WindowConfig, rows: int, columns: int) -> i
     return max(1, min(ceil_div(columns, NARROWEST_TILE), affordable))
 
 
-def reduce_bytes(p: Problem, tokens: int, blocks: int) -> int:
-    """Bytes of the reduction of the partial sums of blocks of columns."""
-    if p.arch is not None:
-        return 0
-    # vectors of tokens beside the partial sums; float16 makes new statistics of the old ones
-    vectors = 5 if can_keep(p.dtype) else 8
-    return tokens * max(blocks * (2 * p.accumulator_bytes + 1), vectors * p.accumulator_bytes)
+def rows_bytes(p: Problem, rows: int, low_bits: int = 0) -> int:
+    """Bytes of a row-wise step on a CPU, with an operand that may be converted; a GPU fuses it.
 
-
-PLAIN, GATHERED, CONVERTED, ADDED = 2, 3, 4, 6
-"""Half row blocks of a row-wise step with operands in the dtype of sums; with one that is gathered
-and converted; with one that is converted beside the result; of one that adds to kept sums."""
-
-
-def rows_bytes(p: Problem, rows: int, halves: int) -> int:
-    """Bytes of a row-wise step on a CPU; fused steps of a GPU allocate only their results."""
+    With `low_bits`, of one that adds to kept sums: a block has as many words as it has sums.
+    """
     if p.device != "cpu":
         return 0
-    row_bytes = p.hidden * p.accumulator_bytes
-    block = min(rows * row_bytes, max(row_block_bytes(p.device), row_bytes))
-    return block // 2 * halves if accumulates_wider(p) else block
-
-
-def kept_sums_bytes(p: Problem, rows: int, low_bits: int) -> int:
-    """Bytes of a row-wise step that adds to kept sums: their words are of two numbers, or of one.
-
-    A block has as many words as it has sums.
-    """
-    words = 2 if low_bits == LOW_BITS[0] else 1
-    return words * rows_bytes(p, ceil_div(rows, words), ADDED)
+    words = LOW_BITS[1] // (low_bits or LOW_BITS[1])
+    block = min(rows * p.hidden * p.accumulator_bytes, words * row_block_bytes(p.device))
+    halves = 6 if low_bits else 3 if accumulates_wider(p) else 2
+    return block * halves // 2
 
 
 def tile_bytes(

@@ -27,7 +27,7 @@ from cutefce.ops.operators.context import (
     is_mixed,
     wanted_gradients,
 )
-from cutefce.ops.operators.operators import LIBRARY, forward
+from cutefce.ops.operators.operators import LIBRARY, loss_forward
 from cutefce.ops.operators.plans import copied_item_bytes
 from cutefce.ops.operators.seed import draw_seed
 from cutefce.ops.parallel.consistency import report_errors
@@ -143,7 +143,7 @@ def _evaluate(
     result: Tensor
     rest: Sequence[Tensor] = ()
     if not any(grads) and not with_stats:
-        result = run(forward, (h, w, rows), (options, tensors, sharding))
+        result, _ = run(loss_forward, (h, w, rows), (step, options, tensors, sharding))
     else:
         trained = RowOutputs if options.reduction == OUTPUTS else LinearCrossEntropy
         records = step, options, tensors, sharding

@@ -9,9 +9,7 @@ from torch import Tensor
 
 from cutefce.cute_kernels.workspace import NUM_STATS
 from cutefce.ops import torch_compat
-from cutefce.ops.costs import budget
 from cutefce.ops.interface.options import (
-    OPTIONS,
     LossOptions,
     Sharding,
     StepOptions,
@@ -187,41 +185,28 @@ def dispatch(
 
 
 def _save_loss_forward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    """Save the inputs of the operator `loss_forward`."""
+    """Save the inputs of the operator; a backward makes statistics again that had no gradients."""
     h, w, y, *arguments = inputs
+    step, options, tensors, sharding = unpack(arguments, *STEP)
     ctx.mark_non_differentiable(output[1])
-    _save(ctx, h, w, y, output[1], (*unpack(arguments, *STEP),))
+    stats = output[1]
+    if not any(step.gradients):
+        bias, stats = tensors.linear_bias, stats.new_empty(NUM_STATS, 0)
+        own = h.requires_grad, w.requires_grad, bias is not None and bias.requires_grad
+        step = StepOptions(step.budget, *own)
+        if options.is_sampled and tensors.seed is None:
+            tensors = dataclasses.replace(tensors, seed=torch.ops.cutefce.draw_seed(y))
+    _save(ctx, h, w, y, stats, (step, options, tensors, sharding))
 
 
-def _save_forward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    """Save the inputs of the operator `forward`, whose backward makes the statistics again."""
-    h, w, y, *arguments = inputs
-    options, tensors, sharding = unpack(arguments, *OPTIONS)
-    bias = tensors.linear_bias
-    grad_bias = bias is not None and bias.requires_grad
-    step = StepOptions(budget.DEFAULT, h.requires_grad, w.requires_grad, grad_bias)
-    if options.is_sampled and tensors.seed is None:
-        tensors = dataclasses.replace(tensors, seed=torch.ops.cutefce.draw_seed(y))
-    _save(ctx, h, w, y, output.new_empty(NUM_STATS, 0), (step, options, tensors, sharding))
-
-
-def _derivative(*records: type[Any]) -> Callable[..., tuple[Tensor | None, ...]]:
-    """Return the backward of an operator whose arguments are h, w, y and those of `records`."""
-    names = ["h", "w", "y", *(name for record in records for name in record.names())]
-
-    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
-        dx, dw, dbias, *_ = LinearCrossEntropy.backward(ctx, *upstream)
-        found = {"h": dx, "w": dw, "linear_bias": dbias}
-        return (*map(found.get, names),)
-
-    return backward
+def _derivative(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Return the gradients of all arguments of the operator."""
+    dx, dw, dbias, *_ = LinearCrossEntropy.backward(ctx, *upstream)
+    names = "h", "w", "y", *(name for record in STEP for name in record.names())
+    return (*map({"h": dx, "w": dw, "linear_bias": dbias}.get, names),)
 
 
 # graphs of operators, made without gradients or by a tracer, may be trained later
-for name, setup, records in (
-    ("forward", _save_forward, OPTIONS),
-    ("loss_forward", _save_loss_forward, STEP),
-):
-    torch.library.register_autograd(
-        f"cutefce::{name}", _derivative(*records), setup_context=setup, lib=LIBRARY
-    )
+torch.library.register_autograd(
+    "cutefce::loss_forward", _derivative, setup_context=_save_loss_forward, lib=LIBRARY
+)

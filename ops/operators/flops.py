@@ -25,13 +25,7 @@ def product(w_shape: Sequence[int], rows: Sequence[int]) -> int:
     return 2 * rows[0] * w_shape[0] * w_shape[1]
 
 
-@register_flop_formula(
-    [
-        torch.ops.cutefce.forward,
-        torch.ops.cutefce.loss_forward,
-        torch.ops.cutefce.loss_forward_into,
-    ]
-)
+@register_flop_formula([torch.ops.cutefce.loss_forward, torch.ops.cutefce.loss_forward_into])
 def _forward_flop(h_shape: Any, w_shape: Any, y_shape: Any, *_: Any, out_shape: Any = None) -> int:
     return product(w_shape, y_shape)
 

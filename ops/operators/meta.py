@@ -12,12 +12,6 @@ from cutefce.ops.rows.targets import OUTPUTS
 from cutefce.ops.schema import unpack
 
 
-def forward(h: Tensor, w: Tensor, y: Tensor, *arguments: Any) -> Tensor:
-    """Return an empty loss."""
-    options, _, _ = unpack(arguments, *OPTIONS)
-    return h.new_empty(() if options.is_scalar else y.shape, dtype=sum_dtype(h.dtype))
-
-
 def loss_forward(h: Tensor, w: Tensor, y: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     """Return an empty loss and empty statistics."""
     _, options, tensors, _ = unpack(arguments, StepOptions, *OPTIONS)

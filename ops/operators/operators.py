@@ -4,8 +4,7 @@
 `torch.compile` and graph capture see tensors in and tensors out, whose shapes depend on those of
 the inputs alone:
 
-    forward            the loss, where no gradient is needed
-    loss_forward       the forward of a training step: loss and statistics
+    loss_forward       loss and statistics
     loss_forward_into  the same where it may add dW to a buffer
     loss_backward      dX, dW and the gradient of the bias
     loss_backward_into the same where it may add dW to a buffer
@@ -24,7 +23,6 @@ from torch import Tensor
 from cutefce.cute_kernels.jit import build
 from cutefce.cute_kernels.jit import cache as jit_cache
 from cutefce.cute_kernels.spec.kernel import KernelSpec
-from cutefce.ops.costs.budget import MINIMUM
 from cutefce.ops.interface.options import (
     OPTIONS,
     LossCall,
@@ -51,7 +49,6 @@ NOTHING = contextlib.nullcontext()
 LIBRARY = torch.library.Library("cutefce", "DEF")
 STEP = (StepOptions, *OPTIONS)
 
-_OPTIONS = ", ".join(record.schema() for record in OPTIONS)
 _STEP = ", ".join(record.schema() for record in STEP)
 _WRITING = _STEP.replace("Tensor? accumulate_into", "Tensor(a!)? accumulate_into")
 assert _WRITING != _STEP
@@ -78,19 +75,6 @@ def define(
     LIBRARY.define(f"{name}{schema}", tags=tags)
     LIBRARY.impl(name, run or function, "CompositeExplicitAutograd")
     torch.library.register_fake(f"cutefce::{name}", fake, lib=LIBRARY)
-
-
-def forward(h: Tensor, w: Tensor, y: Tensor, *records: Any) -> Tensor:
-    """Return the reduced loss of h (N, D), w (V, D), y (N,) and the `OPTIONS`."""
-    refuse_tangents()
-    x = LossCall(h, w, y, StepOptions(MINIMUM, False, False, False), *records).computed()
-    same = {} if x.sharding.group is None else agreed_forward(x)
-    shard = shard_of(x.sharding, x.h, x.w, **same)
-    plan = plan_of(x)
-    with _compiling_at_once(plan, x):
-        inputs = prepare(shard, x, plan)
-        loss, _, _ = programs.forward(inputs, plan)
-    return restored(loss, inputs.selection)
 
 
 def loss_forward(h: Tensor, w: Tensor, y: Tensor, *records: Any) -> tuple[Tensor, Tensor]:
@@ -144,8 +128,9 @@ def _loss_forward(plan: Plan, x: LossCall) -> tuple[Tensor, Tensor]:
     same = {}  # one device has nobody to agree with
     if x.sharding.group is not None:
         same = agreed_forward(x)
-        same["workspace"] = x.step.budget
-        same["workspace, as (strategy, chunk)"] = [plan.strategy, plan.chunk]
+        if any(x.step.gradients):  # a forward alone has one chunk, whatever the budget
+            same["workspace"] = x.step.budget
+            same["workspace, as (strategy, chunk)"] = [plan.strategy, plan.chunk]
     shard = shard_of(x.sharding, x.h, x.w, **same)
     inputs = prepare(shard, x, plan)
     loss, stats, results = run_forward(inputs, plan)
@@ -248,7 +233,7 @@ def loss_backward_into(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 IMPLS: dict[Callable[..., Any], Callable[..., Any]] = {
-    **{f: isolated_context(falls_back(f)) for f in (forward, loss_forward, loss_backward)},
+    **{f: isolated_context(falls_back(f)) for f in (loss_forward, loss_backward)},
     # these may have added to the caller's buffer before a kernel failed to compile
     **{f: isolated_context(f) for f in (loss_forward_into, loss_backward_into)},
 }
@@ -258,16 +243,15 @@ IMPLS: dict[Callable[..., Any], Callable[..., Any]] = {
 def _of_arguments(function: Any) -> Callable[..., Any]:
     """Return an implementation as the dispatcher calls it: with fields of records one by one."""
     run, is_backward = IMPLS[function], function in (loss_backward, loss_backward_into)
-    operands, kinds = 5 if is_backward else 3, OPTIONS if function is forward else STEP
+    operands = 5 if is_backward else 3
 
     def of_arguments(*arguments: Any) -> Any:
-        return run(*arguments[:operands], *unpack(arguments[operands:], *kinds))
+        return run(*arguments[:operands], *unpack(arguments[operands:], *STEP))
 
     return of_arguments
 
 
 for function, operands, options, results in (
-    (forward, _FORWARD, _OPTIONS, "Tensor"),
     (loss_forward, _FORWARD, _STEP, _RESULTS),
     (loss_forward_into, _FORWARD, _WRITING, _RESULTS),
     (loss_backward, _BACKWARD, _STEP, _GRADIENTS),

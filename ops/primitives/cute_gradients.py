@@ -25,6 +25,7 @@ from cutefce.ops.primitives.cute_rowwise import RowwiseSteps, low_bits, with_ran
 from cutefce.ops.primitives.portable_gradients import TargetGrad, matmul_into
 from cutefce.ops.primitives.select_rows import gather_rows, row_count, row_order, row_range
 from cutefce.ops.rows.coefficients import RankOne
+from cutefce.ops.rows.kept_sums import Sums
 from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.targets import Targets
 
@@ -64,8 +65,8 @@ class CublasGradients(RowwiseSteps):
         super().__init__(window)
         self.kernels, self.semaphores = kernels, semaphores
 
-    def target_grad(self, h: Tensor, coefficient: Tensor, targets: Targets) -> TargetGrad:
-        if targets.selection is not None:
+    def target_grad(self, h: Tensor, coefficient: Tensor | None, targets: Targets) -> TargetGrad:
+        if coefficient is not None and targets.selection is not None:
             h = gather_rows(self.kernels, h, targets.selection)
         return super().target_grad(h, coefficient, targets)
 
@@ -78,9 +79,9 @@ class CuteGradients(RowwiseSteps):
     def __init__(self, kernels: KernelSet, num_sms: int, semaphores: Semaphores) -> None:
         self.kernels, self.num_sms, self.semaphores = kernels, num_sms, semaphores
 
-    def add_grad_hidden(
+    def add_hidden(
         self,
-        sums: Tensor,
+        sums: Sums,
         exps: Tensor,
         w: Tensor,
         *,
@@ -89,13 +90,19 @@ class CuteGradients(RowwiseSteps):
         selection: RowSelection | None = None,
         factor: Tensor | None = None,
     ) -> bool:
-        (tokens, hidden), columns = sums.shape, exps.shape[1]
+        if sums.low is not None:
+            assert self.kernels.grad_hidden_keep is not None
+            keep = replace(self.kernels.grad_hidden_keep, low_bits=low_bits(sums))
+            given = exps, w.t(), (*sums,), None, None
+            self._launch(keep, given, selection, overwrite=int(not accumulate))
+            return False
+        (tokens, hidden), columns = sums.upper.shape, exps.shape[1]
         own = in_windows or is_small(tokens, hidden, columns)
         spec = grad_hidden_kernel(self.kernels, columns, own)
         if spec is None and selection is not None and selection.must_skip:
             spec = self.kernels.grad_hidden_again
         if spec is None:
-            matmul_into(sums, exps, w, accumulate=accumulate)
+            matmul_into(sums.upper, exps, w, accumulate=accumulate)
             return False
         if spec != self.kernels.grad_hidden or tokens <= MAX_UNSCALED_ROWS:
             factor = None
@@ -105,30 +112,18 @@ class CuteGradients(RowwiseSteps):
         clusters = self.num_sms // spec.config.cluster
         splits = k_splits(spec, (tokens, hidden), columns, clusters)
         scaling = None if factor is None else (exps, factor.contiguous())
-        operands = exps, w.t(), sums, scaling, None
+        operands = exps, w.t(), sums.upper, scaling, None
         self._launch(spec, operands, selection, splits, int(not accumulate), tokens)
         return factor is not None
 
-    def keep_dx(
-        self,
-        kept: Tensor,
-        low: Tensor,
-        exps: Tensor,
-        w: Tensor,
-        *,
-        accumulate: bool,
-        selection: RowSelection | None = None,
-    ) -> None:
-        assert self.kernels.grad_hidden_keep is not None
-        spec = replace(self.kernels.grad_hidden_keep, low_bits=low_bits(kept, low))
-        operands = exps, w.t(), (kept, low), None, None
-        self._launch(spec, operands, selection, overwrite=int(not accumulate))
-
-    def target_grad(self, h: Tensor, coefficient: Tensor, targets: Targets) -> TargetCsr:
+    def target_grad(self, h: Tensor, coefficient: Tensor | None, targets: Targets) -> TargetCsr:
         """Sort tokens by target; those of no target here are in no list.
 
         If tokens were selected, `h` has the rows of all.
         """
+        if coefficient is None:
+            offsets, none = targets.index.new_empty(1, dtype=torch.int32), targets.index[:0]
+            return TargetCsr(none, offsets, h.new_empty(0, dtype=torch.float32), h)
         assert self.kernels.sort_targets is not None
         index = targets.index
         order, in_order = torch.empty_like(index), torch.empty_like(coefficient)
@@ -139,50 +134,36 @@ class CuteGradients(RowwiseSteps):
         launch(*operands, targets.options.ignore_index, are_selected)
         return TargetCsr(order, offsets, in_order, h)
 
-    def no_target_grad(self, h: Tensor, targets: Targets) -> TargetCsr:
-        order, offsets = targets.index[:0], targets.index.new_empty(1, dtype=torch.int32)
-        return TargetCsr(order, offsets, h.new_empty(0, dtype=torch.float32), h)
-
-    def finish_dw(
+    def add_weight(
         self,
-        out: Tensor,
+        out: Sums,
         exps: Tensor,
         scaled: Tensor,
         target_grad: TargetCsr,
         first: int,
-        grad_scale: Tensor,
-        rank_one: RankOne | None = None,
-        selection: RowSelection | None = None,
-    ) -> None:
-        assert self.kernels.grad_weight is not None
-        spec, term = with_rank_one(self.kernels.grad_weight, rank_one)
-        targets = *target_grad.pack(first, out.shape[0]), grad_scale.view(1)
-        self._launch(spec, (exps.t(), scaled.t(), out, targets, term), selection)
-
-    def keep_dw(
-        self,
-        kept: Tensor,
-        low: Tensor | None,
-        exps: Tensor,
-        scaled: Tensor,
-        target_grad: TargetCsr,
-        first: int,
-        rank_one: RankOne | None = None,
-        selection: RowSelection | None = None,
         *,
-        accumulate: bool,
+        grad_scale: Tensor | None = None,
+        rank_one: RankOne | None = None,
+        selection: RowSelection | None = None,
+        accumulate: bool = False,
     ) -> None:
-        """More than eight parameters: operands, and what the last step adds."""
-        assert self.kernels.grad_weight_keep is not None
-        spec = replace(self.kernels.grad_weight_keep, low_bits=low_bits(kept, low))
+        """More than eight parameters: operands, and what is added."""
+        upper, to = out.upper, (*out,) if grad_scale is None else out.upper
+        if grad_scale is None:
+            assert self.kernels.grad_weight_keep is not None
+            spec = replace(self.kernels.grad_weight_keep, low_bits=low_bits(out))
+        else:
+            assert self.kernels.grad_weight is not None
+            spec = self.kernels.grad_weight
         spec, term = with_rank_one(spec, rank_one)
-        targets = *target_grad.pack(first, kept.shape[0]), None
-        operands = exps.t(), scaled.t(), (kept, low), targets, term
-        self._launch(spec, operands, selection, overwrite=int(not accumulate))
+        last = None if grad_scale is None else grad_scale.view(1)
+        overwrite = int(not accumulate) if grad_scale is None else None
+        targets = *target_grad.pack(first, len(upper)), last
+        self._launch(spec, (exps.t(), scaled.t(), to, targets, term), selection, None, overwrite)
 
-    def finish_kept_dw(self, kept: Tensor, low: Tensor, factor: Tensor) -> None:
-        spec = replace(self.kernels.kept, step="round", low_bits=low_bits(kept, low))
-        compiled(spec)(kept, low, factor.view(1))
+    def finish_kept_dw(self, sums: Sums, factor: Tensor) -> None:
+        spec = replace(self.kernels.kept, step="round", low_bits=low_bits(sums))
+        compiled(spec)(*sums, factor.view(1))
 
     def _launch(
         self,

@@ -16,6 +16,7 @@ from cutefce.ops.primitives.cute_projection import Semaphores
 from cutefce.ops.primitives.portable_gradients import PortableGradients
 from cutefce.ops.primitives.select_rows import row_count, row_order
 from cutefce.ops.rows.coefficients import RankOne, RowCoefficients
+from cutefce.ops.rows.kept_sums import Sums
 from cutefce.ops.rows.scaling import Scaling, scaling_of
 from cutefce.ops.rows.statistics import RowStats
 from cutefce.ops.rows.targets import Targets
@@ -84,24 +85,33 @@ class RowwiseSteps(PortableGradients):
     def finish_dx(
         self,
         out: Tensor,
-        sums: Tensor,
+        sums: Sums,
         w: Tensor,
         targets: Targets,
         coefficients: RowCoefficients,
         rank_one: RankOne | None = None,
         order: Tensor | None = None,
     ) -> None:
-        spec = self.kernels.finish_dx
-        if out.dtype != w.dtype:  # one rank's addend
-            spec = replace(spec, out="float32")
-        spec, term = with_rank_one(spec, rank_one)
-        rows = coefficients.scale.contiguous(), coefficients.target, targets.index
-        compiled(spec)(out, sums, w, *rows, term, *row_order(order, targets.index))
+        index = targets.index
+        scale, target = coefficients.scale.contiguous(), coefficients.target
+        order, scatters = row_order(order, index)
+        if sums.low is None:
+            plain = self.kernels.finish_dx
+            if out.dtype != w.dtype:  # one rank's addend
+                plain = replace(plain, out="float32")
+            spec, term = with_rank_one(plain, rank_one)
+            rows = scale, target, index, term, order, scatters
+            compiled(spec)(out, sums.upper, w, *rows)
+            return
+        if scatters and out is sums.upper:
+            scatters = OUT_AND_SUMS
+        finish = replace(self.kernels.kept, step="finish", low_bits=low_bits(sums))
+        kept, term = with_rank_one(finish, rank_one)
+        compiled(kept)(out, *sums, w, index, scale, target, term, order, scatters)
 
     def keep_sums(
         self,
-        kept: Tensor,
-        low: Tensor,
+        kept: Sums,
         sums: Tensor,
         w: Tensor,
         targets: Targets,
@@ -109,36 +119,18 @@ class RowwiseSteps(PortableGradients):
         order: Tensor | None = None,
     ) -> None:
         rows = targets.index, stats.sum_exp_others, targets.options.ignore_index
-        spec = replace(self.kernels.kept, step="keep", low_bits=low_bits(kept, low))
-        compiled(spec)(kept, low, sums, w, *rows, *row_order(order, targets.index))
+        spec = replace(self.kernels.kept, step="keep", low_bits=low_bits(kept))
+        compiled(spec)(*kept, sums, w, *rows, *row_order(order, targets.index))
 
-    def scale_kept_rows(self, kept: Tensor, low: Tensor, scale: Tensor) -> None:
-        spec = replace(self.kernels.kept, step="scale", low_bits=low_bits(kept, low))
-        compiled(spec)(kept, low, scale.contiguous())
-
-    def finish_kept(
-        self,
-        out: Tensor,
-        kept: Tensor,
-        low: Tensor,
-        w: Tensor,
-        targets: Targets,
-        coefficients: RowCoefficients,
-        rank_one: RankOne | None = None,
-        order: Tensor | None = None,
-    ) -> None:
-        kernel = replace(self.kernels.kept, step="finish", low_bits=low_bits(kept, low))
-        spec, term = with_rank_one(kernel, rank_one)
-        rows = targets.index, coefficients.scale.contiguous(), coefficients.target
-        order, scatters = row_order(order, targets.index)
-        if scatters and out is kept:
-            scatters = OUT_AND_SUMS
-        compiled(spec)(out, kept, low, w, *rows, term, order, scatters)
+    def scale_kept_rows(self, sums: Sums, scale: Tensor) -> None:
+        spec = replace(self.kernels.kept, step="scale", low_bits=low_bits(sums))
+        compiled(spec)(*sums, scale.contiguous())
 
 
-def low_bits(kept: Tensor, low: Tensor | None) -> int:
-    """Return the low bits of each sum that `kept` (M, D) begins."""
-    return FLOAT32_LOW_BITS if low is None else 8 * low.shape[1] // kept.shape[1]
+def low_bits(sums: Sums) -> int:
+    """Return the low bits of each sum (M, D) beside the upper 16."""
+    upper, low = sums
+    return FLOAT32_LOW_BITS if low is None else 8 * low.shape[1] // upper.shape[1]
 
 
 def with_rank_one(spec: SpecT, rank_one: RankOne | None) -> tuple[SpecT, RankOneArgument]:

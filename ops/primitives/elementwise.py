@@ -14,6 +14,7 @@ from torch import Tensor
 from cutefce.cute_kernels.problem import SLACK
 from cutefce.cute_kernels.process_cache import process_cache, warn_once
 from cutefce.ops import torch_compat
+from cutefce.ops.rows.kept_sums import join, write
 
 
 def gathered_dot_(out: Tensor, h: Tensor, index: Tensor, w: Tensor) -> None:
@@ -32,16 +33,6 @@ def add_soft_rows_(sums: Tensor, index: Tensor, coefficient: Tensor, w: Tensor) 
     sums.add_(w[index].to(sums.dtype).mul_(coefficient[:, :, None]).sum(1))
 
 
-def scale_rows_to_(out: Tensor, x: Tensor, scale: Tensor) -> None:
-    """Write scale_i x_i to `out` (R, D); `scale` is (R,)."""
-    out.copy_(x * scale[:, None])
-
-
-def scale_rows_in_place_(x: Tensor, scale: Tensor) -> None:
-    """Multiply each row of `x` (R, C) by its `scale` (R,)."""
-    x.copy_(x.to(scale.dtype).mul_(scale[:, None]))
-
-
 def scale_by_log_(exps: Tensor, a: Tensor, b: Tensor) -> None:
     """Multiply e (R, C) by a_i + b_i log e_iv, with a and b (R,); 0 stays 0."""
     wide = exps.to(a.dtype)
@@ -49,46 +40,55 @@ def scale_by_log_(exps: Tensor, a: Tensor, b: Tensor) -> None:
     exps.copy_(torch.where(wide == 0, 0, scaled))
 
 
-def finish_dx_(
+def combine_(
     out: Tensor,
-    sums: Tensor,
-    index: Tensor,
-    scale: Tensor,
-    target: Tensor,
+    low: Tensor | None,
+    x: Tensor | None,
+    kept: Tensor | None,
+    kept_low: Tensor | None,
+    scale: Tensor | None,
+    index: Tensor | None,
+    coefficient: Tensor | None,
     factor: Tensor | None,
-    w: Tensor,
+    table: Tensor | None,
     row: Tensor | None,
+    last: Tensor | None,
 ) -> None:
-    """Write scale_i sums_i + target_i w_index_i to `out` (R, D); `out` may be `sums`.
+    """Write ((x_r + kept_r) scale_r + b_r table_index_r + factor_r row) last to `out` (R, D).
 
-    With `factor` (R,) and `row` (1, D), factor_i row is added.  A row whose scale, target and
-    factor are all 0 is 0, whatever sums and w hold: an ignored row.
+    See `PortableGradients.combine`.  What is kept, and `out` beside it, are words, see
+    `kept_sums.Sums`; `row` is (1, D).  More than eight parameters: fused kernels take tensors.
     """
-    result = w[index].to(sums.dtype).mul_(target[:, None]).addcmul_(sums, scale[:, None])
-    is_zero = (scale == 0) & (target == 0)
-    if factor is not None and row is not None:
-        result.addcmul_(factor[:, None], row)
-        is_zero &= factor == 0
-    out.copy_(result.masked_fill_(is_zero[:, None], 0))
-
-
-def finish_dw_(
-    out: Tensor,
-    sums: Tensor,
-    slot: Tensor,
-    factor: Tensor | None,
-    totals: Tensor,
-    grad_scale: Tensor,
-    row: Tensor | None,
-) -> None:
-    """Write (sums_v + totals_slot_v) * grad_scale to `out` (R, D); `out` may be `sums`.
-
-    With `factor` (R,) and `row` (1, D), factor_v row is added before the product.
-    """
-    result = totals[slot].add_(sums)
-    if factor is not None and row is not None:
-        result.addcmul_(factor[:, None], row)
-    out.copy_(result.mul_(grad_scale))
+    words = out if low is not None else kept
+    count, parts = 1 if words is None else words.element_size() // 2, []
+    for i in range(count):
+        sums = None if x is None else x[:, i::count]
+        if kept is not None and kept_low is not None:
+            before = join(kept, kept_low, i)
+            sums = before if sums is None else before.add_(sums)
+        assert sums is not None
+        if table is None:
+            result = sums if scale is None else sums * scale[:, None]
+        else:
+            result = table[:, i::count][index].to(sums.dtype)
+            if coefficient is not None:
+                result.mul_(coefficient[:, None])
+            result = result.add_(sums) if scale is None else result.addcmul_(sums, scale[:, None])
+        if factor is not None and row is not None:
+            result.addcmul_(factor[:, None], row[:, i::count])
+        if last is not None:
+            result.mul_(last)
+        if coefficient is not None:
+            is_zero = (scale == 0) & (coefficient == 0)
+            if factor is not None:
+                is_zero &= factor == 0
+            result.masked_fill_(is_zero[:, None], 0)
+        parts.append(result)
+        del sums, result  # freed before the next ones are allocated
+    if words is None:
+        out.copy_(parts[0])
+    else:
+        write(out, low, parts)
 
 
 def exponentials_(

@@ -15,25 +15,14 @@ from cutefce.ops.costs.step_memory import UPCAST_BLOCK, finished_rows
 from cutefce.ops.dtypes import sum_dtype
 from cutefce.ops.primitives.elementwise import (
     can_fuse,
-    finish_dw_,
-    finish_dx_,
+    combine_,
     fused,
     scale_by_log_,
-    scale_rows_to_,
 )
 from cutefce.ops.primitives.select_rows import row_range
 from cutefce.ops.rows.blocks import blocks, row_blocks
 from cutefce.ops.rows.coefficients import RankOne, RowCoefficients
-from cutefce.ops.rows.kept_sums import (
-    add_to_kept_,
-    add_to_kept_dw_,
-    joined_sums,
-    keep_dw_,
-    scale_kept_,
-    scale_kept_rows_,
-    split_,
-    words_of,
-)
+from cutefce.ops.rows.kept_sums import Sums
 from cutefce.ops.rows.scaling import Scaling, scaling_of
 from cutefce.ops.rows.selection import CountedRows, RowSelection
 from cutefce.ops.rows.statistics import RowStats
@@ -69,9 +58,52 @@ class PortableGradients:
         """Return where tokens' factors are applied; see `rows.scaling.scaling_of`."""
         return scaling_of(dtype, targets, stats, upstream, in_reference=in_reference)
 
-    def add_grad_hidden(
+    def combine(
         self,
-        sums: Tensor,
+        out: Sums,
+        x: Tensor | None = None,
+        *,
+        joined: Sums | None = None,
+        scale: Tensor | None = None,
+        table: Tensor | None = None,
+        index: Tensor | None = None,
+        coefficient: Tensor | None = None,
+        rank_one: RankOne | None = None,
+        last: Tensor | None = None,
+    ) -> None:
+        """Write ((x_r + joined_r) scale_r + b_r table_index_r + rank_one_r) last to `out` (R, D).
+
+        All rows are rounded once.  More than eight parameters: the parts of a sum, of which most
+        calls have few.
+
+        Args:
+            out: of any dtype, or kept sums.
+            x: (R, D) of any dtype, may be `out`.
+            joined: kept sums, which may be, or begin in, `out` of 16 bits.
+            scale: (R,) in the dtype of sums.
+            table: (L, D) of any dtype.
+            index: (R,) int64 in [0, L).
+            coefficient: (R,) in the dtype of sums: b, None for 1.  With one, a row is 0 whose
+                scale, coefficient and factor are, whatever x and the table hold.
+            rank_one: (R, D), beside a table.
+            last: () in the dtype of sums, beside a table.
+        """
+        to, low = out
+        kept = kept_low = factor = row = None
+        if joined is not None:
+            kept_low, is_same = joined.low, joined.upper is to
+            to = Sums(to, kept_low if low is None else low).words
+            kept = to if is_same else joined.words
+        elif low is not None:
+            to = out.words
+        if rank_one is not None:
+            factor, row = rank_one.factor, rank_one.row[None]
+        rows = low, x, kept, kept_low, scale, index, coefficient, factor
+        apply_rowwise(combine_, to, *rows, whole=(table, row, last))
+
+    def add_hidden(
+        self,
+        sums: Sums,
         exps: Tensor,
         w: Tensor,
         *,
@@ -86,230 +118,155 @@ class PortableGradients:
         cuBLAS.  With `selection`, rows of tokens that do not count are undefined.
 
         Return whether `exps` are multiplied by `factor` (N,) afterwards, as they are where the
-        kernel of the product can do so.
+        kernel of the product can do so; no kernel of kept sums can.
         """
-        rows = self.rows_of_products(exps)
-        matmul_into(row_range(sums, 0, rows), row_range(exps, 0, rows), w, accumulate=accumulate)
+        exps = row_range(exps, 0, self.rows_of_products(exps))
+        if sums.low is None:
+            matmul_into(row_range(sums.upper, 0, len(exps)), exps, w, accumulate=accumulate)
+            return False
+        size = finished_rows(w.shape[1], sum_dtype(w.dtype).itemsize, w.device.type)
+        for _, own, product in self.products(sums, exps, w, size):
+            self.combine(own, product, joined=own if accumulate else None)
         return False
-
-    def keep_dx(
-        self,
-        kept: Tensor,
-        low: Tensor,
-        exps: Tensor,
-        w: Tensor,
-        *,
-        accumulate: bool,
-        selection: RowSelection | None = None,
-    ) -> None:
-        """Keep `exps` (N, K) @ w (K, D) in `kept` (N, D) and `low`, or add it if `accumulate`.
-
-        These are as in `keep_sums`.  With `selection`, rows of tokens that do not count are
-        undefined.
-        """
-        words, keep = words_of(kept, low), add_to_kept_ if accumulate else split_
-        for rows, sums in self.hidden_products(kept, exps, w):
-            apply_rowwise(keep, words[rows], low[rows], sums)
 
     def rows_of_products(self, exps: Tensor) -> int:
         """Return how many of the first rows of `exps` (N, K) are operands of products."""
         return len(exps) if self.counted is None else self.counted.of_products(len(exps))
 
-    def hidden_products(
-        self, kept: Tensor, exps: Tensor, w: Tensor
-    ) -> Iterator[tuple[slice, Tensor]]:
-        """Yield some rows of `kept` (N, D) at a time: which, and those of exps @ w as sums."""
-        size, dtype = self.finished_rows(kept), sum_dtype(kept.dtype)
-        buffer = kept.new_empty(min(size, len(kept)), kept.shape[1], dtype=dtype)
-        for rows in blocks(self.rows_of_products(exps), size):
-            product = buffer[: rows.stop - rows.start]
-            matmul_into(product, exps[rows], w, accumulate=False)
-            yield rows, product
+    def products(
+        self, out: Sums, a: Tensor, b: Tensor, size: int
+    ) -> Iterator[tuple[slice, Sums, Tensor]]:
+        """Yield `size` rows of a (M, K) at a time: which, those of `out` (M, D), and of a @ b.
 
-    def finished_rows(self, kept: Tensor) -> int:
-        """Return how many rows of sums exist at a time beside `kept` (N, D)."""
-        sum_bytes = sum_dtype(kept.dtype).itemsize
-        return finished_rows(kept.shape[1], sum_bytes, kept.device.type)
-
-    def scale_kept_rows(self, kept: Tensor, low: Tensor, scale: Tensor) -> None:
-        """Multiply the sums of `keep_dx` by `scale` (N,)."""
-        apply_rowwise(scale_kept_rows_, words_of(kept, low), low, scale)
+        A product has the dtype of sums.  If `out` has it, too, that is where it is: a compiled
+        function sees that one tensor is given twice, but not that two tensors share memory.
+        """
+        dtype = sum_dtype(a.dtype)
+        in_place = out.upper.dtype == dtype
+        buffer = b.new_empty(0 if in_place else min(size, len(out.upper)), b.shape[1], dtype=dtype)
+        for rows in blocks(len(a), size):
+            own = out.rows(rows)
+            product = own.upper if in_place else buffer[: rows.stop - rows.start]
+            matmul_into(product, a[rows], b, accumulate=False)
+            yield rows, own, product
 
     def scale_rows(self, out: Tensor, x: Tensor, scale: Tensor) -> None:
         """Write scale_i x_i to `out` (M, D), rounded once; `out` may be `x`."""
-        scale_rows(out, x, scale)
+        self.combine(Sums(out), x, scale=scale)
+
+    def scale_kept_rows(self, sums: Sums, scale: Tensor) -> None:
+        """Multiply the kept sums (N, D) by `scale` (N,)."""
+        self.combine(sums, joined=sums, scale=scale)
 
     def finish_dx(
         self,
         out: Tensor,
-        sums: Tensor,
+        sums: Sums,
         w: Tensor,
         targets: Targets,
         coefficients: RowCoefficients,
         rank_one: RankOne | None = None,
         order: Tensor | None = None,
     ) -> None:
-        """Write scale_i sums_i + target_i W_y to `out` (N, D), rounded once; may be `sums`.
+        """Write scale_i sums_i + target_i W_y to `out` (N, D), rounded once; sums may be there.
 
-        With `order` (N,), that is row order_i of `out`, which is not `sums` then.
-        `rank_one` (N, D) is added.  A row whose coefficients and factor are all 0 is 0, whatever
-        `sums` and w hold.
+        With `order` (N,), that is row order_i of `out`.  If kept sums are there, too, they are in
+        the places that it says; others must not be.  `rank_one` (N, D) is added.  A row whose
+        coefficients and factor are all 0 is 0, whatever `sums` and w hold.
         """
         assert order is None, "these steps run over all rows that they are given"
-        factor, row = _operands(rank_one)
-        rows = out, sums, targets.safe_index, coefficients.scale, coefficients.target, factor
-        apply_rowwise(finish_dx_, *rows, whole=(w, row))
+        self._finish(Sums(out), sums, w, targets, coefficients, rank_one)
 
     def keep_sums(
         self,
-        kept: Tensor,
-        low: Tensor,
+        kept: Sums,
         sums: Tensor,
         w: Tensor,
         targets: Targets,
         stats: RowStats,
         order: Tensor | None = None,
     ) -> None:
-        """Keep sums_i - S_i W_y in `kept` (N, D) and `low`; may overwrite `sums`.
+        """Keep sums_i - S_i W_y (N, D); may overwrite `sums`.
 
-        It is 0 for ignored tokens.  `low` is (N, D) or (N, D / 2) uint8, see
-        `rows.kept_sums.split_` for what is kept.  With `order`, that of row i is row
-        order_i.
+        It is 0 for ignored tokens.  With `order`, that of row i is row order_i.
         """
         assert order is None, "these steps run over all rows that they are given"
-        self.finish_dx(sums, sums, w, targets, RowCoefficients.of_sums(stats, targets))
-        apply_rowwise(split_, words_of(kept, low), low, sums)
+        self._finish(kept, Sums(sums), w, targets, RowCoefficients.of_sums(stats, targets))
 
-    def finish_kept(
+    def _finish(
         self,
-        out: Tensor,
-        kept: Tensor,
-        low: Tensor,
+        out: Sums,
+        sums: Sums,
         w: Tensor,
         targets: Targets,
         coefficients: RowCoefficients,
         rank_one: RankOne | None = None,
-        order: Tensor | None = None,
     ) -> None:
-        """Do what `finish_dx` does with the sums of `keep_sums` or `keep_dx`.
+        """Write what `finish_dx` rounds."""
+        self.combine(
+            out,
+            sums.upper if sums.low is None else None,
+            joined=None if sums.low is None else sums,
+            scale=coefficients.scale,
+            table=w,
+            index=targets.safe_index,
+            coefficient=coefficients.target,
+            rank_one=rank_one,
+        )
 
-        `out` (N, D) may be `kept`: then the sums, too, are in the places that `order` says.
+    def target_grad(self, h: Tensor, coefficient: Tensor | None, targets: Targets) -> TargetGrad:
+        """Return Σ_{i: y_i = v} c_i h_i for all v; `coefficient` is c (N,).
+
+        None stands for 0: exponentials contain the targets' terms.
         """
-        assert order is None, "these steps run over all rows that they are given"
-        for rows in blocks(len(kept), self.finished_rows(kept)):
-            sums, term = joined_sums(kept[rows], low[rows]), rank_one and rank_one.rows(rows)
-            own = targets.per_token(rows), coefficients.rows(rows)
-            self.finish_dx(out[rows], sums, w, *own, term)
-            del sums  # freed before the next ones are allocated
-
-    def target_grad(self, h: Tensor, coefficient: Tensor, targets: Targets) -> TargetGrad:
-        """Return Σ_{i: y_i = v} c_i h_i for all v; `coefficient` is c (N,)."""
+        if coefficient is None:
+            none = h.new_empty(0, dtype=sum_dtype(h.dtype))
+            return TargetRows(h[:0], targets.index[:0], none, targets.vocab)
         return TargetRows(h, targets.safe_index, coefficient, targets.vocab)
 
-    def no_target_grad(self, h: Tensor, targets: Targets) -> TargetGrad:
-        """Return what `target_grad` returns for coefficients of 0.
-
-        It is for exponentials that contain the targets' terms.
-        """
-        none = h.new_empty(0, dtype=sum_dtype(h.dtype))
-        return TargetRows(h[:0], targets.index[:0], none, targets.vocab)
-
-    def finish_dw(
+    def add_weight(
         self,
-        out: Tensor,
+        out: Sums,
         exps: Tensor,
         scaled: Tensor,
         target_grad: TargetGrad,
         first: int,
-        grad_scale: Tensor,
-        rank_one: RankOne | None = None,
-        selection: RowSelection | None = None,
-    ) -> None:
-        """Write (expsᵀ @ scaled + target_grad) * grad_scale to `out` (K, D), rounded once.
-
-        `exps` (N, K) are the columns from `first` on; `grad_scale` is ().  `rank_one` (K, D) is
-        added before the product with `grad_scale`.  With `selection`, tokens that do not count add
-        nothing.
-        """
-        target_grad.prepare()
-        factor, row = _operands(rank_one)
-        for rows, to, sums in self.products(out, exps, scaled):
-            totals, slot = target_grad.totals(first + rows.start, first + rows.stop)
-            operands = to, sums, slot, None if factor is None else factor[rows]
-            apply_rowwise(finish_dw_, *operands, whole=(totals, grad_scale, row))
-            del totals, slot, operands  # freed before the next product
-
-    def keep_dw(
-        self,
-        kept: Tensor,
-        low: Tensor | None,
-        exps: Tensor,
-        scaled: Tensor,
-        target_grad: TargetGrad,
-        first: int,
-        rank_one: RankOne | None = None,
-        selection: RowSelection | None = None,
         *,
-        accumulate: bool,
+        grad_scale: Tensor | None = None,
+        rank_one: RankOne | None = None,
+        selection: RowSelection | None = None,
+        accumulate: bool = False,
     ) -> None:
-        """Keep what `finish_dw` rounds, of a `grad_scale` of 1, in `kept` (K, D) and `low`.
+        """Write expsᵀ @ scaled + target_grad + rank_one (K, D) to `out`, or add if `accumulate`.
 
-        It is added to what they hold if `accumulate`.  `low` is (K, D) or (K, D / 2) uint8, see
-        `rows.kept_sums.split_` for what is kept; or None if `kept` has the dtype of sums.
-        More than eight parameters: operands, and what the last step adds.
+        `exps` (N, K) are the columns from `first` on.  With `selection`, tokens that do not count
+        add nothing.  `out` are sums; with `grad_scale` (), that is multiplied by it, and rounded
+        once, and `out` has any dtype.  More than eight parameters: operands, and what is added.
         """
-        if low is None:
-            self.add_product(kept, exps, scaled, accumulate=accumulate)
-            target_grad.add_to(kept, first)
+        counted = self.rows_of_products(exps)
+        columns, scaled = row_range(exps, 0, counted).t(), row_range(scaled, 0, counted)
+        if out.low is None and grad_scale is None:
+            matmul_into(out.upper, columns, scaled, accumulate=accumulate)
+            target_grad.add_to(out.upper, first)
             if rank_one is not None:
-                kept.addr_(rank_one.factor, rank_one.row)
+                out.upper.addr_(rank_one.factor, rank_one.row)
             return
         target_grad.prepare()
-        (factor, row), words = _operands(rank_one), words_of(kept, low)
-        keep = add_to_kept_dw_ if accumulate else keep_dw_
-        for rows, _, sums in self.products(kept, exps, scaled):
+        for rows, own, sums in self.products(out, columns, scaled, self.window):
             totals, slot = target_grad.totals(first + rows.start, first + rows.stop)
-            operands = sums, slot, None if factor is None else factor[rows]
-            apply_rowwise(keep, words[rows], low[rows], *operands, whole=(totals, row))
-            del totals, slot, operands
+            more: Any = {"joined": own if accumulate else None, "last": grad_scale}
+            more["rank_one"] = rank_one and rank_one.rows(rows)
+            self.combine(own, sums, table=totals, index=slot, **more)
+            del totals, slot, more  # freed before the next product
 
-    def add_product(self, out: Tensor, exps: Tensor, scaled: Tensor, *, accumulate: bool) -> None:
-        """Write expsᵀ @ scaled to `out` (K, D), of the dtype of sums, or add it."""
-        rows = self.rows_of_products(exps)
-        operands = row_range(exps, 0, rows).t(), row_range(scaled, 0, rows)
-        matmul_into(out, *operands, accumulate=accumulate)
-
-    def products(
-        self, out: Tensor, exps: Tensor, scaled: Tensor
-    ) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Yield some rows at a time: which, those of `out` (K, D), and of expsᵀ @ scaled.
-
-        A product has the dtype of sums.  If `out` has it, too, the last two are one tensor: a
-        compiled function sees that, but not that two tensors share memory.
-        """
-        dtype, size = sum_dtype(exps.dtype), min(self.window, len(out))
-        in_place, counted = out.dtype == dtype, self.rows_of_products(exps)
-        columns, scaled = row_range(exps, 0, counted).t(), row_range(scaled, 0, counted)
-        buffer = out.new_empty(0 if in_place else size, out.shape[1], dtype=dtype)
-        for rows in blocks(len(out), self.window):
-            to = out[rows]
-            product = to if in_place else buffer[: len(to)]
-            matmul_into(product, columns[rows], scaled, accumulate=False)
-            yield rows, to, product
-
-    def finish_kept_dw(self, kept: Tensor, low: Tensor, factor: Tensor) -> None:
-        """Write `factor` () times the sums of `keep_dw` to `kept` (V, D), rounded once."""
-        apply_rowwise(scale_kept_, words_of(kept, low), low, factor.expand(len(kept)))
+    def finish_kept_dw(self, sums: Sums, factor: Tensor) -> None:
+        """Write `factor` () times the kept sums of dW (V, D), rounded once, to their `upper`."""
+        self.combine(Sums(sums.upper), joined=sums, scale=factor.expand(len(sums.upper)))
 
 
-def _operands(rank_one: RankOne | None) -> tuple[Tensor | None, Tensor | None]:
-    """Return factor (R,) and row (1, D) of `rank_one`; None for each without it."""
-    return (None, None) if rank_one is None else (rank_one.factor, rank_one.row[None])
-
-
-def scale_rows(out: Tensor, x: Tensor, scale: Tensor) -> None:
-    """Write scale_i x_i to `out` (M, D), rounded once; `out` may be `x`."""
-    apply_rowwise(scale_rows_to_, out, x, scale)
+def scale_rows(x: Tensor, scale: Tensor) -> None:
+    """Multiply each row of `x` (M, D) by its `scale` (M,)."""
+    apply_rowwise(combine_, x, None, x, None, None, scale, *[None] * 3, whole=(None,) * 3)
 
 
 def scale_by_log(exps: Tensor, a: Tensor, b: Tensor) -> None:

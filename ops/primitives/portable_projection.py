@@ -35,9 +35,8 @@ from cutefce.ops.primitives.elementwise import (
     exponentials_,
     fused,
     gathered_dot_,
-    scale_rows_in_place_,
 )
-from cutefce.ops.primitives.portable_gradients import apply_rowwise, matmul_into
+from cutefce.ops.primitives.portable_gradients import apply_rowwise, matmul_into, scale_rows
 from cutefce.ops.primitives.weighted_sum import SoftTargetSteps, weighted_sum
 from cutefce.ops.rows.blocks import blocks
 from cutefce.ops.rows.logit_map import LogitMap
@@ -224,7 +223,7 @@ class PortableProjection(SoftTargetSteps):
         references = partial.references[:, start : start + count]
         factor = _exp_difference(references, stats.reference[:, None])
         if exps.is_cuda or bool((factor != 1).any()):
-            apply_rowwise(scale_rows_in_place_, exps.view(-1, block), factor.flatten())
+            scale_rows(exps.view(-1, block), factor.flatten())
 
     def far_rows(self, partial: Partials, targets: Targets) -> RowSelection | None:
         """Return the tokens to compute again: all if a reference was moved, else none.

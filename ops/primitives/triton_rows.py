@@ -3,7 +3,6 @@
 This module imports Triton, which comes with torch on Linux.  In the shapes R is rows, D hidden.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,23 +11,10 @@ import triton.language as tl
 from torch import Tensor
 
 from cutefce.cute_kernels.integers import ceil_div
+from cutefce.ops.rows.kept_sums import Sums
 
 COLUMNS = 1024
 """Columns of a row that a thread block computes."""
-
-
-@dataclass(frozen=True)
-class KeptSums:
-    """Sums (R, D) in 24 or 20 bits, as `rows.kept_sums.split_` writes them."""
-
-    kept: Tensor
-    """(R, D) 16-bit: upper halves."""
-    low: Tensor
-    """(R, D) or (R, D / 2) uint8."""
-
-    def rows(self, rows: slice) -> "KeptSums":
-        """Return the sums of a slice of rows."""
-        return KeptSums(self.kept[rows], self.low[rows])
 
 
 @triton.jit
@@ -129,10 +115,10 @@ def _combine(
 
 
 def combine(
-    out: Tensor | KeptSums,
+    out: Sums,
     x: Tensor | None = None,
     *,
-    joined: KeptSums | None = None,
+    joined: Sums | None = None,
     scale: Tensor | None = None,
     table: Tensor | None = None,
     index: Tensor | None = None,
@@ -147,9 +133,9 @@ def combine(
     More than eight parameters: the parts of a sum, of which most calls have few.
 
     Args:
-        out: (R, D) of any dtype, rounded to nearest; or `KeptSums` sums.
+        out: of any dtype, rounded to nearest; or kept sums.
         x: (R, D) of any dtype, may be `out`.
-        joined: sums that may share memory with `out`, if that is `KeptSums` or (R, D) 16-bit.
+        joined: kept sums that may share memory with `out`, if that is of 16 bits.
         scale: (R,) float32.
         table: (L, D) of any dtype.
         index: (R,) int64 in [0, L).
@@ -159,11 +145,10 @@ def combine(
         last: () float32.
         clears: whether a row is 0 whose scale, coefficient and factor are, whatever x holds.
     """
-    to = out.kept if isinstance(out, KeptSums) else out
-    (rows, columns), none = to.shape, to
-    kept = out if isinstance(out, KeptSums) else joined
-    words = none if kept is None else kept.kept.view(torch.int16)
-    low = none if kept is None else kept.low
+    to = none = out.upper
+    rows, columns = to.shape
+    kept, low = out if joined is None or out.low is not None else joined
+    words, low = (none, none) if low is None else (kept.view(torch.int16), low)
     if not rows:
         return
     arguments: Any = (
@@ -189,9 +174,9 @@ def combine(
     _combine[(rows, ceil_div(columns, COLUMNS))](
         *arguments,
         COLUMNS=COLUMNS,
-        LOW_BITS=8 if kept is None or low.shape[1] == columns else 4,
+        LOW_BITS=8 if low.shape[1] == columns else 4,
         JOINS=joined is not None,
-        SPLITS=isinstance(out, KeptSums),
+        SPLITS=out.low is not None,
         HAS_X=x is not None,
         HAS_SCALE=scale is not None,
         HAS_TABLE=table is not None,

@@ -22,8 +22,9 @@ from cutefce.ops.primitives.triton_kernels import (
     is_aligned,
     load_tile,
 )
-from cutefce.ops.primitives.triton_rows import KeptSums, join_pieces, split_pieces
+from cutefce.ops.primitives.triton_rows import join_pieces, split_pieces
 from cutefce.ops.rows.coefficients import RankOne
+from cutefce.ops.rows.kept_sums import Sums
 from cutefce.ops.rows.selection import CountedRows
 
 ROWS, BLOCK = 128, 256
@@ -308,7 +309,7 @@ def _add_terms(
 
 
 def weight_product(
-    out: Tensor | KeptSums,
+    out: Sums,
     exps: Tensor,
     states: Tensor,
     first: int,
@@ -324,7 +325,7 @@ def weight_product(
     Or add it to `out`, if `accumulate`.  More than eight parameters: the parts of a sum.
 
     Args:
-        out: (K, D) of the dtype of `exps`; or sums, float32 or `KeptSums`, with a `last` of 1.
+        out: (K, D) of the dtype of `exps`; or sums, float32 or kept, with a `last` of 1.
         exps: (N, K) 16-bit, 0 at targets; rows begin at multiples of 16 bytes.
         states: (N, D) as `exps`.
         first: the class of the first row of `out`.
@@ -334,8 +335,8 @@ def weight_product(
         rank_one: (K, D); None for 0.
         counted: which of the first rows of `exps` count; None for all.
     """
-    keeps = isinstance(out, KeptSums)
-    to, low = (out.kept, out.low) if isinstance(out, KeptSums) else (out, None)
+    to, low = out
+    keeps = low is not None
     (tokens, classes), hidden, none = exps.shape, states.shape[1], states
     device, is_wide = device_of(exps.device), to.dtype == torch.float32
     in_kernel, by_token = listed is not None and not (keeps or is_wide), False

@@ -151,7 +151,7 @@ class SoftTargetSteps:
         before.
         """
         if not is_scaled:
-            scale_rows(exps, exps, scale)
+            scale_rows(exps, scale)
         self.put_soft(entries * scale[:, None], exps, first, targets)
         column = targets.index - first
         inside = (column >= 0) & (column < exps.shape[1])

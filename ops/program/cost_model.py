@@ -5,30 +5,21 @@ blocks of operands that are converted to the dtype of sums, and of rows.
 """
 
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
 
 import torch
 
 from cutefce.cute_kernels.config import WindowConfig
-from cutefce.cute_kernels.integers import ceil_div
 from cutefce.cute_kernels.problem import Problem
 from cutefce.ops.costs.device import Device
 from cutefce.ops.costs.step_memory import (
-    CONVERTED,
-    GATHERED,
-    PLAIN,
     accumulates_wider,
     added_bytes,
     few_low_bits,
     finished_rows,
     has_weight_kernels,
-    kept_sums_bytes,
     partial_sums,
-    reduce_bytes,
-    row_block_bytes,
     rows_bytes,
     shared_sums_bytes,
-    soft_block_rows,
     target_rows_bytes,
     targets_bytes,
     tile_bytes,
@@ -73,9 +64,6 @@ class CostModel:
     sorts: bool = False
     """Whether tokens that count come first, in copies of hidden states and dX, as kernels of ours
     need no copies for: products of Triton and cuBLAS leave out the others then."""
-
-    places_values: ClassVar[bool] = False
-    """Whether places, logits, factors and partial sums have buffers, not their own tensors."""
 
     @property
     def block(self) -> int:
@@ -152,107 +140,60 @@ class CostModel:
         return targets_bytes(self.kernel_problem, p.tokens)
 
     def scratch(self, p: LossProblem, x: Layout, step: Step) -> int:
-        """Return the bytes that a step takes while it runs, beside its buffers."""
-        of, columns = self.kernel_problem, step.columns[1] - step.columns[0]
-        rows = step.rows[1] - step.rows[0]
+        """Return the bytes that a step takes while it runs, beside its buffers.
+
+        A block of rows on a CPU, and of the steps that may be at a peak what they make.
+        """
+        of, own = self.kernel_problem, 0
+        rows, columns = (last - first for first, last in (step.rows, step.columns))
         match step.kind:
-            case Kind.PROJECT if step.repairs and "exps" not in step.writes:
-                return self._columns(rows, columns)
-            case Kind.PROJECT:
+            case Kind.PROJECT if not step.repairs or "exps" in step.writes:
                 stores = any(name.startswith("exps") for name in step.writes)
                 if of.tile_copies > 1 and "logits" not in step.reads:  # of sums over all classes
                     of = replace(of, tile_copies=0)
-                return tile_bytes(of, self.tiles, rows, columns, stored=stores)
+                own = tile_bytes(of, self.tiles, rows, columns, stored=stores)
             case Kind.REDUCE:
-                count = sum(name.startswith("partial") for name in step.reads)
-                blocks = ceil_div(p.vocab, self.tiles.reference_block)
-                joined = rows * partial_sums(of, self.tiles, rows, p.vocab) * p.sums * (count > 1)
-                return max(reduce_bytes(of, rows, blocks), self._gathered(p, rows)) + joined
-            case Kind.ALL_REDUCE:
-                return 6 * rows * p.sums
-            case Kind.TARGET_LOGIT:
-                # the first rows' step makes the soft targets of all tokens
-                made = p.tokens * p.soft * (MADE_BYTES - 8 - 2 * p.sums) * (step.rows[0] == 0)
-                return max(rows_bytes(of, rows, CONVERTED), made)
-            case Kind.GATHER:
-                return rows_bytes(of, rows, CONVERTED)
+                parts = sum(name.startswith("partial") for name in step.reads)
+                sums = rows * partial_sums(of, self.tiles, rows, p.vocab) * p.sums
+                own = sums * ((parts > 1) + (of.arch is None))
+            case Kind.TARGET_LOGIT if step.rows[0] == 0:  # makes the soft targets of all tokens
+                own = p.tokens * p.soft * (MADE_BYTES - 8 - 2 * p.sums)
             case Kind.ENTRIES | Kind.SCALE_EXPS:
-                entries = rows * p.soft * p.sums + self._columns(rows, columns)
-                if self.is_fused:  # kernels put them where they are
-                    return entries
-                return entries + max(rows * p.soft * MADE_BYTES, self._gathered(p, rows))
+                own = rows * p.soft * (p.sums + MADE_BYTES * (not self.is_fused))
             case Kind.BIAS:
-                return 4 * columns * p.sums + self._columns(rows, columns)
-            case Kind.GEMM_HIDDEN if len(step.writes) > 1:
-                return self._kept_hidden(p, columns, x.low_bits)
-            case Kind.GEMM_HIDDEN:
-                return upcast_bytes(of, rows, columns, p.hidden)
+                own = 4 * columns * p.sums
+            case Kind.GEMM_HIDDEN if not self.is_fused:
+                kept = self._finished_rows(p, rows) if len(step.writes) > 1 else 0
+                product = upcast_bytes(of, kept or rows, columns, p.hidden)
+                joined = rows_bytes(of, kept, x.low_bits)
+                own = kept * p.hidden * p.sums + max(product, joined)
             case Kind.GEMM_WEIGHT:
-                return self._weight(p, step, rows, columns, x)
-            case Kind.KEEP_HIDDEN:
-                bits = few_low_bits(p.hidden)
-                kept = kept_sums_bytes(of, rows, bits) if len(step.writes) > 1 else 0
-                return max(kept, rows_bytes(of, rows, GATHERED))
-            case Kind.RESCALE if len(step.writes) > 1:
-                return kept_sums_bytes(of, rows, x.low_bits)
-            case Kind.FINISH_HIDDEN:
-                pieces = any(name.startswith("low") for name in step.reads)
-                joins = pieces and not (self.is_fused or of.triton)
-                sums = self._sums(p, self._finished_rows(p), rows) if joins else 0
-                return sums + max(sums, rows_bytes(of, rows, GATHERED))
-            case Kind.FINISH_WEIGHT if len(step.reads) > 1:
-                return kept_sums_bytes(of, p.vocab, x.low_bits)
-        return 0
+                own = self._weight(p, step, rows, columns, x)
+            case Kind.KEEP_HIDDEN | Kind.FINISH_HIDDEN if step.low and not self.is_fused:
+                own = rows_bytes(of, rows, few_low_bits(p.hidden) if x.in_forward else x.low_bits)
+        return max(own, rows_bytes(of, rows * max(p.soft, 1)))
 
     def _weight(self, p: LossProblem, step: Step, rows: int, columns: int, x: Layout) -> int:
         """Bytes of a product that adds to dW, or writes rows of it."""
-        of = self.kernel_problem
+        of, is_kept = self.kernel_problem, len(step.writes) > 1
         is_beside = step.writes == ("into",) and not p.adds_in_place
-        beside = added_bytes(of, columns) if is_beside else 0
+        sums = added_bytes(of, columns) if is_beside else 0
         if self.is_fused:
-            return beside
-        wide = accumulates_wider(of) and (len(step.writes) > 1 or p.dw_item < p.sums)
+            return sums
         window = min(self.tiles.window, columns)
-        sums = beside or self._sums(p, window, columns) * (wide and step.writes != ("into",))
-        if of.triton and not beside:  # has low bits of rows to which terms of targets are added
-            is_rounded = len(step.writes) == 1 and sums > 0 and not scales_exps(p, x)
-            sums = min(rows, columns) * p.hidden * is_rounded
+        is_wide = accumulates_wider(of) and step.writes != ("into",)
+        is_wide &= is_kept or p.dw_item < p.sums
+        if of.triton and not sums:  # has low bits of rows to which terms of targets are added
+            is_wide &= not (is_kept or scales_exps(p, x))
+            sums = min(rows, columns) * p.hidden * is_wide
+        elif not sums:
+            sums = window * p.hidden * p.sums * is_wide
         block = window if sums else columns
-        steps = [upcast_bytes(of, block, rows, p.hidden), rows_bytes(of, block, PLAIN)]
-        steps += [target_rows_bytes(of, rows), rows_bytes(of, rows, CONVERTED)]
-        if len(step.writes) > 1:  # of a chunk, whose targets are summed for it
-            sums += targets_bytes(of, rows)
-            steps.append(kept_sums_bytes(of, block, x.low_bits))
-        return sums + max(steps)
+        most = max(upcast_bytes(of, block, rows, p.hidden), target_rows_bytes(of, rows))
+        joined = rows_bytes(of, block, x.low_bits * is_kept)
+        # the targets of a chunk are summed for it
+        return sums + targets_bytes(of, rows) * is_kept + max(most, joined)
 
-    def _kept_hidden(self, p: LossProblem, columns: int, low_bits: int) -> int:
-        """Bytes of adding a product over some columns to kept sums of dX."""
-        if self.is_fused:
-            return 0
-        rows = min(self._finished_rows(p), p.tokens)
-        product = upcast_bytes(self.kernel_problem, rows, columns, p.hidden)
-        added = kept_sums_bytes(self.kernel_problem, rows, low_bits)
-        return self._sums(p, rows, p.tokens) + max(product, added)
-
-    def _finished_rows(self, p: LossProblem) -> int:
+    def _finished_rows(self, p: LossProblem, rows: int) -> int:
         """Rows of dX's sums that exist at a time beside kept ones."""
-        return finished_rows(p.hidden, p.sums, self.kernel_problem.device)
-
-    def _sums(self, p: LossProblem, rows: int, most: int) -> int:
-        """Bytes of rows of sums, of at most so many."""
-        return min(rows, most) * p.hidden * p.sums
-
-    def _columns(self, rows: int, columns: int) -> int:
-        """Bytes of a block of rows of exponentials in the dtype of sums, on a CPU."""
-        of = self.kernel_problem
-        if of.device != "cpu" or not accumulates_wider(of):
-            return 0
-        return min(rows * columns * of.accumulator_bytes, row_block_bytes(of.device))
-
-    def _gathered(self, p: LossProblem, rows: int) -> int:
-        """Bytes of the rows of the weight that soft targets gather, on a CPU."""
-        of, elements = self.kernel_problem, p.soft * p.hidden
-        if of.device != "cpu" or not p.soft:
-            return 0
-        block = min(soft_block_rows(elements, p.sums, of.device), rows)
-        return block * elements * (p.sums + p.item * accumulates_wider(of))
+        return min(finished_rows(p.hidden, p.sums, self.kernel_problem.device), rows)

@@ -12,6 +12,7 @@ Where kernels select rows, sums are in the order of the selection.  What a chunk
 fewer bits, or of dX, is in the call's.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,52 +24,48 @@ from cutefce.ops.primitives.select_rows import restore_rows, row_range
 from cutefce.ops.program.inputs import LossInputs
 from cutefce.ops.program.run import Call
 from cutefce.ops.program.steps import Step
-from cutefce.ops.program.views import exps_of, low_of, rows_of, scale_of
+from cutefce.ops.program.views import exps_of, rows_of, scale_of, sums_of
 from cutefce.ops.rows.coefficients import RankOne, RowCoefficients
+from cutefce.ops.rows.kept_sums import Sums
 
 
 def gemm_hidden(call: Call, s: Step) -> None:
     """Write or add a window's part of dX's sums."""
     x, exps = call.part(s.rows), exps_of(call, s)
     gradients, w = x.primitives.gradients, row_range(x.w, *s.columns)
-    sums = rows_of(call, s, s.writes[0])
+    sums = Sums(rows_of(call, s, s.writes[0])) if len(s.writes) == 1 else sums_of(call, s.writes)
     selection = call.values.pop("far rows") if s.repairs else x.targets.selection
     more: Any = {"accumulate": s.adds, "selection": selection}
-    if len(s.writes) > 1:
-        gradients.keep_dx(sums, low_of(call, s.writes[1]), exps, w, **more)
-    else:
-        more["in_windows"] = s.columns != (0, x.w.shape[0]) and not call.program.in_forward
-        if call.program.scales_exps and call.program.problem.grad_weight:
-            more["factor"] = scale_of(call)
-        call.values["is scaled"] = gradients.add_grad_hidden(sums, exps, w, **more)
+    more["in_windows"] = s.columns != (0, x.w.shape[0]) and not call.program.in_forward
+    if call.program.scales_exps and call.program.problem.grad_weight:
+        more["factor"] = scale_of(call)
+    call.values["is scaled"] = gradients.add_hidden(sums, exps, w, **more)
 
 
 def rescale(call: Call, s: Step) -> None:
     """Make sums relative to the references of probabilities."""
-    sums, scale = call.view(s.writes[0]), call.values["scaling"].relative
-    if len(s.writes) > 1:
-        low = low_of(call, s.writes[1])
-        call.inputs.primitives.gradients.scale_kept_rows(sums, low, scale)
+    sums, scale = sums_of(call, s.writes), call.values["scaling"].relative
+    if sums.low is None:
+        sums.upper.mul_(scale[:, None])
     else:
-        sums.mul_(scale[:, None])
+        call.inputs.primitives.gradients.scale_kept_rows(sums, scale)
 
 
 def keep_hidden(call: Call, s: Step) -> None:
     """Keep the sums of a chunk; or its rows of dX, for a known upstream gradient."""
     x, rows, stats = call.part(s.rows), slice(*s.rows), call.values["stats"]
-    products, kept, order = rows_of(call, s, "sums"), call.view("dx"), x.targets.order
-    low = _low_of_kept(call, s)
-    out = kept[rows] if order is None else kept
+    products, order, kept = rows_of(call, s, "sums"), x.targets.order, _kept(call, s.writes)
+    own = kept.rows(rows) if order is None else kept
     if s.final:
         factor = call.inputs.targets.tensors.grad_output
         assert factor is not None
-        finish_dx(x, out, products, call.values["scaling"].dx.times(factor), order)
-    elif low is not None:
-        own = low[rows] if order is None else low
-        x.primitives.gradients.keep_sums(out, own, products, x.w, x.targets, stats, order)
+        coefficients = call.values["scaling"].dx.times(factor)
+        finish_dx(x, own.upper, Sums(products), coefficients, order)
+    elif kept.low is not None:
+        x.primitives.gradients.keep_sums(own, products, x.w, x.targets, stats, order)
     else:
-        finish_dx(x, products, products, RowCoefficients.of_sums(stats, x.targets))
-        kept[rows] = products
+        finish_dx(x, products, Sums(products), RowCoefficients.of_sums(stats, x.targets))
+        kept.upper[rows] = products
 
 
 def finish_hidden(call: Call, s: Step) -> None:
@@ -76,9 +73,9 @@ def finish_hidden(call: Call, s: Step) -> None:
     if call.program.in_forward:
         finish_chunks(call, s)
         return
-    x, sums = call.inputs, call.view("sums" if "sums" in s.reads else "dx")
-    low = None if s.low is None else low_of(call, s.low)
-    finish_dx(x, call.view("dx"), sums, call.values["scaling"].dx, x.targets.order, low)
+    x, name = call.inputs, "sums" if "sums" in s.reads else "dx"
+    sums = sums_of(call, (name,) if s.low is None else (name, s.low))
+    finish_dx(x, call.view("dx"), sums, call.values["scaling"].dx, x.targets.order)
 
 
 def finish_chunks(call: Call, s: Step) -> None:
@@ -86,13 +83,14 @@ def finish_chunks(call: Call, s: Step) -> None:
 
     If the upstream gradient was known, the one of the backward only makes dX NaN where it is NaN.
     """
-    x, out, low = call.inputs, call.view("dx"), _low_of_kept(call, s)
+    x, out = call.inputs, call.view("dx")
+    sums = _kept(call, ("dx",) if s.low is None else ("dx", s.low))
     stats, upstream, selection = (call.values[name] for name in ("stats", "upstream", "selection"))
     gradients, targets, order = x.primitives.gradients, x.targets, None
     if selection is not None and selection.is_on_device:
         order = selection.order
     rounded = call.program.problem.rounds_hidden
-    is_placed = order is not None and (rounded or low is not None)
+    is_placed = order is not None and (rounded or sums.low is not None)
     if rounded:
         upstream = torch.where(upstream.isnan(), upstream, 1)
         factor = torch.where(targets.active, upstream.to(stats.rows.dtype), 0)
@@ -101,35 +99,30 @@ def finish_chunks(call: Call, s: Step) -> None:
         dx = gradients.scaling(x.h.dtype, targets, stats, upstream, in_reference=False).dx
         # what the target has beyond the part that the sums contain
         dx = replace(dx, target=dx.target + dx.scale * stats.sum_exp_others)
-        finish_dx(x, out, out, dx, order if is_placed else None, low)
+        finish_dx(x, out, sums, dx, order if is_placed else None)
     call.values["dx"] = restore_rows(None if is_placed else selection, out)
 
 
-def _low_of_kept(call: Call, s: Step) -> Tensor | None:
-    """Return the low bits of what a chunk keeps; None if that is dX, or has the dtype of sums."""
-    hidden = call.inputs.h.shape[1]
-    return None if s.low is None else call.view(s.low)[:, : hidden * few_low_bits(hidden) // 8]
+def _kept(call: Call, names: Sequence[str]) -> Sums:
+    """Return what chunks keep: dX, or its sums, in fewer bits or not."""
+    return sums_of(call, names, few_low_bits(call.inputs.h.shape[1]))
 
 
 def finish_dx(
     inputs: LossInputs,
     out: Tensor,
-    sums: Tensor,
+    sums: Sums,
     coefficients: RowCoefficients,
     order: Tensor | None = None,
-    low: Tensor | None = None,
 ) -> None:
-    """Write dX (N, D) of its `sums` to `out`, which may be `sums`.
+    """Write dX (N, D) of its `sums` to `out`, where these may be.
 
-    With `order` (N,), row i of `sums` becomes row order_i of `out`.  With `low`, `sums` are the
-    larger pieces of kept ones; if they are `out`, they are in these places, too.
+    With `order` (N,), row i of `sums` becomes row order_i of `out`.  Kept sums in `out` are in
+    these places, too.
     """
-    gradients, every = inputs.primitives.gradients, class_term(inputs, coefficients)
+    every = class_term(inputs, coefficients)
     rows = inputs.w, inputs.targets, coefficients, every, order
-    if low is None:
-        gradients.finish_dx(out, sums, *rows)
-    else:
-        gradients.finish_kept(out, sums, low, *rows)
+    inputs.primitives.gradients.finish_dx(out, sums, *rows)
 
 
 def class_term(inputs: LossInputs, coefficients: RowCoefficients) -> RankOne | None:

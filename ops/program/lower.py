@@ -18,18 +18,6 @@ ORDER_BYTES = 16
 """Bytes of a token's place and of its target, in the order of the rows that count."""
 FACTORS = 4
 """Numbers of a token: of its exponentials, target and every class, and their reference."""
-VALUES = (
-    "order",
-    "class_row",
-    "logits",
-    "factors",
-    "numbers",
-    "last factors",
-    "partial of",
-    "shares",
-    "listed",
-)
-"""Names of buffers of numbers of tokens, of their lists, and of the class row."""
 
 
 def lower(p: LossProblem, x: Layout, cost_model: "CostModel", *, brief: bool = False) -> Program:
@@ -76,13 +64,9 @@ class Lowering(Emitter):
             self.backward()
         return place(self.finished())
 
-    def buffer(
-        self, name: str, rows: int, columns: int, item: int, home: Home | None = None, at: int = 0
-    ) -> str:
-        """Name a buffer; values of tokens may be tensors of their own."""
-        if name.startswith(VALUES) and not self.cost_model.places_values:
-            home = Home.OUTSIDE
-        return super().buffer(name, rows, columns, item, home, at)
+    def outside(self, name: str, rows: int, columns: int, item: int) -> str:
+        """Name a tensor that a step allocates: values of tokens, their lists, or the class row."""
+        return self.buffer(name, rows, columns, item, Home.OUTSIDE)
 
     def scratch(self, step: Step) -> int:
         """Return the bytes that the cost model predicts for a step."""
@@ -131,7 +115,7 @@ class Lowering(Emitter):
     def factors(self, rows: Range, *names: str, final: bool = False) -> tuple[str, ...]:
         """Emit the factors of rows; those of probabilities too, or alone if `final`."""
         for name in names:
-            self.buffer(name, self.p.tokens, FACTORS, self.p.sums)
+            self.outside(name, self.p.tokens, FACTORS, self.p.sums)
         self.emit(Kind.COEFFICIENTS, (*self.order, self.stats()), names, rows, final=final)
         return names
 
@@ -147,10 +131,10 @@ class Lowering(Emitter):
         """Emit the steps of the forward."""
         p = self.p
         if p.selects:
-            self.buffer("order", p.tokens + 1, 1, ORDER_BYTES)
+            self.outside("order", p.tokens + 1, 1, ORDER_BYTES)
             self.emit(Kind.SELECT, (), ("order",), self.every)
         if p.every_class:
-            self.buffer("class_row", 1, p.hidden + 1, p.sums)
+            self.outside("class_row", 1, p.hidden + 1, p.sums)
             self.emit(Kind.CLASS_ROW, (), ("class_row",), self.every)
         if self.in_forward:
             for rows in self.some(chunks_of(p, self.x)):
@@ -166,7 +150,7 @@ class Lowering(Emitter):
         In this order, as kernels of row sums may read the former before the step before has ended.
         """
         p, states = self.p, self.gather("states", rows)
-        self.buffer("logits", p.tokens, 2 if p.every_class else 1, p.sums)
+        self.outside("logits", p.tokens, 2 if p.every_class else 1, p.sums)
         self.emit(Kind.TARGET_LOGIT, (*self.order, *self.class_row), ("logits",), rows)
         if p.ranks:
             self.emit(Kind.ALL_REDUCE, ("logits",), ("logits",), rows)
@@ -175,7 +159,7 @@ class Lowering(Emitter):
     def sums_of(self, n: Window, rows: Range) -> str:
         """Name the partial sums of a window."""
         count = n.times * self.cost_model.partial_sums(self.p, rows[1] - rows[0], n.width)
-        return self.buffer(f"partial of {n.columns[0]}", self.x.chunk, count, self.p.sums)
+        return self.outside(f"partial of {n.columns[0]}", self.x.chunk, count, self.p.sums)
 
     def statistics(self, rows: Range, states: Sequence[str], windows: Sequence[Window]) -> None:
         """Emit the row sums of all columns, the exponentials of `windows`, and the statistics.
@@ -202,7 +186,7 @@ class Lowering(Emitter):
         """Emit the statistics of rows from partial sums."""
         self.parts = [*dict.fromkeys((*self.parts, *parts))]
         if self.p.ranks:
-            shares = self.buffer("shares", self.x.chunk, self.p.ranks, self.p.sums)
+            shares = self.outside("shares", self.x.chunk, self.p.ranks, self.p.sums)
             self.emit(Kind.ALL_GATHER, parts, (shares,), rows)
             parts = (shares,)
         self.emit(Kind.REDUCE, (*self.order, "logits", *parts), (self.stats(),), rows)
@@ -311,7 +295,7 @@ class Lowering(Emitter):
 
     def list_targets(self, states: Sequence[str], factors: str) -> None:
         """Emit the lists of the tokens of each class."""
-        self.buffer("listed", 1, self.cost_model.listed_targets(self.p, self.in_forward), 1)
+        self.outside("listed", 1, self.cost_model.listed_targets(self.p, self.in_forward), 1)
         self.emit(Kind.LIST_TARGETS, (*self.order, *states, factors), ("listed",), self.every)
 
     def add_weight(

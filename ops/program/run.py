@@ -72,12 +72,9 @@ class Interpreter(Generic[InputsT]):
         del self.memory[scratch]
 
     def allocate(self, home: Home) -> None:
-        """Allocate an arena: as a matrix, if one buffer has all of it, which then needs no view."""
-        h, b = self.inputs.h, self.program.whole.get(home)
-        if b is not None and (dtype := self.dtype_of(b)).itemsize == b.item:
-            self.memory[home] = h.new_empty((b.rows, b.columns), dtype=dtype)
-        else:
-            self.memory[home] = h.new_empty(self.program.arenas[home] // h.dtype.itemsize)
+        """Allocate an arena."""
+        h = self.inputs.h
+        self.memory[home] = h.new_empty(self.program.arenas[home] // h.dtype.itemsize)
 
     def dtype_of(self, b: Buffer) -> torch.dtype:
         """Return the dtype of a buffer's elements."""
@@ -119,7 +116,7 @@ class Call(Interpreter[LossInputs]):
             assert b.home is not None
             found, dtype = self.memory[b.home], self.dtype_of(b)
             if found.dtype != dtype:
-                found = (found if found.ndim == 1 else found.view(-1)).view(dtype)
+                found = found.view(-1).view(dtype)
             size = b.rows, b.columns if columns is None else columns
             if found.shape != size:
                 found = found.as_strided(size, (b.columns, 1), b.offset // b.item)

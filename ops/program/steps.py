@@ -165,13 +165,6 @@ class Program:
         return {buffer.home for buffer in self.buffers.values()}
 
     @cached_property
-    def whole(self) -> dict[Home, Buffer]:
-        """The buffers that have an arena of their own."""
-        of_arenas = [b for b in self.buffers.values() if b.home in ARENAS]
-        homes = [b.home for b in of_arenas]
-        return {b.home: b for b in of_arenas if b.home is not None and homes.count(b.home) == 1}
-
-    @cached_property
     def homes_of_forward(self) -> set[Home | None]:
         """Which memory has buffers that the forward writes."""
         middle, lives = len(self.forward), self.lives

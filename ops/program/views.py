@@ -1,10 +1,13 @@
 """The operands of steps: parts of buffers as matrices, and factors of tokens."""
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from cutefce.cute_kernels.integers import round_up
 from cutefce.ops.program.run import Call
 from cutefce.ops.program.steps import Step
+from cutefce.ops.rows.kept_sums import Sums
 from cutefce.ops.rows.scaling import Scaling
 
 
@@ -37,7 +40,11 @@ def scale_of(call: Call) -> Tensor | None:
     return scale if scale is None or factor is None else scale * factor
 
 
-def low_of(call: Call, name: str) -> Tensor:
-    """Return the bytes of low bits that are used, of sums over windows or of dW."""
-    low = call.view(name)
-    return low[:, : call.inputs.h.shape[1] * call.program.low_bits // 8]
+def sums_of(call: Call, names: Sequence[str], low_bits: int | None = None) -> Sums:
+    """Return sums of a buffer, or in the two pieces of which the second has their low bits.
+
+    These are as many as those of sums over windows or of dW, or `low_bits`.
+    """
+    upper, *low = map(call.view, names)
+    columns = call.inputs.h.shape[1] * (low_bits or call.program.low_bits) // 8
+    return Sums(upper, low[0][:, :columns] if low else None)

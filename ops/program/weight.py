@@ -26,10 +26,10 @@ from cutefce.ops.primitives.weighted_sum import RowFactors, weighted_sum
 from cutefce.ops.program.inputs import LossInputs
 from cutefce.ops.program.run import Call
 from cutefce.ops.program.steps import Home, Step
-from cutefce.ops.program.views import exps_of, low_of, rows_of, scale_of, states_of
+from cutefce.ops.program.views import exps_of, rows_of, scale_of, states_of, sums_of
 from cutefce.ops.rows.blocks import blocks, row_blocks
 from cutefce.ops.rows.coefficients import RankOne
-from cutefce.ops.rows.kept_sums import add_kept_to_, words_of
+from cutefce.ops.rows.kept_sums import Sums, add_kept_to_
 from cutefce.ops.rows.loss_terms import class_weights
 from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.targets import Targets
@@ -48,10 +48,8 @@ def list_targets(call: Call, s: Step) -> None:
         return
     scaling, into = call.values["scaling"], x.accumulate_into
     out = call.memory[Home.DW] if into is None else into
-    if call.program.scales_exps:
-        terms = gradients.no_target_grad(x.h, x.targets)
-    else:
-        terms = gradients.target_grad(x.h, scaling.target, x.targets)
+    target = None if call.program.scales_exps else scaling.target
+    terms = gradients.target_grad(x.h, target, x.targets)
     as_sums = into is not None or x.dw_dtype != x.w.dtype
     every = every_row(x, scaling.every, states_of(call, s))
     call.values["weight"] = WeightGradient(
@@ -83,46 +81,45 @@ def gemm_weight(call: Call, s: Step) -> None:
     own = call.values["scaling"].dx
     if "known" in call.values:
         own = own.times(call.values["known"])
-    if call.program.scales_exps:
-        terms = gradients.no_target_grad(x.h, x.targets)
-    elif gradients.lists_targets:
-        terms = call.values["listed"] if s.final else gradients.no_target_grad(x.h, x.targets)
+    if s.final and gradients.lists_targets and not call.program.scales_exps:
+        terms = call.values["listed"]
     else:
-        terms = gradients.target_grad(x.h, own.target, x.targets)
+        has_terms = not (call.program.scales_exps or gradients.lists_targets)
+        terms = gradients.target_grad(x.h, own.target if has_terms else None, x.targets)
     plain = rows_of(call, s, "states") if "states" in s.reads else x.h
     row = every_row(x, own.every, plain)
     if row is not None and not is_first:
         before = call.values["row"]
         row = replace(row, row=row.row + before.row)
     call.values["row"] = row
-    sums, low = _sums(call, s.writes)
-    given: Any = exps, states, terms, 0, row if s.final else None, of_chunk
+    more: Any = {"rank_one": row if s.final else None, "selection": of_chunk}
     # the caller's buffer holds sums before the first chunk
-    gradients.keep_dw(sums, low, *given, accumulate=s.adds or s.writes[0] == "into")
+    more["accumulate"] = s.adds or s.writes[0] == "into"
+    gradients.add_weight(_sums(call, s.writes), exps, states, terms, 0, **more)
 
 
-def _sums(call: Call, names: tuple[str, ...]) -> tuple[Tensor, Tensor | None]:
-    """Return dW's sums over chunks, or their larger pieces, and the low bits beside these."""
+def _sums(call: Call, names: tuple[str, ...]) -> Sums:
+    """Return dW's sums over chunks, which may be in the caller's buffer."""
     if names[0] == "into":
         assert call.inputs.accumulate_into is not None
-        return call.inputs.accumulate_into, None
-    return call.view(names[0]), low_of(call, names[1]) if len(names) > 1 else None
+        return Sums(call.inputs.accumulate_into)
+    return sums_of(call, names)
 
 
 def finish_weight(call: Call, s: Step) -> None:
     """Multiply dW's sums by the upstream gradient, and round them or add them to the buffer."""
-    (sums, low), factor = _sums(call, s.reads), call.values["upstream"]
+    sums, factor = _sums(call, s.reads), call.values["upstream"]
     into = call.inputs.accumulate_into
     if s.adds:
         assert into is not None
-        if low is None:
-            add_rows(into, sums.mul_(factor))
+        if sums.low is None:
+            add_rows(into, sums.upper.mul_(factor))
         else:
-            apply_rowwise(add_kept_to_, into, words_of(sums, low), low, whole=(factor,))
-    elif low is None:
-        sums.mul_(factor)
+            apply_rowwise(add_kept_to_, into, sums.words, sums.low, whole=(factor,))
+    elif sums.low is None:
+        sums.upper.mul_(factor)
     else:
-        call.inputs.primitives.gradients.finish_kept_dw(sums, low, factor)
+        call.inputs.primitives.gradients.finish_kept_dw(sums, factor)
 
 
 def bias(call: Call, s: Step) -> None:
@@ -198,33 +195,28 @@ class WeightGradient:
 
         `scaled` (N, D) are the hidden states with the factors of tokens.
         """
-        rows = row_range(self.out, first, last)
-        if not self.as_sums:
-            term = self._term(first, last)
-            last_step = first, self.grad_scale, term, self.selection
-            self.gradients.finish_dw(rows, exps, scaled, self.target_grad, *last_step)
-        elif not self.adds or can_add_in_place(self.out, exps.dtype, self.grad_scale.dtype):
-            self._sum(rows, exps, scaled, first, accumulate=self.adds)
-        else:
-            add = added_rows(rows.shape[1], self.grad_scale.itemsize, rows.device.type)
-            room = self.grad_scale.new_empty(min(add, len(rows)), rows.shape[1])
-            for part in blocks(len(rows), add):
-                sums = room[: part.stop - part.start]
-                self._sum(sums, exps[:, part], scaled, first + part.start, accumulate=False)
-                add_rows(rows[part], sums)
+        rows, sums = row_range(self.out, first, last), self.grad_scale
+        if not self.adds or can_add_in_place(self.out, exps.dtype, sums.dtype):
+            self._write(rows, exps, scaled, first, accumulate=self.adds)
+            return
+        add = added_rows(rows.shape[1], sums.itemsize, rows.device.type)
+        room = sums.new_empty(min(add, len(rows)), rows.shape[1])
+        for part in blocks(len(rows), add):
+            own = room[: part.stop - part.start]
+            self._write(own, exps[:, part], scaled, first + part.start, accumulate=False)
+            add_rows(rows[part], own)
 
-    def _sum(
+    def _write(
         self, out: Tensor, exps: Tensor, scaled: Tensor, first: int, *, accumulate: bool
     ) -> None:
-        """Write the rows of dW from `first` on to `out` (K, D), in the dtype of sums, or add."""
-        last_step: Any = first, self._term(first, first + len(out)), self.selection
-        operands = exps, scaled, self.target_grad
-        self.gradients.keep_dw(out, None, *operands, *last_step, accumulate=accumulate)
-        if exps.dtype == torch.float16:
+        """Write the rows of dW from `first` on to `out` (K, D), or add."""
+        term = None if self.every is None else self.every.rows(slice(first, first + len(out)))
+        more: Any = {"rank_one": term, "selection": self.selection, "accumulate": accumulate}
+        if not self.as_sums:
+            more["grad_scale"] = self.grad_scale
+        self.gradients.add_weight(Sums(out), exps, scaled, self.target_grad, first, **more)
+        if self.as_sums and exps.dtype == torch.float16:
             out.mul_(self.grad_scale)
-
-    def _term(self, first: int, last: int) -> RankOne | None:
-        return None if self.every is None else self.every.rows(slice(first, last))
 
 
 def every_row(inputs: LossInputs, every: Tensor | None, states: Tensor) -> RankOne | None:

@@ -1,98 +1,52 @@
-"""Sums that are kept in 24 or 20 bits, in plain torch functions that a compiler can fuse.
+"""Sums over products, which may be kept in 24 or 20 bits.
 
-R or N rows, D hidden.  Functions that write do so to their first arguments: words of upper halves,
-and bytes of the low bits beside, see `split_`.
+R rows, D hidden.  The functions are of plain torch, so that a compiler can fuse them: of words of
+upper halves, and of bytes of the low bits beside, see `Sums`.
 """
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 
-def keep_dw_(
-    words: Tensor,
-    low: Tensor,
-    sums: Tensor,
-    slot: Tensor,
-    factor: Tensor | None,
-    totals: Tensor,
-    row: Tensor | None,
-) -> None:
-    """Keep sums_v + totals_slot_v (R, D) in `words` and `low`; see `split_`.
+class Sums(NamedTuple):
+    """Sums (R, D), in their own dtype, or float32 ones in 24 or 20 bits, rounded to nearest even.
 
-    With `factor` (R,) and `row` (1, D), factor_v row is added.
+    Of 24 bits, `upper` has the upper halves, and `low` (R, D) the next bytes.  Of 20 bits, `low`
+    (R, D / 2) has the next four bits of two columns in a byte, those of the even column below.
     """
-    _keep(words, low, _parts(sums, words), slot, factor, totals, row)
 
+    upper: Tensor
+    """(R, D): of 16 bits with `low`."""
+    low: Tensor | None = None
+    """uint8; None if all of the sums is in `upper`."""
 
-def add_to_kept_dw_(words: Tensor, low: Tensor, sums: Tensor, *rest: Tensor | None) -> None:
-    """Do what `keep_dw_` does, and add what `words` and `low` keep."""
-    parts = [_joined(words, low, i).add_(x) for i, x in enumerate(_parts(sums, words))]
-    _keep(words, low, parts, *rest)  # type: ignore[arg-type]
+    def rows(self, rows: slice) -> "Sums":
+        """Return the sums of a slice of rows."""
+        return Sums(self.upper[rows], None if self.low is None else self.low[rows])
 
-
-def _keep(
-    words: Tensor,
-    low: Tensor,
-    parts: list[Tensor],
-    slot: Tensor,
-    factor: Tensor | None,
-    totals: Tensor,
-    row: Tensor | None,
-) -> None:
-    """Do what `keep_dw_` does of the `parts` of sums."""
-    added: list[Tensor] = []
-    while parts:  # each is freed when it is added
-        i, count = len(added), words.element_size() // 2
-        total = totals[:, i::count][slot].add_(parts.pop(0))
-        if factor is not None and row is not None:
-            total.addcmul_(factor[:, None], row[:, i::count])
-        added.append(total)
-    _write(words, low, added)
+    @property
+    def words(self) -> Tensor:
+        """`upper` as words, int16 or int32, one for each byte of `low`."""
+        is_pair = self.low is not None and self.low.shape[1] < self.upper.shape[1]
+        return self.upper.view(torch.int32 if is_pair else torch.int16)
 
 
 def joined_sums(kept: Tensor, low: Tensor) -> Tensor:
-    """Return the float32 sums (N, D) of `kept` and `low`."""
-    words = words_of(kept, low)
-    parts = [_joined(words, low, i) for i in range(words.element_size() // 2)]
+    """Return the float32 sums (R, D) of `kept` and `low`."""
+    words = Sums(kept, low).words
+    parts = [join(words, low, i) for i in range(words.element_size() // 2)]
     return parts[0] if len(parts) == 1 else torch.stack(parts, 2).flatten(1)
 
 
-def words_of(kept: Tensor, low: Tensor) -> Tensor:
-    """Return 16-bit `kept` (N, D) as words, one for each byte of `low`, (N, D) or (N, D / 2)."""
-    return kept.view(torch.int32 if low.shape[1] < kept.shape[1] else torch.int16)
+def write(words: Tensor, low: Tensor | None, parts: list[Tensor]) -> None:
+    """Write float32 sums to `words` and `low`, see `Sums`; `parts` are those of a place of a word.
 
-
-def split_(words: Tensor, low: Tensor, sums: Tensor) -> None:
-    """Write float32 `sums` (N, D), rounded to nearest, ties to even, to 24 or 20 bits.
-
-    Of 24 bits, `words` (N, D) int16 are the upper halves, and `low` (N, D) uint8 the next bytes.
-    Of 20 bits, `words` and `low` (N, D / 2) hold those of an even and the next column: `words`
-    int32 the upper halves, `low` uint8 the next four bits, those of the even column below.
+    That is one part for all columns, or those of the even and of the odd ones.  Without `low`, sums
+    are rounded to bfloat16.
     """
-    _write(words, low, _parts(sums, words))
-
-
-def add_to_kept_(words: Tensor, low: Tensor, sums: Tensor) -> None:
-    """Add float32 `sums` (N, D) to what `words` and `low` keep; see `split_`."""
-    parts = [_joined(words, low, i).add_(x) for i, x in enumerate(_parts(sums, words))]
-    _write(words, low, parts)
-
-
-def scale_kept_rows_(words: Tensor, low: Tensor, scale: Tensor) -> None:
-    """Multiply the kept sums (R, D) by `scale` (R,); see `split_`."""
-    count = words.element_size() // 2
-    _write(words, low, [_joined(words, low, i).mul_(scale[:, None]) for i in range(count)])
-
-
-def _parts(sums: Tensor, words: Tensor) -> list[Tensor]:
-    """Return the columns of `sums` (N, D) by their place in a word: all, or even and odd ones."""
-    count = words.element_size() // 2
-    return [sums[:, i::count] for i in range(count)]
-
-
-def _write(words: Tensor, low: Tensor, parts: list[Tensor]) -> None:
-    """Do what `split_` does of the `parts` of sums."""
-    bits, upper, lower = 8 // len(parts), [], []
+    bits, upper, lower = 0 if low is None else 8 // len(parts), [], []
     for i, part in enumerate(parts):
         rounded = _rounded(part, bits)
         halves = rounded >> 16
@@ -102,7 +56,8 @@ def _write(words: Tensor, low: Tensor, parts: list[Tensor]) -> None:
         lower.append(rounded.bitwise_right_shift_(16 - bits).bitwise_and_((1 << bits) - 1))
         lower[i].bitwise_left_shift_(bits * i)
     words.copy_(upper[0] if len(parts) == 1 else upper[0].bitwise_or_(upper[1]))
-    low.copy_(lower[0] if len(parts) == 1 else lower[0].bitwise_or_(lower[1]))
+    if low is not None:
+        low.copy_(lower[0] if len(parts) == 1 else lower[0].bitwise_or_(lower[1]))
 
 
 def _rounded(sums: Tensor, low_bits: int) -> Tensor:
@@ -112,7 +67,7 @@ def _rounded(sums: Tensor, low_bits: int) -> Tensor:
     return rounded.masked_fill_(sums.isnan(), 0x7FC00000)  # a carry would make it another number
 
 
-def _joined(words: Tensor, low: Tensor, place: int) -> Tensor:
+def join(words: Tensor, low: Tensor, place: int) -> Tensor:
     """Return the float32 sums at `place` of each word."""
     low_bits = 16 // words.element_size()
     upper = words.to(torch.int32, copy=True)
@@ -122,20 +77,8 @@ def _joined(words: Tensor, low: Tensor, place: int) -> Tensor:
     return upper.bitwise_or_(lower).view(torch.float32)
 
 
-def scale_kept_(words: Tensor, low: Tensor, scale: Tensor) -> None:
-    """Write scale_v times the kept sums (R, D), rounded to bfloat16, to `words`."""
-    count, scaled = words.element_size() // 2, []
-    for i in range(count):
-        part = _joined(words, low, i).mul_(scale[:, None]).to(torch.bfloat16)
-        scaled.append(part.view(torch.int16).to(words.dtype))
-        if i + 1 < count:
-            scaled[i].bitwise_and_(0xFFFF)
-        scaled[i].bitwise_left_shift_(16 * i)
-    words.copy_(scaled[0] if count == 1 else scaled[0].bitwise_or_(scaled[1]))
-
-
 def add_kept_to_(out: Tensor, words: Tensor, low: Tensor, factor: Tensor) -> None:
-    """Add `factor` () times the kept sums (R, D) to `out` (R, D), rounded once; see `split_`."""
+    """Add `factor` () times the kept sums (R, D) to `out` (R, D), rounded once; see `Sums`."""
     count = words.element_size() // 2
     for i in range(count):
-        out[:, i::count].add_(_joined(words, low, i).mul_(factor))
+        out[:, i::count].add_(join(words, low, i).mul_(factor))

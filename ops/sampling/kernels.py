@@ -36,6 +36,7 @@ from cutefce.ops.program.views import states_of
 from cutefce.ops.program.weight import every_row, finish_dbias
 from cutefce.ops.rows.blocks import blocks
 from cutefce.ops.rows.coefficients import RowCoefficients
+from cutefce.ops.rows.kept_sums import Sums
 from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.targets import Targets
 from cutefce.ops.sampling.estimates import class_sums, sampling_of
@@ -157,7 +158,7 @@ def sparse_hidden(call: Call, s: Step) -> None:
     sums = call.view("sums")
     _sparse_hidden(call, sums, factors, None)
     ones, zeros = x.targets.active.to(sums.dtype), torch.zeros_like(factors.target)
-    finish_dx(x, call.view("dx"), sums, replace(factors, scale=ones, target=zeros), order)
+    finish_dx(x, call.view("dx"), Sums(sums), replace(factors, scale=ones, target=zeros), order)
 
 
 def _sparse_hidden(call: Call, out: Tensor, factors: RowCoefficients, order: Tensor | None) -> None:

@@ -7,7 +7,7 @@ from cutefce.ops.costs.step_memory import added_rows
 from cutefce.ops.program.layout import Layout, Window, even_windows
 from cutefce.ops.program.lower import Lowering
 from cutefce.ops.program.problem import LossProblem
-from cutefce.ops.program.steps import Home, Program, Range
+from cutefce.ops.program.steps import Program, Range
 from cutefce.ops.sampling.sample_sizes import estimate_count, slots
 from cutefce.ops.sampling.steps import SampleKind
 
@@ -43,10 +43,6 @@ class _SampledLowering(Lowering):
     ) -> None:
         """Append a step of all tokens."""
         self.emit(kind, (*self.order, *reads), writes, self.every, columns, **flags)
-
-    def outside(self, name: str, rows: int, columns: int, item: int) -> str:
-        """Name a tensor that a step allocates."""
-        return self.buffer(name, rows, columns, item, Home.OUTSIDE)
 
     def estimate(self, states: Sequence[str]) -> None:
         """Emit the estimates of log-sum-exps."""

@@ -43,6 +43,7 @@ from cutefce.ops.primitives.cute_projection import CuteProjection, PartialLse
 from cutefce.ops.primitives.dispatch import kernel_primitives
 from cutefce.ops.primitives.primitives import Primitives
 from cutefce.ops.rows.coefficients import RankOne, RowCoefficients
+from cutefce.ops.rows.kept_sums import Sums
 from cutefce.ops.rows.targets import Targets
 from tests.support import rank_one
 from tests.support.non_finite import ROW, assert_same_kind, broken_case, names, torch_result
@@ -197,8 +198,8 @@ def test_sums_are_accurate_and_deterministic(
     results = []
     for _ in range(3):
         dx, dw = (torch.full_like(x, torch.nan) if fresh else x.clone() for x in before)
-        steps.add_grad_hidden(dx, exps, case.w, accumulate=not fresh)
-        steps.keep_dw(dw, None, exps, case.h, target_grad, 0, accumulate=not fresh)
+        steps.add_hidden(Sums(dx), exps, case.w, accumulate=not fresh)
+        steps.add_weight(Sums(dw), exps, case.h, target_grad, 0, accumulate=not fresh)
         results.append((dx, dw))
     e = exps.double()
     exact = [e @ case.w.double(), e.t() @ case.h.double()]
@@ -553,7 +554,7 @@ def test_the_last_step_of_dx_ignores_what_an_ignored_row_holds(out_dtype: torch.
     sums[ignored], case.y[ignored], scale[ignored] = torch.nan, -100, 0
     coefficients = RowCoefficients(scale, -scale)
     out = torch.empty(70, 4104, dtype=out_dtype, device="cuda")
-    steps.finish_dx(out, sums, case.w, Targets(case.y, 100, NONE), coefficients)
+    steps.finish_dx(out, Sums(sums), case.w, Targets(case.y, 100, NONE), coefficients)
     assert not out[ignored].any()
     want = scale[:, None] * (sums - case.w[case.y.clamp(0)].float())
     torch.testing.assert_close(out[~ignored], want[~ignored].to(out_dtype))
@@ -702,31 +703,29 @@ def test_launch_arguments_match_the_kernels(arch: Arch, monkeypatch: pytest.Monk
     matrix = RankOne(logit, torch.ones(64))
     for out in (torch.empty_like(case.h), case.h.float()):  # the latter is a rank's part of dX
         for term in (None, matrix):
-            gradients.finish_dx(out, case.h.float(), case.w, targets, coefficients, term)
-    kept, rows = torch.empty_like(case.h), (case.w, targets)
+            gradients.finish_dx(out, Sums(case.h.float()), case.w, targets, coefficients, term)
+    rows = case.w, targets
     for columns in (64, 32):  # of low bits
-        low = torch.empty(300, columns, dtype=torch.uint8)
+        kept = Sums(torch.empty_like(case.h), torch.empty(300, columns, dtype=torch.uint8))
         for term in (None, matrix):
-            gradients.finish_kept(case.h.clone(), kept, low, *rows, coefficients, term)
-        gradients.scale_kept_rows(kept, low, logit)
+            gradients.finish_dx(case.h.clone(), kept, *rows, coefficients, term)
+        gradients.scale_kept_rows(kept, logit)
         if default.grad_weight:
-            gradients.keep_dx(kept, low, exps[:, :1500], case.w, accumulate=True)
-    gradients.keep_sums(kept, low, case.h.float(), *rows, stats)
+            gradients.add_hidden(kept, exps[:, :1500], case.w, accumulate=True)
+    gradients.keep_sums(kept, case.h.float(), *rows, stats)
     scaled = torch.empty_like(case.h)
     gradients.scale_rows(scaled, case.h, logit)
-    gradients.add_grad_hidden(case.h.float(), exps[:, :1500], case.w, accumulate=True)
-    target_grad, sums = gradients.target_grad(case.h, logit, targets), case.w.float()
-    out = torch.empty_like(case.w)
+    gradients.add_hidden(Sums(case.h.float()), exps[:, :1500], case.w, accumulate=True)
+    target_grad, sums = gradients.target_grad(case.h, logit, targets), Sums(case.w.float())
+    rounded, operands = Sums(torch.empty_like(case.w)), (exps[:, :1500], scaled, target_grad, 0)
     for term in (None, RankOne(torch.ones(()).expand(1500), torch.ones(64))):
-        gradients.finish_dw(out, exps[:, :1500], scaled, target_grad, 0, logit[0], term)
-    gradients.keep_dw(sums, None, exps[:, :1500], scaled, target_grad, 0, accumulate=True)
-    kept = torch.empty_like(case.w)
+        gradients.add_weight(rounded, *operands, grad_scale=logit[0], rank_one=term)
+    gradients.add_weight(sums, *operands, accumulate=True)
     for columns in (64, 32):  # of low bits
-        low = torch.empty(1500, columns, dtype=torch.uint8)
+        kept = Sums(torch.empty_like(case.w), torch.empty(1500, columns, dtype=torch.uint8))
         for term in (None, RankOne(torch.ones(()).expand(1500), torch.ones(64))):
-            operands = exps[:, :1500], scaled, target_grad, 0, term
-            gradients.keep_dw(kept, low, *operands, accumulate=True)
-        gradients.finish_kept_dw(kept, low, logit[0])
+            gradients.add_weight(kept, *operands, rank_one=term, accumulate=True)
+        gradients.finish_kept_dw(kept, logit[0])
     names = ["TargetLogit", *["ProjectExp"] * 2, "ReducePartials", *["ProjectExp"] * 2]
     names += [*["RowCoefficients"] * 2, *["ScaleAddRows"] * 4]
     steps_of_kept = [*["KeptSums"] * 3, *["GradGemm"] * bool(default.grad_weight)]

@@ -39,7 +39,7 @@ from cutefce.ops.interface.options import LossOptions, TensorOptions
 from cutefce.ops.primitives.portable_gradients import PortableGradients
 from cutefce.ops.primitives.select_rows import as_bits
 from cutefce.ops.rows.coefficients import RankOne, RowCoefficients
-from cutefce.ops.rows.kept_sums import joined_sums
+from cutefce.ops.rows.kept_sums import Sums, joined_sums
 from cutefce.ops.rows.loss_parts import LossParts
 from cutefce.ops.rows.loss_terms import GivenTargets, LossTerms
 from cutefce.ops.rows.scaling import scaling_of
@@ -349,7 +349,7 @@ def test_kept_sums(size: tuple[int, int], rank_one: bool, scatters: int) -> None
     places = order if scatters else torch.arange(7)
     keep = dataclasses.replace(kernels.kept, low_bits=low_bits)
     run(keep, kept, low, sums, table, target, others, -100, order, scatters)
-    PortableGradients(16).keep_sums(want, want_low, sums, table, targets, stats)
+    PortableGradients(16).keep_sums(Sums(want, want_low), sums, table, targets, stats)
     is_nan = joined_sums(want, want_low).isnan()
     assert torch.equal(joined_sums(kept, low)[places].isnan(), is_nan)
     pair = joined_sums(kept, low)[places], joined_sums(want, want_low)
@@ -364,7 +364,7 @@ def test_kept_sums(size: tuple[int, int], rank_one: bool, scatters: int) -> None
     run(kernel, out, want.clone(), want_low, *more, scatters)
     run(kernel, kept, kept, low, *more, OUT_AND_SUMS if scatters else 0)
     coefficients = RowCoefficients(scale, target_scale)
-    PortableGradients(16).finish_kept(want, want, want_low, table, targets, coefficients, term)
+    PortableGradients(16).finish_dx(want, Sums(want, want_low), table, targets, coefficients, term)
     for dx in (out, kept):
         torch.testing.assert_close(dx[places], want, rtol=0.0, atol=0.0, equal_nan=True)
 
@@ -378,7 +378,7 @@ def test_rows_of_kept_sums_are_scaled(low_bits: int) -> None:
     split_sums(kept, low, sums)
     want, want_low = kept.clone(), low.contiguous()
     run(dataclasses.replace(kernels.kept, step="scale", low_bits=low_bits), kept, low, scale)
-    PortableGradients(16).scale_kept_rows(want, want_low, scale)
+    PortableGradients(16).scale_kept_rows(Sums(want, want_low), scale)
     got, expected = joined_sums(kept, low), joined_sums(want, want_low)
     torch.testing.assert_close(got, expected, rtol=0.0, atol=0.0, equal_nan=True)
 

@@ -1,5 +1,6 @@
 """What torch does around calls: modes and tracers see the operators, and loops go on as before."""
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 
 import cutefce
+from cutefce.ops.interface.options import StepOptions
 from cutefce.ops.primitives import portable_gradients, portable_projection
 from tests.support.modes import Seen
 from tests.support.reference import random_case
@@ -29,7 +31,7 @@ from tests.support.steps import (
 from tests.support.tiers import rest_slow
 
 OPS = torch.ops.cutefce
-FORWARD = OPS.forward.default
+FORWARD = OPS.loss_forward.default
 
 each_workspace = pytest.mark.parametrize("workspace", WORKSPACES)
 
@@ -53,7 +55,7 @@ def dispatch_mode(h: Tensor, w: Tensor, y: Tensor, want: Results) -> None:
     with Seen() as seen:
         assert have_same_bits(step(h, w, y), want)
         assert torch.equal(without_gradients(h, w, y), want[0])
-    expected = [OPS.loss_forward.default, OPS.loss_backward.default, FORWARD]
+    expected = [FORWARD, OPS.loss_backward.default, FORWARD]
     assert [x for x in seen.operators if x.namespace == "cutefce"] == expected
 
 
@@ -153,7 +155,7 @@ def second_derivatives(h: Tensor, w: Tensor, y: Tensor, want: Results) -> None:
 
 def tracer(h: Tensor, w: Tensor, y: Tensor, want: Results) -> None:
     traced = make_fx(without_gradients)(h, w, y)
-    assert "cutefce.forward.default" in {str(node.target) for node in traced.graph.nodes}
+    assert "cutefce.loss_forward.default" in {str(node.target) for node in traced.graph.nodes}
     assert torch.equal(traced(h, w, y), want[0])
 
 
@@ -248,7 +250,8 @@ def test_the_forward_on_kernels_is_what_its_fake_says(
     reduction: str, device: str, kernels: pytest.MonkeyPatch
 ) -> None:
     h, w, y = (x.detach() for x in operands(device))
-    torch.library.opcheck(FORWARD, (h, w, y, reduction, -100))
+    step_options = dataclasses.astuple(StepOptions(0, False, False, False))
+    torch.library.opcheck(FORWARD, (h, w, y, *step_options, reduction, -100))
 
 
 # on a GPU, kernels serve bfloat16 and the portable path float32

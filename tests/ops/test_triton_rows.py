@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from cutefce.ops.rows.kept_sums import add_to_kept_, joined_sums, scale_kept_, split_, words_of
+from cutefce.ops.primitives.portable_gradients import PortableGradients
+from cutefce.ops.rows.kept_sums import Sums, joined_sums
 from tests.support.tiers import rest_slow
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -18,6 +19,7 @@ pytest.importorskip("triton")
 kernels = pytest.importorskip("cutefce.ops.primitives.triton_rows")
 
 SHAPES = [(5, 40), (3, 1100)]
+PORTABLE = PortableGradients(16)
 shapes = pytest.mark.parametrize("shape", rest_slow(SHAPES), ids=str)
 
 
@@ -25,13 +27,18 @@ def random(*shape: int) -> Tensor:
     return torch.randn(shape, device=DEVICE)
 
 
-def kept(sums: Tensor, low_bits: int) -> Any:
-    """Return the sums (R, D) as the kernel keeps them."""
+def kept(sums: Tensor, low_bits: int) -> Sums:
+    """Return the sums (R, D) as plain torch keeps them."""
     rows, columns = sums.shape
     words = torch.empty(rows, columns, dtype=torch.bfloat16, device=DEVICE)
     low = torch.empty(rows, columns * low_bits // 8, dtype=torch.uint8, device=DEVICE)
-    split_(words_of(words, low), low, sums)
-    return kernels.KeptSums(words, low)
+    PORTABLE.combine(Sums(words, low), sums)
+    return Sums(words, low)
+
+
+def low_of(sums: Sums) -> Tensor:
+    assert sums.low is not None
+    return sums.low
 
 
 @shapes
@@ -49,9 +56,9 @@ def test_rows_with_factors_and_rows_of_a_table(shape: tuple[int, int], dtype: to
     want[1] = 0
     out = torch.empty(shape, dtype=dtype, device=DEVICE)
     given: dict[str, Any] = {"table": table, "index": index, "coefficient": b}
-    kernels.combine(out, x, scale=scale, factor=factor, row=row, clears=True, **given)
+    kernels.combine(Sums(out), x, scale=scale, factor=factor, row=row, clears=True, **given)
     torch.testing.assert_close(out, want.to(dtype), rtol=2e-3, atol=2e-3)
-    kernels.combine(x, x, scale=scale, last=torch.tensor(0.5, device=DEVICE))
+    kernels.combine(Sums(x), x, scale=scale, last=torch.tensor(0.5, device=DEVICE))
     assert x[1].isnan().all()
 
 
@@ -63,16 +70,16 @@ def test_sums_are_kept_as_plain_torch_keeps_them(shape: tuple[int, int], low_bit
     sums[0, :3] = torch.tensor([torch.nan, torch.inf, -torch.inf])
     first, second = kept(torch.zeros(shape, device=DEVICE), low_bits), kept(sums, low_bits)
     kernels.combine(first, sums)
-    assert torch.equal(first.kept.view(torch.int16), second.kept.view(torch.int16))
-    assert torch.equal(first.low, second.low)
+    assert torch.equal(first.upper.view(torch.int16), second.upper.view(torch.int16))
+    assert torch.equal(low_of(first), low_of(second))
     more = random(*shape)
     kernels.combine(first, more, joined=first)
-    add_to_kept_(words_of(second.kept, second.low), second.low, more)
-    assert torch.equal(first.kept.view(torch.int16), second.kept.view(torch.int16))
-    assert torch.equal(first.low, second.low)
+    PORTABLE.combine(second, more, joined=second)
+    assert torch.equal(first.upper.view(torch.int16), second.upper.view(torch.int16))
+    assert torch.equal(low_of(first), low_of(second))
     if DEVICE == "cuda":  # the interpreter's numpy has no bfloat16
-        want = joined_sums(second.kept, second.low) * scale[:, None]
-        kernels.combine(first.kept, joined=first, scale=scale)
-        scale_kept_(words_of(second.kept, second.low), second.low, scale)
-        torch.testing.assert_close(first.kept, want.to(torch.bfloat16), equal_nan=True)
-        assert torch.equal(first.kept.view(torch.int16), second.kept.view(torch.int16))
+        want = joined_sums(second.upper, low_of(second)) * scale[:, None]
+        kernels.combine(Sums(first.upper), joined=first, scale=scale)
+        PORTABLE.combine(Sums(second.upper), joined=second, scale=scale)
+        torch.testing.assert_close(first.upper, want.to(torch.bfloat16), equal_nan=True)
+        assert torch.equal(first.upper.view(torch.int16), second.upper.view(torch.int16))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cutefce.ops.rows.coefficients import RankOne
-from cutefce.ops.rows.kept_sums import joined_sums
+from cutefce.ops.rows.kept_sums import Sums, joined_sums
 from cutefce.ops.rows.selection import CountedRows
 from tests.support.tiers import rest_slow
 
@@ -55,8 +55,9 @@ class Case:
         self.product = self.exps.double().t() @ self.states.double()
         self.terms = terms[FIRST : FIRST + classes]
 
-    def run(self, out: Any, listed: bool = True, **more: Any) -> None:
+    def run(self, out: Tensor | Sums, listed: bool = True, **more: Any) -> None:
         operands = self.exps, self.states, FIRST, self.listed if listed else None
+        out = out if isinstance(out, Sums) else Sums(out)
         kernels.weight_product(out, *operands, **more)
 
 
@@ -91,11 +92,11 @@ def test_sums_are_kept_in_pieces(sizes: tuple[int, int, int], low_bits: int) -> 
     classes, hidden = x.product.shape
     words = torch.empty(classes, hidden, dtype=torch.bfloat16, device=DEVICE)
     low = torch.empty(classes, hidden * low_bits // 8, dtype=torch.uint8, device=DEVICE)
-    x.run(kernels.KeptSums(words, low), listed=False)
+    x.run(Sums(words, low), listed=False)
     # a sum is rounded to 8 + low_bits digits, each time that it is kept
     near = 2.0 ** -(8 + low_bits) * float(x.product.abs().max())
     torch.testing.assert_close(joined_sums(words, low).double(), x.product, rtol=0, atol=near)
-    x.run(kernels.KeptSums(words, low), accumulate=True)
+    x.run(Sums(words, low), accumulate=True)
     want = 2 * x.product + x.terms
     near = 3 * 2.0 ** -(8 + low_bits) * float(want.abs().max())
     torch.testing.assert_close(joined_sums(words, low).double(), want, rtol=0, atol=near)

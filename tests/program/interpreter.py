@@ -30,8 +30,6 @@ Exchange = Generator[tuple[Kind, Tensor], Tensor, Any]
 class SmallBlocks(CostModel):
     """Windows of any columns, one sum a row, and no scratch."""
 
-    places_values = True
-
     def __init__(self) -> None:
         pass
 
@@ -79,6 +77,7 @@ class Call:
     def __init__(self, q: Program, x: Inputs) -> None:
         self.q, self.x, self.p = q, x, q.problem
         self.memory: dict[Home, Tensor] = {Home.SAVED: unknown(q.arenas[Home.SAVED])}
+        self.outside: dict[str, Tensor] = {}
         stats = q.buffers["stats"]
         self.memory[Home.STATS] = unknown(stats.size)
         if x.into is not None:
@@ -111,21 +110,29 @@ class Call:
             if firsts and start <= min(firsts) < start + len(steps):
                 self.memory[home] = unknown(gradient_size(self.p, home))
         own = (*GRADIENTS, Home.SAVED, scratch)
-        self.held = max(self.held, sum(len(self.memory[x]) for x in own if x in self.memory))
+        lives, held = self.q.lives, sum(len(self.memory[x]) for x in own if x in self.memory)
+        outside = {n: b.size for n, b in self.q.buffers.items() if b.home is Home.OUTSIDE}
         for number, step in enumerate(steps, start):
+            live = sum(outside[n] for n in outside if lives[n][0] <= number <= lives[n][1])
+            self.held = max(self.held, held + live)
             yield from self.step(step)
             for name in (*step.reads, *step.writes):
-                is_saved = self.q.buffers[name].home is Home.SAVED and not self.is_spent
-                if self.q.lives[name][1] == number and not is_saved:
-                    b = self.q.buffers[name]
-                    assert b.home is not None
-                    self.memory[b.home][b.offset : b.end] = 255
+                is_saved = lives[name][0] < len(self.q.forward) <= number
+                is_saved &= self.q.buffers[name].home in (Home.SAVED, Home.OUTSIDE)
+                is_saved &= not self.is_spent
+                if lives[name][1] == number and not is_saved:
+                    self.bytes(name).fill_(255)
         del self.memory[scratch]
 
-    def view(self, name: str) -> Tensor:
+    def bytes(self, name: str) -> Tensor:
         b = self.q.buffers[name]
+        if b.home is Home.OUTSIDE:
+            return self.outside.setdefault(name, unknown(b.size))
         assert b.home is not None
-        part = self.memory[b.home][b.offset : b.end]
+        return self.memory[b.home][b.offset : b.end]
+
+    def view(self, name: str) -> Tensor:
+        b, part = self.q.buffers[name], self.bytes(name)
         if name == "order":
             return part.view(torch.int64).view(b.rows, 2)
         return part.view(DTYPES[b.item] if b.item > 1 else torch.float32).view(b.rows, -1)

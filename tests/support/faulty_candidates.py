@@ -22,6 +22,7 @@ from cutefce.cute_kernels.config import GemmConfig, KernelConfigs
 from cutefce.cute_kernels.problem import Problem
 from cutefce.cute_kernels.spec.kernel import KernelSpec
 from cutefce.ops.primitives.primitives import Primitives
+from cutefce.ops.rows.kept_sums import Sums
 
 
 class Kind(IntEnum):
@@ -93,10 +94,10 @@ class FaultyGradients:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.own, name)
 
-    def finish_dw(self, out: Tensor, *arguments: Any) -> None:
-        self.own.finish_dw(out, *arguments)
-        if self.kind is Kind.WRONG_GRADIENTS:
-            out[len(out) // 2].mul_(1.03)
+    def add_weight(self, out: Sums, *arguments: Any, **more: Any) -> None:
+        self.own.add_weight(out, *arguments, **more)
+        if self.kind is Kind.WRONG_GRADIENTS and "grad_scale" in more:
+            out.upper[len(out.upper) // 2].mul_(1.03)
 
 
 def faulty(own: Primitives, kind: Kind) -> Primitives:

@@ -9,6 +9,7 @@ from cutefce.cute_kernels.integers import round_up
 from cutefce.ops.dtypes import sum_dtype
 from cutefce.ops.interface.options import LossOptions
 from cutefce.ops.rows.coefficients import RankOne, RowCoefficients
+from cutefce.ops.rows.kept_sums import Sums
 from cutefce.ops.rows.targets import Targets
 from tests.support.reference import random_case
 
@@ -36,7 +37,7 @@ def check_dx(gradients: Any, shape: tuple[int, int, int], dtype: torch.dtype, de
     rounded, unrounded = (torch.full_like(x, torch.nan) for x in (case.h, sums))
     for out in (rounded, unrounded, sums):
         matrix = RankOne(factor, row)
-        gradients.finish_dx(out, sums, case.w, targets, coefficients, matrix)
+        gradients.finish_dx(out, Sums(sums), case.w, targets, coefficients, matrix)
         assert not out[~counts].any()
         assert_rounded_once(out[counts], want[counts], size[counts], additions=3)
 
@@ -64,13 +65,13 @@ def check_dw(gradients: Any, shape: tuple[int, int, int], dtype: torch.dtype, de
     additions = 4 + tokens // 8
     for rows in (slice(0, vocab), slice(8, vocab)):
         out = torch.full_like(case.w[rows], torch.nan)
-        operands = exps[:, rows], case.h, target_grad, rows.start, grad_scale
-        gradients.finish_dw(out, *operands, matrix.rows(rows))
+        operands = exps[:, rows], case.h, target_grad, rows.start
+        more = {"rank_one": matrix.rows(rows)}
+        gradients.add_weight(Sums(out), *operands, grad_scale=grad_scale, **more)
         scale = grad_scale.double()
         assert_rounded_once(out, want[rows] * scale, size[rows] * scale, additions)
         sums = torch.full(out.shape, torch.nan, **wide)
-        terms = target_grad, rows.start, matrix.rows(rows)
-        gradients.keep_dw(sums, None, exps[:, rows], case.h, *terms, accumulate=False)
+        gradients.add_weight(Sums(sums), *operands, **more)
         assert_rounded_once(sums, want[rows], size[rows], additions)
 
 

@@ -10,6 +10,7 @@ from cutefce.cute_kernels.integers import round_up
 from cutefce.ops.dtypes import sum_dtype
 from cutefce.ops.interface.options import LossOptions, TensorOptions
 from cutefce.ops.primitives.primitives import Primitives
+from cutefce.ops.rows.kept_sums import Sums
 from cutefce.ops.rows.targets import make_targets
 from cutefce.ops.soft_targets.rows import leads
 
@@ -46,8 +47,8 @@ def soft_outputs(case: Case, primitives: Primitives) -> dict[str, CheckedOutput]
     factor = factor.to(dtype)
     sums = h.new_empty(h.shape, dtype=dtype)
     projection.scale_soft(soft.coefficient, factor, scaled, 0, targets, factor)
-    add = primitives.gradients.add_grad_hidden
-    is_scaled = add(sums, beside, w, accumulate=False, factor=factor)
+    add = primitives.gradients.add_hidden
+    is_scaled = add(Sums(sums), beside, w, accumulate=False, factor=factor)
     projection.scale_soft(soft.coefficient, factor, beside, 0, targets, factor, is_scaled)
     results = {
         "soft logits": logits,

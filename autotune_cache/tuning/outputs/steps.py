@@ -25,6 +25,7 @@ from cutefce.ops.program.plan import Plan
 from cutefce.ops.program.problem import LossProblem, Upstream
 from cutefce.ops.rows import targets as rows
 from cutefce.ops.rows.coefficients import RowCoefficients
+from cutefce.ops.rows.kept_sums import Sums
 from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.statistics import RowStats
 from cutefce.ops.rows.targets import Targets
@@ -212,7 +213,7 @@ def partial_outputs(case: Case, primitives: Primitives) -> dict[str, CheckedOutp
     if selection is not None:
         sums, upstream = sums.index_select(0, selection.order), selection.take(upstream)
     partial, coefficients = torch.empty_like(sums), RowCoefficients(upstream, upstream)
-    primitives.gradients.finish_dx(partial, sums, inputs.w, inputs.targets, coefficients)
+    primitives.gradients.finish_dx(partial, Sums(sums), inputs.w, inputs.targets, coefficients)
     counts = (_partly_ignored(case) != IGNORED)[:, None]
     results = {}
     for name, x in (("partial dX of a rank", partial), ("moved rows", partial.to(case.h.dtype))):
