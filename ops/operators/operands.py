@@ -12,7 +12,7 @@ from cutefce.ops.operators.plans import plan_for
 from cutefce.ops.operators.saved import Saved
 from cutefce.ops.parallel.class_row import set_class_row
 from cutefce.ops.parallel.shard import VocabShard
-from cutefce.ops.primitives.dispatch import primitives_for
+from cutefce.ops.primitives.dispatch import primitives_for, report, sampling_unsupported_reason
 from cutefce.ops.primitives.select_rows import select_rows, with_aligned_rows
 from cutefce.ops.program.inputs import LossInputs
 from cutefce.ops.program.plan import Plan
@@ -27,6 +27,11 @@ def prepare(shard: VocabShard, x: LossCall, plan: Plan) -> LossInputs:
     h, vocab = shard.gather_hidden(x.h), shard.total_vocab(x.w)
     problem = plan.cost_model.kernel_problem
     options, tensors, ignored = x.options, x.tensors, x.options.ignore_index
+    is_exact = problem.arch is not None and not plan.problem.samples
+    if is_exact and options.is_sampled and any(x.step.gradients):
+        reason = sampling_unsupported_reason(problem, h.device, options, tensors)
+        if reason is not None:
+            report(reason, h.is_cuda, "gradients are exact:")
     check_soft_values(x.y, options, tensors, vocab)
     y = without_weightless(x.y.long(), options, tensors).contiguous()
     counted = shard.counted(y, ignored) if problem.selects_rows else y

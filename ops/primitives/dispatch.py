@@ -1,7 +1,7 @@
 """Which implementation of the primitives serves a call, and why."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any, TypeVar, cast
@@ -139,9 +139,8 @@ def primitives_for(
         return kernel_primitives(*kernels, grad_bias=problem.grad_bias)
     reason = _unsupported_reason(h, w, _part_of(problem), problem.tokens)
     if reason is None and targets is not None:
-        options, tensors = targets.options, targets.tensors
-        is_sampled = options.is_sampled and _part_of(problem) == STEP
-        reason = options_unsupported_reason(problem, h.device, options, tensors, is_sampled)
+        given = h.device, targets.options, targets.tensors
+        reason = options_unsupported_reason(problem, *given)
     if problem.tokens and reason is not None:
         report(reason, h.is_cuda)
     tiles = defaults.widest_window(problem)
@@ -161,27 +160,38 @@ def options_unsupported_reason(
     device: torch.device,
     options: LossOptions,
     tensors: TensorOptions,
-    is_sampled: bool,
 ) -> str | None:
-    """Return why kernels that serve `problem` cannot with options of a call, None if they can.
+    """Return why kernels that serve `problem` cannot with options of a call, None if they can."""
+    has_options = _has_options(options, tensors)
+    parts = [_part_of(problem)] * has_options + [SOFT_TARGETS] * bool(tensors.soft_targets)
+    return _unproven_parts_reason(problem, device, parts, has_options)
 
-    These sample its gradients, if `is_sampled`.  Tensors on `meta` launch nothing.
-    """
-    if is_sampled:
-        reason = sampling_unsupported_reason(problem, options.samples, bool(tensors.soft_targets))
-        if reason is not None:
-            return reason
-    has_options = not (options.is_plain and tensors.is_plain) or bool(options.outputs)
-    parts = [_part_of(problem)] * has_options + [SAMPLES] * is_sampled
-    parts += [SOFT_TARGETS] * bool(tensors.soft_targets)
+
+def sampling_unsupported_reason(
+    problem: Problem, device: torch.device, options: LossOptions, tensors: TensorOptions
+) -> str | None:
+    """Return why kernels that serve a call cannot sample its gradients, None if they can."""
+    samples, is_soft = options.samples, bool(tensors.soft_targets)
+    reason = sampling_limit_reason(problem, samples, is_soft)
+    if reason is not None:
+        return reason
+    return _unproven_parts_reason(problem, device, [SAMPLES], _has_options(options, tensors))
+
+
+def _has_options(options: LossOptions, tensors: TensorOptions) -> bool:
+    """Whether a call has other kernels than one without options."""
+    return not (options.is_plain and tensors.is_plain) or bool(options.outputs)
+
+
+def _unproven_parts_reason(
+    problem: Problem, device: torch.device, parts: Iterable[str], has_options: bool
+) -> str | None:
+    """Return why one of the parts must not launch its kernels; on `meta` nothing is launched."""
     if device.type == "meta":
         return None
     sizes = problem.tokens, problem.hidden, problem.vocab
-    for part in parts:
-        reason = unproven_reason(device, problem.dtype, sizes, part, has_options)
-        if reason is not None:
-            return reason
-    return None
+    reasons = (unproven_reason(device, problem.dtype, sizes, x, has_options) for x in parts)
+    return next((reason for reason in reasons if reason is not None), None)
 
 
 def _exact_part(*gradients: bool) -> str:
@@ -193,8 +203,8 @@ def _part_of(problem: Problem) -> str:
     return _exact_part(problem.grad_hidden, problem.grad_weight, problem.grad_bias)
 
 
-def sampling_unsupported_reason(problem: Problem, samples: int, is_soft: bool) -> str | None:
-    """Return why kernels cannot sample gradients, with soft targets if `is_soft`, or None."""
+def sampling_limit_reason(problem: Problem, samples: int, is_soft: bool) -> str | None:
+    """Return why no kernels can sample gradients, with soft targets if `is_soft`, or None."""
     tokens, most = problem.tokens, sample_slots(samples)
     if is_soft:
         return "target_probs: got soft targets, expected none with gradient='sampled'"
@@ -234,12 +244,15 @@ def portable_primitives(tiles: PortableTiles) -> Primitives:
     return Primitives(tiles, PortableProjection(tiles), PortableGradients(tiles.window))
 
 
-def report(reason: str, on_gpu: bool) -> None:
-    """Raise RuntimeError in strict mode, otherwise warn once on a GPU, that no kernels serve."""
+def report(reason: str, on_gpu: bool, what: str = "served by the portable path:") -> None:
+    """Raise RuntimeError in strict mode, that no kernels serve; else warn once on a GPU.
+
+    The warning begins with `what` is done instead.
+    """
     if _strict:
         raise RuntimeError(f"cutefce: the kernels cannot serve this call: {reason}")
     if on_gpu:
-        warn_once(f"served by the portable path: {reason}")
+        warn_once(f"{what} {reason}")
 
 
 def _unsupported_reason(h: Tensor, w: Tensor, part: str, tokens: int | None) -> str | None:

@@ -1,4 +1,4 @@
-"""Steps of the classes that log-sum-exps are estimated of, and of their logits, on every device."""
+"""Steps of the classes that log-sum-exps are estimated of, and of their logits."""
 
 import math
 from dataclasses import replace

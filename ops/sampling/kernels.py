@@ -8,7 +8,9 @@ such token.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from enum import Enum
 from typing import Any, cast
 
 import torch
@@ -34,8 +36,10 @@ from cutefce.ops.rows.blocks import blocks
 from cutefce.ops.rows.coefficients import RowCoefficients
 from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.targets import Targets
+from cutefce.ops.sampling import estimates
 from cutefce.ops.sampling.estimates import class_sums, sampling_of
 from cutefce.ops.sampling.sample_sizes import slots
+from cutefce.ops.sampling.steps import SampleKind
 
 
 def _projection(call: Call) -> CuteProjection:
@@ -243,3 +247,19 @@ def _with_result(spec: SparseRowsSpec, out: Tensor) -> SparseRowsSpec:
 def is_in_place(buffer: Tensor, dtype: torch.dtype) -> bool:
     """Whether kernels with operands of `dtype` can add to `buffer` (V, D)."""
     return has_aligned_rows(buffer) and buffer.dtype in (dtype, torch.float32)
+
+
+SAMPLING: dict[Enum, Callable[[Call, Step], None]] = {
+    SampleKind.CHOOSE_CLASSES: estimates.choose_classes,
+    SampleKind.GATHER_CLASSES: estimates.gather_classes,
+    SampleKind.PLACE_TARGETS: estimates.place_targets,
+    SampleKind.PROJECT_CLASSES: estimates.project_classes,
+    SampleKind.ESTIMATE: estimate,
+    SampleKind.SAMPLE: sample,
+    SampleKind.SAMPLE_AGAIN: sample_again,
+    SampleKind.FINISH_ENTRIES: finish_entries,
+    SampleKind.LIST: list_entries,
+    SampleKind.SPARSE_HIDDEN: sparse_hidden,
+    SampleKind.SPARSE_WEIGHT: sparse_weight,
+}
+"""Which function runs which step of sampled gradients."""

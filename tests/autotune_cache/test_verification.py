@@ -215,7 +215,7 @@ def test_options_have_their_own_configuration_checked(
     problem = dataclasses.replace(PROBLEM, tokens=100, grad_hidden=False, grad_weight=False)
     for options in (LossOptions(), LossOptions(softcap=30.0)):
         assert reason(FORWARD, (100, 4096, 131072)) == "None"
-        given = DEVICE, options, TensorOptions(), False
+        given = DEVICE, options, TensorOptions()
         assert dispatch.options_unsupported_reason(problem, *given) is None
     assert [check.configs.project_exp.swaps for check in asked] == [True, False]
 
