@@ -3,7 +3,6 @@
 from copy import copy
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from cutefce.ops.dtypes import sum_dtype
@@ -19,7 +18,6 @@ from cutefce.ops.program.plan import Plan
 from cutefce.ops.rows.loss_parts import check_soft_values, without_weightless
 from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.targets import Targets, make_targets
-from cutefce.ops.sampling.samples import Sampling
 
 
 def prepare(shard: VocabShard, x: LossCall, plan: Plan) -> LossInputs:
@@ -42,6 +40,9 @@ def prepare(shard: VocabShard, x: LossCall, plan: Plan) -> LossInputs:
         y, tensors = selection.targets, selection.take_options(tensors)
         if not selection.is_on_device:
             h = h.index_select(0, selection.order)
+    if plan.problem.samples:
+        assert tensors.seed is not None
+        tensors = replace(tensors, seed=shard.of_first_rank(tensors.seed))
     given = y, vocab, options, tensors, sum_dtype(h.dtype)
     targets = make_targets(*given, selection, shard.classes())
     if selection is not None and selection.is_on_device:
@@ -49,11 +50,6 @@ def prepare(shard: VocabShard, x: LossCall, plan: Plan) -> LossInputs:
     inputs = _operands(shard, h, x.w, targets, tensors, plan, selection)
     if plan.problem.every_class:
         inputs.class_row = set_class_row(shard, inputs.w, targets)
-    if plan.problem.samples:
-        assert tensors.seed is not None
-        rows = torch.arange(y.shape[0], device=y.device) if selection is None else selection.order
-        seed = shard.of_first_rank(tensors.seed)
-        inputs.sampling = Sampling(seed, options.samples, rows, vocab)
     return inputs
 
 

@@ -10,7 +10,6 @@ what was kept, so that expectations stay as they are.
 
 Kernels choose and multiply entries.  Where they cannot, gradients are exact.
 
-samples.py       how entries are chosen
 sample_sizes.py  entries that a token may keep, columns that its lse is estimated of
 random_bits.py   the random bits of entries
 steps.py         the steps that sampled gradients add to those of programs

@@ -37,7 +37,7 @@ from cutefce.ops.rows.coefficients import RowCoefficients
 from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.targets import Targets
 from cutefce.ops.sampling import estimates
-from cutefce.ops.sampling.estimates import class_sums, sampling_of
+from cutefce.ops.sampling.estimates import class_sums
 from cutefce.ops.sampling.sample_sizes import slots
 from cutefce.ops.sampling.steps import SampleKind
 
@@ -53,6 +53,10 @@ def _kernels(call: Call) -> SamplingKernels:
         call.values["kernels"] = sampling_kernels(exact, p.tokens, slots(p.samples, p.vocab))
     found: SamplingKernels = call.values["kernels"]
     return found
+
+
+def _log2_samples(call: Call) -> float:
+    return math.log2(call.program.problem.samples)
 
 
 @dataclass(frozen=True)
@@ -90,11 +94,12 @@ def sample(call: Call, s: Step) -> None:
 
     The sums have the bits of those of `project_exp`.
     """
-    sampling, own = sampling_of(call), Entries.of(call)
-    rows = call.values.pop("estimate"), sampling.rows, sampling.seed
+    own, targets = Entries.of(call), call.inputs.targets
+    order, selects = row_order(targets.order, targets.index)
+    rows = call.values.pop("estimate"), order, targets.tensors.seed
     results = own.threshold, own.row_hash, own.counts
-    compiled(_kernels(call).prepare)(*rows, *results, math.log2(sampling.samples), 1)
-    given = states_of(call, s), call.values["logits"], call.inputs.targets
+    compiled(_kernels(call).prepare)(*rows, *results, _log2_samples(call), selects)
+    given = states_of(call, s), call.values["logits"], targets
     call.values["partials"].append(_fill(call, own, *given))
 
 
@@ -124,8 +129,7 @@ def sample_again(call: Call, s: Step) -> None:
     order, reference = selection.order, torch.empty_like(own.threshold)
     given = order, selection.count, stats.reference, stats.sum_exp
     results = own.threshold, own.counts, reference
-    log2_samples = math.log2(sampling_of(call).samples)
-    compiled(_kernels(call).prepare_again)(*given, *results, log2_samples)
+    compiled(_kernels(call).prepare_again)(*given, *results, _log2_samples(call))
     rows = gather_rows(projection.kernels, states_of(call, s), selection, out=call.view("again"))
     _fill(call, own, rows, reference, _of_rows(targets, selection), order)
 
@@ -145,8 +149,7 @@ def finish_entries(call: Call, s: Step) -> None:
     kernel = _kernels(call).sort
     scale = None if targets.logits is None or not kernel.softcap else targets.logits.row_scale
     vectors = own.counts, own.threshold, own.row_hash, stats.reference, stats.sum_exp, scale
-    log2_samples = math.log2(sampling_of(call).samples)
-    compiled(kernel)(own.entries, *vectors, log2_samples, targets.first)
+    compiled(kernel)(own.entries, *vectors, _log2_samples(call), targets.first)
 
 
 def sparse_hidden(call: Call, s: Step) -> None:

@@ -6,7 +6,7 @@ from enum import Enum
 class SampleKind(Enum):
     """What a step does; its rows are tokens, its columns are classes.
 
-    With the symbols of `samples`: l̂ is an estimate of lse, q the probability of an entry.
+    With the symbols of this folder: l̂ is an estimate of lse, q the probability of an entry.
     """
 
     __hash__ = object.__hash__

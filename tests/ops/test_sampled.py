@@ -22,7 +22,6 @@ from cutefce.ops.rows.targets import Targets
 from cutefce.ops.sampling import sample_sizes
 from cutefce.ops.sampling.estimate_classes import estimate_classes, target_places
 from cutefce.ops.sampling.random_bits import random_bits, row_states
-from cutefce.ops.sampling.samples import Sampling
 from tests.support import sampled as model
 from tests.support.backends import KERNELS, Backend
 from tests.support.options import OPTIONS, TOGETHER, OptionsCase, options_case, soft_case
@@ -123,8 +122,8 @@ def test_estimates_are_of_frequent_targets_and_of_drawn_classes(
     options, drawn_classes = LossOptions(), []
     strata = torch.arange(9) * 36 / 9
     for _ in range(400):
-        sampling = Sampling(draw_seed(y), 16, torch.arange(len(y)), total)
-        chosen = estimate_classes(Targets(y, total, options), sampling)
+        tensors = TensorOptions(seed=draw_seed(y))
+        chosen = estimate_classes(Targets(y, total, options, tensors), total)
         assert chosen[:4].tolist() == [2, 3, 20, 39]
         drawn_classes.append(chosen[4:])
         others = drawn_classes[-1] - torch.searchsorted(chosen[:4], drawn_classes[-1])
@@ -133,8 +132,8 @@ def test_estimates_are_of_frequent_targets_and_of_drawn_classes(
         assert frequent.tolist() == [3, 2, 2, 3, 3, 0, -1, -1, 1, 1]
         assert all(at < 0 or drawn_classes[-1][at] == c for at, c in zip(drawn, y, strict=True))
         ignored = LossOptions(ignore_index=-1000)
-        own = Targets(torch.where(y < 0, -1000, y - first), 9, ignored, first=first)
-        assert torch.equal(estimate_classes(own, sampling), chosen)
+        own = Targets(torch.where(y < 0, -1000, y - first), 9, ignored, tensors, first=first)
+        assert torch.equal(estimate_classes(own, total), chosen)
     counts = torch.cat(drawn_classes).bincount(minlength=total)
     others = torch.ones(total, dtype=torch.bool).index_fill_(0, chosen[:4], False)
     assert not counts[~others].any()

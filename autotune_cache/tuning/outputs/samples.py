@@ -6,6 +6,7 @@ entries is compared, and Σ of their columns.
 """
 
 import math
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
@@ -28,7 +29,6 @@ from cutefce.ops.sampling.cost_model import SampledCostModel
 from cutefce.ops.sampling.kernels import Entries
 from cutefce.ops.sampling.random_bits import random_bits, row_states
 from cutefce.ops.sampling.sample_sizes import slots
-from cutefce.ops.sampling.samples import Sampling
 
 ALL, FEW = 1 << 24, 64
 """Samples with which all entries are kept, and few."""
@@ -131,14 +131,11 @@ def _sampled(
 
     Some of its estimates are too low.
     """
-    index, problem = inputs.targets.index, plan.cost_model.kernel_problem
-    rows, given = torch.arange(len(index), device=index.device), projection
+    targets, given, problem = copy(inputs.targets), projection, plan.cost_model.kernel_problem
     low = _LowEstimates(given.kernels, given.num_sms, given.semaphores, given.clears)
-    inputs = replace(
-        inputs,
-        sampling=Sampling(_seed(index), samples, rows, len(inputs.w)),
-        primitives=replace(inputs.primitives, projection=low),
-    )
+    targets.tensors = replace(targets.tensors, seed=_seed(targets.index))
+    primitives = replace(inputs.primitives, projection=low)
+    inputs = replace(inputs, primitives=primitives, targets=targets)
     problem = replace(problem, arch=given.kernels.row_sums.arch)
     cost_model = SampledCostModel(problem, plan.cost_model.tiles, plan.cost_model.windows)
     sampled = replace(plan.problem, samples=samples, stores=False)
