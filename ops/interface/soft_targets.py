@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from cutefce.ops.interface import checks, heads
@@ -86,11 +85,6 @@ def check_output_classes(
         raise NotImplementedError(
             f"outputs: got {one_target[0]!r} with target_indices, which is about one target; "
             "expected 'argmax'"
-        )
-    if options.is_sampled and h.dtype == torch.float16:
-        raise NotImplementedError(
-            "gradient: got 'sampled' with target_indices and float16, which lacks the range of "
-            "their factors; expected 'exact'"
         )
     return one
 

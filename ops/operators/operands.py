@@ -3,7 +3,6 @@
 from copy import copy
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from cutefce.ops.dtypes import sum_dtype
@@ -12,14 +11,13 @@ from cutefce.ops.operators.plans import plan_for
 from cutefce.ops.operators.saved import Saved
 from cutefce.ops.parallel.class_row import set_class_row
 from cutefce.ops.parallel.shard import VocabShard
-from cutefce.ops.primitives.dispatch import primitives_for
+from cutefce.ops.primitives.dispatch import primitives_for, report, sampling_unsupported_reason
 from cutefce.ops.primitives.select_rows import select_rows, with_aligned_rows
 from cutefce.ops.program.inputs import LossInputs
 from cutefce.ops.program.plan import Plan
 from cutefce.ops.rows.loss_parts import check_soft_values, without_weightless
 from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.targets import Targets, make_targets
-from cutefce.ops.sampling.samples import Sampling
 
 
 def prepare(shard: VocabShard, x: LossCall, plan: Plan) -> LossInputs:
@@ -27,6 +25,11 @@ def prepare(shard: VocabShard, x: LossCall, plan: Plan) -> LossInputs:
     h, vocab = shard.gather_hidden(x.h), shard.total_vocab(x.w)
     problem = plan.cost_model.kernel_problem
     options, tensors, ignored = x.options, x.tensors, x.options.ignore_index
+    is_exact = problem.arch is not None and not plan.problem.samples
+    if is_exact and options.is_sampled and any(x.step.gradients):
+        reason = sampling_unsupported_reason(problem, h.device, options, tensors)
+        if reason is not None:
+            report(reason, h.is_cuda, "gradients are exact:")
     check_soft_values(x.y, options, tensors, vocab)
     y = without_weightless(x.y.long(), options, tensors).contiguous()
     counted = shard.counted(y, ignored) if problem.selects_rows else y
@@ -37,6 +40,9 @@ def prepare(shard: VocabShard, x: LossCall, plan: Plan) -> LossInputs:
         y, tensors = selection.targets, selection.take_options(tensors)
         if not selection.is_on_device:
             h = h.index_select(0, selection.order)
+    if plan.problem.samples:
+        assert tensors.seed is not None
+        tensors = replace(tensors, seed=shard.of_first_rank(tensors.seed))
     given = y, vocab, options, tensors, sum_dtype(h.dtype)
     targets = make_targets(*given, selection, shard.classes())
     if selection is not None and selection.is_on_device:
@@ -44,11 +50,6 @@ def prepare(shard: VocabShard, x: LossCall, plan: Plan) -> LossInputs:
     inputs = _operands(shard, h, x.w, targets, tensors, plan, selection)
     if plan.problem.every_class:
         inputs.class_row = set_class_row(shard, inputs.w, targets)
-    if plan.problem.samples:
-        assert tensors.seed is not None
-        rows = torch.arange(y.shape[0], device=y.device) if selection is None else selection.order
-        seed = shard.of_first_rank(tensors.seed)
-        inputs.sampling = Sampling(seed, options.samples, rows, vocab)
     return inputs
 
 

@@ -20,6 +20,7 @@ from cutefce.ops.interface.options import LossCall
 from cutefce.ops.primitives.dispatch import (
     options_unsupported_reason,
     problem_of,
+    sampling_unsupported_reason,
     triton_serves,
     try_compiler,
 )
@@ -157,17 +158,16 @@ def request_of(x: LossCall) -> PlanRequest:
         kernel_problem = replace(
             kernel_problem, ranks=ranks, sequence_parallel=sharding.sequence_parallel
         )
-    is_sampled = options.is_sampled and any(step.gradients)
-    if kernel_problem.arch is not None:
-        given = h.device, options, tensors, is_sampled
-        if options_unsupported_reason(kernel_problem, *given) is not None:
-            kernel_problem = replace(kernel_problem, arch=None, triton=triton_serves(h, w))
-    if is_sampled:  # what is sampled are tiles of logits
-        kernel_problem = replace(kernel_problem, triton=False)
+    is_served = kernel_problem.arch is not None
+    if is_served and options_unsupported_reason(kernel_problem, h.device, tensors) is not None:
+        is_served = False
+        kernel_problem = replace(kernel_problem, arch=None, triton=triton_serves(h, w))
     problem = _loss_problem(x, kernel_problem, buffer)
-    if is_sampled:
+    is_sampled = is_served and options.is_sampled and any(step.gradients)
+    given = kernel_problem, h.device, options, tensors
+    if is_sampled and sampling_unsupported_reason(*given) is None:
         problem = replace(problem, samples=options.samples, stores=False)
-        if buffer is not None and kernel_problem.arch is not None:
+        if buffer is not None:
             problem = replace(problem, adds_in_place=is_in_place(buffer, h.dtype))
     copied = step.copied_hidden, step.copied_weight
     return PlanRequest(problem, kernel_problem, _copies(kernel_problem, h, w, copied))

@@ -138,9 +138,7 @@ def primitives_for(
         return kernel_primitives(*kernels, grad_bias=problem.grad_bias)
     reason = _unsupported_reason(h, w, _part_of(problem))
     if reason is None and targets is not None:
-        options, tensors = targets.options, targets.tensors
-        is_sampled = options.is_sampled and _part_of(problem) == STEP
-        reason = options_unsupported_reason(problem, h.device, options, tensors, is_sampled)
+        reason = options_unsupported_reason(problem, h.device, targets.tensors)
     if problem.tokens and reason is not None:
         report(reason, h.is_cuda)
     tiles = defaults.widest_window(problem)
@@ -155,27 +153,22 @@ def primitives_for(
 
 
 def options_unsupported_reason(
-    problem: Problem,
-    device: torch.device,
-    options: LossOptions,
-    tensors: TensorOptions,
-    is_sampled: bool,
+    problem: Problem, device: torch.device, tensors: TensorOptions
 ) -> str | None:
-    """Return why kernels that serve `problem` cannot with options of a call, None if they can.
-
-    These sample its gradients, if `is_sampled`.  Tensors on `meta` launch nothing.
-    """
-    if is_sampled:
-        reason = sampling_unsupported_reason(problem, options.samples, bool(tensors.soft_targets))
-        if reason is not None:
-            return reason
-    if device.type == "meta":
+    """Return why kernels that serve `problem` cannot with options of a call, None if they can."""
+    if device.type == "meta" or not tensors.soft_targets:  # on `meta` nothing is launched
         return None
-    for part in [SAMPLES] * is_sampled + [SOFT_TARGETS] * bool(tensors.soft_targets):
-        reason = unproven_reason(device, problem.dtype, part)
-        if reason is not None:
-            return reason
-    return None
+    return unproven_reason(device, problem.dtype, SOFT_TARGETS)
+
+
+def sampling_unsupported_reason(
+    problem: Problem, device: torch.device, options: LossOptions, tensors: TensorOptions
+) -> str | None:
+    """Return why kernels that serve a call cannot sample its gradients, None if they can."""
+    reason = sampling_limit_reason(problem, options.samples, bool(tensors.soft_targets))
+    if reason is not None or device.type == "meta":
+        return reason
+    return unproven_reason(device, problem.dtype, SAMPLES)
 
 
 def _exact_part(*gradients: bool) -> str:
@@ -187,8 +180,8 @@ def _part_of(problem: Problem) -> str:
     return _exact_part(problem.grad_hidden, problem.grad_weight, problem.grad_bias)
 
 
-def sampling_unsupported_reason(problem: Problem, samples: int, is_soft: bool) -> str | None:
-    """Return why kernels cannot sample gradients, with soft targets if `is_soft`, or None."""
+def sampling_limit_reason(problem: Problem, samples: int, is_soft: bool) -> str | None:
+    """Return why no kernels can sample gradients, with soft targets if `is_soft`, or None."""
     tokens, most = problem.tokens, sample_slots(samples)
     if is_soft:
         return "target_probs: got soft targets, expected none with gradient='sampled'"
@@ -224,12 +217,15 @@ def portable_primitives(tiles: PortableTiles) -> Primitives:
     return Primitives(tiles, PortableProjection(tiles), PortableGradients(tiles.window))
 
 
-def report(reason: str, on_gpu: bool) -> None:
-    """Raise RuntimeError in strict mode, otherwise warn once on a GPU, that no kernels serve."""
+def report(reason: str, on_gpu: bool, what: str = "served by the portable path:") -> None:
+    """Raise RuntimeError in strict mode, that no kernels serve; else warn once on a GPU.
+
+    The warning begins with `what` is done instead.
+    """
     if _strict:
         raise RuntimeError(f"cutefce: the kernels cannot serve this call: {reason}")
     if on_gpu:
-        warn_once(f"served by the portable path: {reason}")
+        warn_once(f"{what} {reason}")
 
 
 def _unsupported_reason(h: Tensor, w: Tensor, part: str) -> str | None:

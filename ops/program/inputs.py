@@ -9,7 +9,6 @@ from cutefce.ops.parallel.shard import VocabShard
 from cutefce.ops.primitives.primitives import Primitives
 from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.targets import Targets
-from cutefce.ops.sampling.samples import Sampling
 
 
 @dataclass
@@ -34,8 +33,6 @@ class LossInputs:
     """(V, D) buffer of the caller's to which dW is added, which is not returned then."""
     class_row: Tensor | None = None
     """(D,) Σ_v κ_v W_v over this rank's classes, for losses that depend on it."""
-    sampling: Sampling | None = None
-    """How a forward chooses entries, with sampled gradients."""
     ranks: VocabShard | None = None
     """The other ranks; None for a call of one device."""
     selection: RowSelection | None = None

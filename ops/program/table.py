@@ -6,7 +6,7 @@ from enum import Enum
 from cutefce.ops.program import exponentials, hidden, weight
 from cutefce.ops.program.run import Call
 from cutefce.ops.program.steps import Kind, Step
-from cutefce.ops.sampling.table import SAMPLING
+from cutefce.ops.sampling.kernels import SAMPLING
 
 
 def nothing(call: Call, s: Step) -> None:

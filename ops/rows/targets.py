@@ -168,17 +168,16 @@ class Targets:
 
         None without soft targets, and before their logits and coefficients are known.
         """
-        soft, is_exact = self.soft, not self.options.is_sampled
+        soft = self.soft
         if soft is None or soft.logits is None:
             return None
         if isinstance(soft, OutputClasses):
             given = soft.gradients
             if given is None:
                 return None
-            operands = given.values, stats, given.by_softmax, self.logits
-            return soft.entries(*operands, of_exps=is_exact)
+            return soft.entries(given.values, stats, given.by_softmax, self.logits, of_exps=True)
         a, of_exps = torch.as_tensor(self.by_lse(stats)), self.has_narrow_entries(dtype)
-        return soft.entries(-soft.coefficient, stats, a, self.logits, of_exps=of_exps and is_exact)
+        return soft.entries(-soft.coefficient, stats, a, self.logits, of_exps=of_exps)
 
     def __copy__(self) -> "Targets":
         """Return the same, whose attributes can be set apart."""

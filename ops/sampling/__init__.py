@@ -8,15 +8,14 @@ token expects to keep 1/θ entries or fewer.  The target's part is exact.
 lse takes the place of an estimate below it.  That depends on the estimate and the logits, not on
 what was kept, so that expectations stay as they are.
 
-samples.py       how entries are chosen
+Kernels choose and multiply entries.  Where they cannot, gradients are exact.
+
 sample_sizes.py  entries that a token may keep, columns that its lse is estimated of
 random_bits.py   the random bits of entries
 steps.py         the steps that sampled gradients add to those of programs
 lower.py         a problem to a program
 cost_model.py    the memory and the time of these steps
-table.py         which function runs which of them
 estimates.py     steps of the classes that log-sum-exps are estimated of, and of their logits
-portable.py      the other steps in plain torch
-kernels.py       the other steps on the kernels
+kernels.py       the other steps, and which function runs which step
 estimate_classes.py  the classes that log-sum-exps are estimated of
 """

@@ -6,22 +6,17 @@ the most: `samples` of each token.
 
 from enum import Enum
 
-from cutefce.cute_kernels.config import PortableTiles
-from cutefce.cute_kernels.integers import round_up
 from cutefce.ops.costs.device import Device
-from cutefce.ops.costs.step_memory import accumulates_wider, tile_bytes
+from cutefce.ops.costs.step_memory import tile_bytes
 from cutefce.ops.program.cost_model import CostModel
 from cutefce.ops.program.layout import Layout
 from cutefce.ops.program.problem import LossProblem
 from cutefce.ops.program.steps import Program, Step
 from cutefce.ops.sampling.lower import lower
-from cutefce.ops.sampling.sample_sizes import chosen_rows
 from cutefce.ops.sampling.steps import SampleKind
 
-PRODUCTS = SampleKind.PROJECT_CLASSES, SampleKind.PROJECT_SAMPLES, SampleKind.SAMPLE
+PRODUCTS = SampleKind.PROJECT_CLASSES, SampleKind.SAMPLE
 SPARSE = SampleKind.SPARSE_HIDDEN, SampleKind.SPARSE_WEIGHT
-CHOICE = 21
-"""Bytes of a logit while it is chosen: bits, in 32 and in 64, a threshold in 64, and the choice."""
 CHOOSE = 32
 """Bytes of a class while the most frequent ones are found."""
 SAMPLED_AGAIN = 28
@@ -29,14 +24,14 @@ SAMPLED_AGAIN = 28
 
 
 class SampledCostModel(CostModel):
-    """What programs of sampled gradients cost on the primitives that serve a call."""
+    """What programs of sampled gradients cost on the kernels."""
 
     def lower(self, p: LossProblem, x: Layout, *, brief: bool = False) -> Program:
         """Return the program of a call; a brief one is no shorter."""
         return lower(p, x, self)
 
     def seconds(self, program: Program, device: Device) -> float:
-        """Return the time of a program: plain torch multiplies whole windows."""
+        """Return the time of a program."""
         p, total = program.problem, super().seconds(program, device)
         product = 2 * p.tokens * p.hidden / device.flops
         sparse = p.tokens * p.samples * p.hidden * p.item / max(p.vocab, 1) / device.bytes
@@ -55,15 +50,6 @@ class SampledCostModel(CostModel):
                 return CHOOSE * p.vocab * max(p.ranks, 1)
             case SampleKind.PROJECT_CLASSES:
                 return tile_bytes(self.kernel_problem, self.tiles, p.tokens, columns)
-            case SampleKind.PROJECT_SAMPLES:
-                assert isinstance(self.tiles, PortableTiles)
-                rows = min(p.tokens, self.tiles.tile_rows)
-                tile = rows * round_up(columns, self.block) * p.sums
-                logits = tile_bytes(self.kernel_problem, self.tiles, rows, columns, stored=True)
-                if self.kernel_problem.device == "cpu" and accumulates_wider(self.kernel_problem):
-                    logits -= rows * self.tiles.columns(rows) * p.sums  # are in the tile
-                chosen = min(rows, chosen_rows(columns, self.kernel_problem.device)) * columns
-                return p.tokens * (p.sums + 4) + tile + max(logits, chosen * CHOICE)
             case SampleKind.SAMPLE_AGAIN:
                 sums = self.partial_sums(p, p.tokens, p.vocab)
                 return p.tokens * (SAMPLED_AGAIN + sums * p.sums)

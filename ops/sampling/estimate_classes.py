@@ -15,18 +15,18 @@ from torch import Tensor
 
 from cutefce.ops.rows.targets import Targets
 from cutefce.ops.sampling.sample_sizes import estimate_count, frequent_count
-from cutefce.ops.sampling.samples import Sampling
 
 ABSENT = -1
 """The place of a target that is not among the classes."""
 
 
-def estimate_classes(targets: Targets, sampling: Sampling) -> Tensor:
-    """Return the M + S classes for a batch of targets; there are more than `estimate_count`.
+def estimate_classes(targets: Targets, total: int) -> Tensor:
+    """Return the M + S classes for a batch of targets, of `total` on all ranks; these are more.
 
     They are int64: the frequent ones, ascending, then the drawn ones, ascending.
     """
-    total = sampling.vocab
+    seed = targets.tensors.seed
+    assert seed is not None
     count, frequent = estimate_count(total), frequent_count(total)
     strata, others = count - frequent, total - frequent
     ids = targets.index + targets.first
@@ -35,7 +35,7 @@ def estimate_classes(targets: Targets, sampling: Sampling) -> Tensor:
     # of equally frequent ones, the first; no two keys are equal, so that all devices agree
     keys = counts * total - torch.arange(total, device=ids.device)
     chosen = keys.topk(frequent).indices.sort().values
-    offset = (sampling.seed[:1].long() & 0xFFFFFFFF) * others >> 32  # in [0, others)
+    offset = (seed[:1].long() & 0xFFFFFFFF) * others >> 32  # in [0, others)
     draws = (torch.arange(strata, device=ids.device) * others + offset) // strata
     before = chosen - torch.arange(frequent, device=ids.device)  # others before each of them
     return torch.cat([chosen, draws + torch.searchsorted(before, draws, right=True)])

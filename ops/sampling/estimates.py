@@ -1,4 +1,4 @@
-"""Steps of the classes that log-sum-exps are estimated of, and of their logits, on every device."""
+"""Steps of the classes that log-sum-exps are estimated of, and of their logits."""
 
 import math
 from dataclasses import replace
@@ -15,23 +15,22 @@ from cutefce.ops.rows.logit_map import LogitMap
 from cutefce.ops.rows.targets import Targets
 from cutefce.ops.sampling.estimate_classes import estimate_classes, target_places
 from cutefce.ops.sampling.sample_sizes import estimate_count, frequent_count
-from cutefce.ops.sampling.samples import Sampling
 
 
-def sampling_of(call: Call) -> Sampling:
-    """Return how a call chooses entries."""
-    assert call.inputs.sampling is not None
-    return call.inputs.sampling
+def total_classes(call: Call) -> int:
+    """Return the number of classes of all ranks."""
+    x = call.inputs
+    return len(x.w) if x.ranks is None else x.ranks.total_vocab(x.w)
 
 
 def choose_classes(call: Call, s: Step) -> None:
     """Choose the classes of the estimates."""
-    call.values["classes"] = estimate_classes(call.inputs.targets, sampling_of(call))
+    call.values["classes"] = estimate_classes(call.inputs.targets, total_classes(call))
 
 
 def place_targets(call: Call, s: Step) -> None:
     """Find the targets among them."""
-    own = call.values["classes"], frequent_count(sampling_of(call).vocab)
+    own = call.values["classes"], frequent_count(total_classes(call))
     call.values["places"] = target_places(*own, call.inputs.targets)
 
 
@@ -70,7 +69,7 @@ def project_classes(call: Call, s: Step) -> None:
         values["sums of classes"] = [_project(x, x.w, x.targets.index, *operands)]
         return
     h, reference, logits = operands
-    count, frequent = len(values.pop("classes")), frequent_count(sampling_of(call).vocab)
+    count, frequent = len(values.pop("classes")), frequent_count(total_classes(call))
     rows, bias = call.view("rows of classes"), values.pop("bias of classes")
     parts, sums = ((0, frequent), (frequent, count)), []
     for places, (first, last) in zip(values.pop("places"), parts, strict=True):
@@ -106,7 +105,7 @@ def class_sums(call: Call) -> tuple[Any, Any, float]:
     It is that of the classes that a drawn one stands for.  Targets are not in these sums.  The
     first is None if all classes are drawn.
     """
-    x, total, sums = call.inputs, sampling_of(call).vocab, call.values.pop("sums of classes")
+    x, total, sums = call.inputs, total_classes(call), call.values.pop("sums of classes")
     if x.ranks is not None:
         gather = x.ranks.all_gather
         sums = [x.primitives.projection.gather_partials(partial, gather) for partial in sums]

@@ -8,7 +8,9 @@ such token.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from enum import Enum
 from typing import Any, cast
 
 import torch
@@ -39,7 +41,9 @@ from cutefce.ops.rows.coefficients import RowCoefficients
 from cutefce.ops.rows.kept_sums import Sums
 from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.targets import Targets
-from cutefce.ops.sampling.estimates import class_sums, sampling_of
+from cutefce.ops.sampling import estimates
+from cutefce.ops.sampling.estimates import class_sums
+from cutefce.ops.sampling.steps import SampleKind
 
 
 def _projection(call: Call) -> CuteProjection:
@@ -48,6 +52,10 @@ def _projection(call: Call) -> CuteProjection:
 
 def _arch(call: Call) -> str:
     return _projection(call).kernels.row_sums.arch
+
+
+def _log2_samples(call: Call) -> float:
+    return math.log2(call.program.problem.samples)
 
 
 @dataclass(frozen=True)
@@ -86,12 +94,13 @@ def sample(call: Call, s: Step) -> None:
 
     The sums have the bits of those of `project_exp`.
     """
-    sampling, own = sampling_of(call), Entries.of(call)
-    rows = call.values.pop("estimate"), sampling.rows, sampling.seed
+    own, targets = Entries.of(call), call.inputs.targets
+    order, selects = row_order(targets.order, targets.index)
+    rows = call.values.pop("estimate"), order, targets.tensors.seed
     results = own.threshold, own.row_hash, own.counts
     kernel = PrepareSamplesSpec(_arch(call), "first")
-    compiled(kernel)(*rows, *results, math.log2(sampling.samples), 1)
-    given = states_of(call, s), call.values["logits"], call.inputs.targets
+    compiled(kernel)(*rows, *results, _log2_samples(call), selects)
+    given = states_of(call, s), call.values["logits"], targets
     call.values["partials"].append(_fill(call, own, *given))
 
 
@@ -121,8 +130,8 @@ def sample_again(call: Call, s: Step) -> None:
     order, reference = selection.order, torch.empty_like(own.threshold)
     given = order, selection.count, stats.reference, stats.sum_exp
     results = own.threshold, own.counts, reference
-    log2_samples = math.log2(sampling_of(call).samples)
-    compiled(PrepareSamplesSpec(arch, "again"))(*given, *results, log2_samples)
+    kernel = PrepareSamplesSpec(arch, "again")
+    compiled(kernel)(*given, *results, _log2_samples(call))
     rows = gather_rows(projection.kernels, states_of(call, s), selection, out=call.view("again"))
     _fill(call, own, rows, reference, _of_rows(targets, selection), order)
 
@@ -143,8 +152,7 @@ def finish_entries(call: Call, s: Step) -> None:
     kernel = sort_entries(_arch(call), own.entries.shape[1], transform.softcap)
     scale = None if targets.logits is None or not kernel.softcap else targets.logits.row_scale
     vectors = own.counts, own.threshold, own.row_hash, stats.reference, stats.sum_exp, scale
-    log2_samples = math.log2(sampling_of(call).samples)
-    compiled(kernel)(own.entries, *vectors, log2_samples, targets.first)
+    compiled(kernel)(own.entries, *vectors, _log2_samples(call), targets.first)
 
 
 def sparse_hidden(call: Call, s: Step) -> None:
@@ -247,3 +255,19 @@ def _with_result(spec: SparseRowsSpec, out: Tensor) -> SparseRowsSpec:
 def is_in_place(buffer: Tensor, dtype: torch.dtype) -> bool:
     """Whether kernels with operands of `dtype` can add to `buffer` (V, D)."""
     return has_aligned_rows(buffer) and buffer.dtype in (dtype, torch.float32)
+
+
+SAMPLING: dict[Enum, Callable[[Call, Step], None]] = {
+    SampleKind.CHOOSE_CLASSES: estimates.choose_classes,
+    SampleKind.GATHER_CLASSES: estimates.gather_classes,
+    SampleKind.PLACE_TARGETS: estimates.place_targets,
+    SampleKind.PROJECT_CLASSES: estimates.project_classes,
+    SampleKind.ESTIMATE: estimate,
+    SampleKind.SAMPLE: sample,
+    SampleKind.SAMPLE_AGAIN: sample_again,
+    SampleKind.FINISH_ENTRIES: finish_entries,
+    SampleKind.LIST: list_entries,
+    SampleKind.SPARSE_HIDDEN: sparse_hidden,
+    SampleKind.SPARSE_WEIGHT: sparse_weight,
+}
+"""Which function runs which step of sampled gradients."""

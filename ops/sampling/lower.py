@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from cutefce.ops.costs.step_memory import added_rows
-from cutefce.ops.program.layout import Layout, Window, even_windows
+from cutefce.ops.program.layout import Layout, Window
 from cutefce.ops.program.lower import Lowering
 from cutefce.ops.program.problem import LossProblem
 from cutefce.ops.program.steps import Program, Range
@@ -20,18 +20,14 @@ WORD, INDEX = 4, 8
 
 def lower(p: LossProblem, x: Layout, cost_model: "CostModel") -> Program:
     """Return the program of a call with sampled gradients, with a place for every buffer."""
-    lowering = _PortableLowering if cost_model.kernel_problem.arch is None else _KernelLowering
-    return lowering(p, x, cost_model).lowered()
+    return SampledLowering(p, x, cost_model, brief=False).lowered()
 
 
-class _SampledLowering(Lowering):
-    """A forward that estimates log-sum-exps; it stores no exponentials."""
+class SampledLowering(Lowering):
+    """A forward whose row sums choose entries, of all tokens and classes; it stores no others."""
 
-    def __init__(self, p: LossProblem, x: Layout, cost_model: "CostModel") -> None:
-        super().__init__(p, x, cost_model, brief=False)
-        # the same ones whatever is trained
-        cut = even_windows(0, p.vocab, x.window, cost_model.block)
-        self.windows = [Window(columns, False) for columns in cut]
+    chosen: tuple[str, ...]
+    """Names of what a backward is left."""
 
     def step(
         self,
@@ -64,46 +60,8 @@ class _SampledLowering(Lowering):
         self.outside("estimate", p.tokens, 1, p.sums)
         self.step(kind.ESTIMATE, ("logits", partial), ("estimate",))
 
-
-class _PortableLowering(_SampledLowering):
-    """Plain torch: the program of exact gradients, whose exponentials few entries replace."""
-
     def statistics(self, rows: Range, states: Sequence[str], windows: Sequence[Window]) -> None:
-        self.estimate(states)
-        super().statistics(rows, states, windows)
-        tokens = self.p.tokens
-        kept = (
-            self.buffer("deciding", 1, tokens, self.p.sums),
-            self.buffer("hashes", 1, tokens * WORD, 1),
-        )
-        self.step(SampleKind.DECIDE, ("estimate", self.stats()), kept)
-
-    def project_again(
-        self,
-        rows: Range,
-        n: Window,
-        states: Sequence[str],
-        reference: str,
-        *,
-        repairs: bool = False,
-    ) -> str:
-        exps = self.exps(n)
-        self.step(
-            SampleKind.PROJECT_SAMPLES,
-            (*states, reference, "deciding", "hashes"),
-            (exps,),
-            n.columns,
-        )
-        return exps
-
-
-class _KernelLowering(_SampledLowering):
-    """Kernels: all tokens and classes at a time, of which row sums choose entries."""
-
-    chosen: tuple[str, ...]
-    """Names of what a backward is left."""
-
-    def statistics(self, rows: Range, states: Sequence[str], windows: Sequence[Window]) -> None:
+        """Emit estimates, row sums with entries of all columns, and statistics."""
         p, kind = self.p, SampleKind
         entries = self.buffer("entries", p.tokens, slots(p.samples, p.vocab) * INDEX, 1)
         self.chosen = entries, self.buffer("drawn", 3, p.tokens, WORD)
@@ -118,6 +76,7 @@ class _KernelLowering(_SampledLowering):
         self.step(kind.FINISH_ENTRIES, (self.stats(), *self.chosen), self.chosen)
 
     def gradients(self) -> None:
+        """Emit the products of entries with rows of the weight and with hidden states."""
         p, kind, every = self.p, SampleKind, (0, self.p.vocab)
         (factors,) = self.factors(self.every, "factors")
         if p.grad_hidden:

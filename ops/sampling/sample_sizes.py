@@ -16,9 +16,6 @@ COLUMNS_PER_FREQUENT = 3
 """Of these for each frequent target among them; the others are drawn."""
 SLOT_ALIGNMENT = 8
 """Slots of a token are a multiple of this."""
-CHOSEN_LOGITS = {"cpu": 1 << 18}
-"""Logits of which entries are chosen at a time, by device type; `MANY_LOGITS` of others."""
-MANY_LOGITS = 1 << 22
 
 
 def expected_limit(samples: int) -> int:
@@ -41,8 +38,3 @@ def estimate_count(total: int) -> int:
 def frequent_count(total: int) -> int:
     """Return how many of these are the batch's most frequent targets; the others are drawn."""
     return 0 if estimate_count(total) == total else estimate_count(total) // COLUMNS_PER_FREQUENT
-
-
-def chosen_rows(columns: int, device: str) -> int:
-    """Return the rows of tiles of `columns` of which entries are chosen at a time."""
-    return max(1, CHOSEN_LOGITS.get(device, MANY_LOGITS) // columns)

@@ -6,8 +6,7 @@ from enum import Enum
 class SampleKind(Enum):
     """What a step does; its rows are tokens, its columns are classes.
 
-    With the symbols of `samples`: l̂ is an estimate of lse, q the probability of an entry.  DECIDE
-    and PROJECT_SAMPLES are those of plain torch; from SAMPLE on they are those of kernels.
+    With the symbols of this folder: l̂ is an estimate of lse, q the probability of an entry.
     """
 
     __hash__ = object.__hash__
@@ -17,8 +16,6 @@ class SampleKind(Enum):
     PLACE_TARGETS = "find the targets among them"
     PROJECT_CLASSES = "row sums of e over this rank's share of them"
     ESTIMATE = "l̂ of each row"
-    DECIDE = "the larger one of l̂ and lse of each row"
-    PROJECT_SAMPLES = "e / q of some columns, and 0 of what is not kept"
     SAMPLE = "row sums of e over all columns, and the entries that l̂ keeps"
     SAMPLE_AGAIN = "the entries that lse keeps, of rows without room for those of l̂"
     FINISH_ENTRIES = "e / q of each entry that lse keeps"

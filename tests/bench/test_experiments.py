@@ -229,8 +229,7 @@ def test_every_command_runs_on_a_cpu_and_its_data_makes_a_report(
     assert {row["ignored_percent"] for row in ignored} == {0, 50, 80, 95}
     assert "### 48 × 16 × 256, 80% of the targets ignored" in text
     exact, _, few = (row["losses"] for row in read(folder / "sampled_curves.jsonl")[1])
-    assert exact[0] == pytest.approx(few[0], rel=1e-6), "the same parameters and batch"
-    assert exact[2] != few[2], "another gradient"
+    assert exact == few, "the same parameters and batches; no kernels sample here"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without a GPU")
@@ -244,10 +243,8 @@ def test_sampled_gradients_are_measured_beside_exact_ones(
     found = [(row["data"], row["implementation"]) for row in rows]
     assert found == [(data, name) for data in ("random", "trained") for name in names]
     for row in rows:
-        if row["implementation"].startswith("sampled"):
-            assert 0 < row["dx_error"] < 0.5 and row["predicted_mib"] > 0
-        elif row["implementation"] != "GEMMs":
-            assert row["dx_error"] < 1e-4
+        if row["implementation"] != "GEMMs":  # no kernels sample here
+            assert row["dx_error"] < 1e-4 and row["predicted_mib"] > 0
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without a GPU")
@@ -292,7 +289,6 @@ def test_a_training_step_has_the_loss_of_the_library(tmp_path: Path) -> None:
         for name in ("loss", "gradient_norm"):
             assert fused[name] == pytest.approx(library[name], rel=1e-5)
         assert sampled_row["loss"] == pytest.approx(library["loss"], rel=1e-5)
-        assert sampled_row["gradient_norm"] != pytest.approx(fused["gradient_norm"], rel=1e-6)
         assert fused["peak_mib"] < library["peak_mib"]
     run(tmp_path, "report")
     text = (tmp_path / "cpu" / "report.md").read_text()

@@ -11,6 +11,9 @@ from torch import Tensor
 
 from cutefce.integrations import gradients
 from cutefce.integrations.gradients import set_gradients
+from tests.support.backends import KERNELS
+from tests.support.fused_calls import fused_calls
+from tests.support.layouts import SMALL_TILES
 
 SAMPLED: dict[str, Any] = {"gradient": "sampled", "samples": 32}
 
@@ -67,19 +70,28 @@ def of_prime_rl(h: Tensor, w: Tensor, y: Tensor) -> Tensor:
     return log_probs
 
 
+def test_calls_of_soft_targets_have_the_setting() -> None:
+    """Although their gradients are exact."""
+    set_gradients(**SAMPLED)
+    with fused_calls(module("axolotl_kd")) as calls:
+        of_axolotls_kd(torch.randn(5, 8), torch.randn(60, 8), torch.randint(60, (5,)))
+    assert SAMPLED.items() <= calls[0].items()
+
+
 def module(name: str) -> Any:
     return importlib.import_module(f"cutefce.integrations.{name}")
 
 
 @pytest.mark.parametrize(
     "integration",
-    [of_trl, of_liger, of_ligers_jsd, of_axolotls_kd, of_prime_rl],
+    [of_trl, of_liger, of_ligers_jsd, of_prime_rl],
 )
-def test_gradients_are_sampled(integration: Any) -> None:
+def test_gradients_are_sampled(integration: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Twice with one seed the same, with another one or exact ones not; the values are exact."""
+    KERNELS["kernels of sm_90a"].serve(monkeypatch, SMALL_TILES)
     torch.manual_seed(0)
-    h, y = torch.randn(50, 8), torch.randint(600, (50,))
-    w = torch.randn(600, 8, requires_grad=True)
+    h, y = torch.randn(50, 8).bfloat16(), torch.randint(600, (50,))
+    w = torch.randn(600, 8).bfloat16().requires_grad_()
 
     def run(seed: int) -> tuple[Tensor, Tensor]:
         torch.manual_seed(seed)

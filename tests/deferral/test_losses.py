@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 import cutefce
 from cutefce.integrations.deferral.logits import DeferredLogits
+from tests.support.backends import KERNELS
 from tests.support.deferral import (
     TARGETS,
     TOKENS,
@@ -22,6 +23,7 @@ from tests.support.deferral import (
     step,
 )
 from tests.support.float64 import assert_no_float64
+from tests.support.layouts import SMALL_TILES
 
 
 def capped(logits: Any, targets: Tensor) -> Tensor:
@@ -219,9 +221,11 @@ def test_the_loss_has_the_dtype_of_torchs(dtype: torch.dtype, autocast: bool, ca
     assert logits.tensor("test").dtype == dtype
 
 
-def test_gradients_are_sampled_if_asked_for() -> None:
+def test_gradients_are_sampled_if_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    KERNELS["kernels of sm_90a"].serve(monkeypatch, SMALL_TILES)
     torch.manual_seed(0)
-    head, h, y = nn.Linear(8, 600, bias=False), torch.randn(50, 8), torch.randint(600, (50,))
+    head, h = nn.Linear(8, 600, bias=False).bfloat16(), torch.randn(50, 8).bfloat16()
+    y = torch.randint(600, (50,))
     found: list[Any] = []
     for loss in ("sampled", "call", "exact"):
         head.weight.grad = None

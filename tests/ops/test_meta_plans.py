@@ -73,6 +73,7 @@ def test_options_are_planned(name: str) -> None:
     h, w, options = empty(TOKENS, HIDDEN), empty(VOCAB, HIDDEN), OPTIONS[name]
     plan = cutefce.plan(h, w, workspace=600 << 20, **options)
     assert 0 < plan.workspace_bytes <= 600 << 20 and plan.seconds < 0.1
+    assert (plan.strategy == "sampled") == (name == "sampled")
     with torch.no_grad():
         assert cutefce.plan(h, w).workspace_bytes < 100 << 20
 

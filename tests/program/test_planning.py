@@ -226,7 +226,8 @@ def test_what_a_plan_prints() -> None:
 
 
 def test_a_sampled_plan_above_a_budget_says_what_helps() -> None:
-    h, w = torch.empty(8, 16, requires_grad=True), torch.empty(50, 16, requires_grad=True)
+    how: dict[str, Any] = {"dtype": torch.bfloat16, "device": "meta", "requires_grad": True}
+    h, w = torch.empty(8, 16, **how), torch.empty(50, 16, **how)
     text = str(cutefce.plan(h, w, gradient="sampled", workspace=1))
     assert text.endswith("predicted; fewer samples take less, another workspace does not")
     assert "fewer" not in str(cutefce.plan(h, w, gradient="sampled"))

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from cutefce.autotune_cache.tuning.outputs import samples as checked
 from cutefce.cute_kernels import kernel_set
 from cutefce.cute_kernels import problem as problem_module
 from cutefce.cute_kernels.arch.base import TILE_K, Arch
@@ -651,5 +652,5 @@ def use_models(
     """Launch the models, or another replacement, in the place of compiled kernels: unverified."""
     monkeypatch.setattr(dispatch, "_unproven_reason", lambda *_: None)
     modules = cute_projection, cute_gradients, cute_rowwise, dispatch
-    for module in (*modules, select_rows, sampling, logits, row_kernel, soft_kernels):
+    for module in (*modules, select_rows, sampling, logits, row_kernel, soft_kernels, checked):
         monkeypatch.setattr(module, "compiled", replacement)

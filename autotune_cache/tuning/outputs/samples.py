@@ -6,6 +6,7 @@ entries is compared, and Σ of their columns.
 """
 
 import math
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
@@ -14,26 +15,25 @@ from torch import Tensor
 
 from cutefce.autotune_cache.tuning.cases import Case, CheckedOutput
 from cutefce.autotune_cache.tuning.outputs.steps import Inputs, Way, gradients, prepared, run
+from cutefce.cute_kernels.jit.cache import compiled
+from cutefce.cute_kernels.spec.sampling import PrepareSamplesSpec
 from cutefce.ops.primitives.cute_projection import CuteProjection, PartialLse
 from cutefce.ops.primitives.primitives import Primitives
 from cutefce.ops.program import calls as programs
 from cutefce.ops.program.plan import Plan
 from cutefce.ops.program.run import Call
-from cutefce.ops.program.steps import Step
 from cutefce.ops.rows.targets import Targets
 from cutefce.ops.sampling.cost_model import SampledCostModel
 from cutefce.ops.sampling.kernels import Entries
 from cutefce.ops.sampling.random_bits import random_bits, row_states
-from cutefce.ops.sampling.samples import Sampling
-from cutefce.ops.sampling.steps import SampleKind
-from cutefce.ops.sampling.table import SAMPLING
 
 ALL = 1 << 24
 """Samples with which all entries are kept."""
 LOW = 10.0
 """Nats by which sums of some estimates are too low: lse decides, and tokens overflow of few
 samples."""
-MANY_CLASSES = 20_000
+LOG2_RATIO = 3.0
+"""Base-2 logarithm of the classes that a drawn one stands for."""
 FLIPS = 1 << 11
 """Float32 roundings of an entry in 32: that many may be kept or not by rounding of logits."""
 
@@ -56,17 +56,19 @@ def few_samples(vocab: int) -> int:
 def sampled_outputs(case: Case, primitives: Primitives) -> dict[str, CheckedOutput]:
     """Return gradients of all entries, what is kept of few samples, and estimates, by name."""
     inputs, plan, _ = prepared(case, primitives, Way())
-    few = _sampled(inputs, plan, few_samples(case.problem.vocab))
-    on_kernels = isinstance(primitives.projection, CuteProjection)
-    entries = _entries(*few) if on_kernels else _defined_entries(case)
-    if on_kernels:
-        inputs, plan = _sampled(inputs, plan, ALL)
+    projection = primitives.projection
+    if isinstance(projection, CuteProjection):
+        few = few_samples(case.problem.vocab)
+        entries = _entries(*_sampled(inputs, plan, projection, few))
+        estimates = _estimates(inputs, projection)
+        inputs, plan = _sampled(inputs, plan, projection, ALL)
+    else:
+        entries, estimates = _defined_entries(case), _defined_estimates(case)
     loss, _, dx, dw = run(inputs, plan, None, case.upstream)
     results = {"sampled loss": CheckedOutput(loss, 1)}
     results |= gradients(" of samples", dx, dw, case.h.dtype)
     results["sampled entries"] = CheckedOutput(entries, FLIPS)
-    for name, values in _estimates(primitives, *few).items():
-        results[name] = CheckedOutput(values, 1, floor=1.0)
+    results["estimated log-sum-exps"] = CheckedOutput(estimates, 1, floor=1.0)
     return results
 
 
@@ -94,37 +96,41 @@ def _seed(like: Tensor) -> Tensor:
     return torch.tensor([1, 2], dtype=torch.int32, device=like.device)
 
 
-def _estimates(primitives: Primitives, inputs: Inputs, plan: Plan) -> dict[str, Tensor]:
-    """Return an estimate of lse (N,) of all classes, of which half count more."""
-    h, w, targets, projection = inputs.h, inputs.w, inputs.targets, primitives.projection
-    assert inputs.sampling is not None
-    sampling, half = replace(inputs.sampling, vocab=MANY_CLASSES), (len(w) + 1) // 2
-    call = Call(plan.program, replace(inputs, sampling=sampling))
-    values = call.values
-    values["logits"] = logit = projection.target_logit(h, w, targets)
-    none, values["sums of classes"] = torch.full_like(targets.index, -1), []
+def _estimates(inputs: Inputs, projection: CuteProjection) -> Tensor:
+    """Return an estimate of lse (N,) of two halves of the classes, of which one counts more."""
+    h, w, targets, half = inputs.h, inputs.w, inputs.targets, (len(inputs.w) + 1) // 2
+    logit, none = projection.target_logit(h, w, targets), torch.full_like(targets.index, -1)
+    part, sums = Targets(none, half, targets.options), []
     for rows in (w[:half], w[len(w) - half :]):
-        part = Targets(none, half, targets.options)
-        partial = projection.project_exp(h, rows, (0, half), logit, part)
-        values["sums of classes"].append(partial)
-    SAMPLING[SampleKind.ESTIMATE](call, Step(SampleKind.ESTIMATE, (), (), (0, len(h))))
-    return {"estimated log-sum-exps": values["estimate"]}
+        sums.append(projection.project_exp(h, rows, (0, half), logit, part).sums)
+    result = torch.empty_like(logit)
+    kernel = PrepareSamplesSpec(projection.kernels.row_sums.arch, "estimate")
+    compiled(kernel)(*sums, logit, result, LOG2_RATIO, 0)
+    return result
 
 
-def _sampled(inputs: Inputs, plan: Plan, samples: int) -> tuple[Inputs, Plan]:
-    """Return a call with sampled gradients, and its plan, of one with exact ones.
+def _defined_estimates(case: Case) -> Tensor:
+    """Return what `_estimates` returns, of all logits."""
+    logits, half = case.h @ case.w.t(), (case.problem.vocab + 1) // 2
+    target = logits.gather(1, case.y.clamp(min=0)[:, None])
+    drawn = logits[:, -half:] + LOG2_RATIO * math.log(2)
+    lse = torch.cat([target, logits[:, :half], drawn], 1).logsumexp(1)
+    return torch.where(case.y < 0, torch.inf, lse)
 
-    Kernels get estimates of which some are too low.
+
+def _sampled(
+    inputs: Inputs, plan: Plan, projection: CuteProjection, samples: int
+) -> tuple[Inputs, Plan]:
+    """Return a call with sampled gradients, and its plan, of one with exact ones on kernels.
+
+    Some of its estimates are too low.
     """
-    index, own, problem = inputs.targets.index, inputs.primitives, plan.cost_model.kernel_problem
-    rows = torch.arange(len(index), device=index.device)
-    inputs = replace(inputs, sampling=Sampling(_seed(index), samples, rows, len(inputs.w)))
-    if isinstance(own.projection, CuteProjection):
-        arch = own.projection.kernels.row_sums.arch
-        given = own.projection
-        low = _LowEstimates(given.kernels, given.num_sms, given.semaphores, given.clears)
-        own = replace(own, projection=low)
-        inputs, problem = replace(inputs, primitives=own), replace(problem, arch=arch)
+    targets, given, problem = copy(inputs.targets), projection, plan.cost_model.kernel_problem
+    low = _LowEstimates(given.kernels, given.num_sms, given.semaphores, given.clears)
+    targets.tensors = replace(targets.tensors, seed=_seed(targets.index))
+    primitives = replace(inputs.primitives, projection=low)
+    inputs = replace(inputs, primitives=primitives, targets=targets)
+    problem = replace(problem, arch=given.kernels.row_sums.arch)
     cost_model = SampledCostModel(problem, plan.cost_model.tiles, plan.cost_model.windows)
     sampled = replace(plan.problem, samples=samples, stores=False)
     return inputs, Plan(sampled, plan.layout, cost_model)
