@@ -103,7 +103,7 @@ class KernelConfigs:
     kept_sums: GemmConfig | None = None
     """The gradients' GEMMs that load and store sums; None if `grad_weight` is None."""
     exps: GemmConfig | None = None
-    """The `project_exp` that stores exponentials without sums, and that of samples and of logits of
-    soft targets; None for the same as of the others."""
+    """The `project_exp` that stores exponentials without sums, and the one that keeps few entries
+    beside sums; None for the same as of the others."""
 
     SHORT: ClassVar[int] = 1 << 15

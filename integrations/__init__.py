@@ -5,7 +5,7 @@ support/       what the integrations share
 automodel.py   NeMo Automodel: a loss for `_target_`
 axolotl.py     Axolotl: a plugin
 axolotl_kd.py  the loss of its `kd` plugin, from a stored top k
-gradients.py   exact or sampled gradients: one setting for all of them
+gradients.py   exact gradients or estimates: one setting for all of them
 liger.py       Liger: what transformers, LLaMA-Factory and ms-swift call, and its JSD
 megatron.py    Megatron-Core: the loss of a model, an output_processor, the linear fusion
 nemo_rl.py     NeMo-RL: log-probabilities of Megatron policies, distillation of DTensor policies

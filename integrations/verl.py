@@ -5,7 +5,7 @@ Importing this module enables it.  In every worker, set
     VERL_USE_EXTERNAL_MODULES=cutefce.integrations.verl
 
 and, in verl's configuration of the model, `use_fused_kernels=True` and
-`fused_kernel_options.impl_backend=triton`.  Models of transformers keep the scale, the softcap and
+`fused_kernel_options.impl_backend=triton`.  Models of transformers keep the scale, the bound and
 the bias of their heads, which verl's own function leaves out.
 """
 

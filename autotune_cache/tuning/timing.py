@@ -13,7 +13,7 @@ import torch
 
 Call = Callable[[], object]
 Reader = Callable[[], float]
-"""Waits for a sample to finish and returns its time in ms."""
+"""Waits for calls to finish and returns their mean time in ms."""
 K = TypeVar("K", bound=Hashable)
 
 
@@ -21,37 +21,38 @@ def interleaved(
     calls: Mapping[K, Call],
     device: str,
     rounds: int,
-    calls_per_sample: int = 1,
+    repeats: int = 1,
     before: Call | None = None,
 ) -> dict[K, tuple[float, ...]]:
     """Return the time of each call in ms, round by round.
 
-    Does not wait for a GPU between samples, so that launches overlap with its work.  Includes
+    Does not wait for a GPU between calls, so that launches overlap with its work.  Includes
     compilation on first use: call once before if that matters.
 
     Args:
         calls: What to time, by name.
         device: Device type that runs the calls, as torch names it.
-        rounds: Samples of each call.
-        calls_per_sample: Calls in a row whose mean time is one sample.
-        before: Called before each sample, untimed.
+        rounds: Times of each call.
+        repeats: Calls in a row of which a time is the mean.
+        before: Called before these, untimed.
     """
     order, names = random.Random(0), list(calls)
     readers: dict[K, list[Reader]] = {name: [] for name in names}
     for _ in range(rounds):
-        for name in order.sample(names, len(names)):
+        order.shuffle(names)
+        for name in names:
             if before is not None:
                 before()
-            readers[name].append(sample(calls[name], device, calls_per_sample))
+            readers[name].append(timed(calls[name], device, repeats))
     return {name: tuple(read() for read in taken) for name, taken in readers.items()}
 
 
-def sample(call: Call, device: str, repeats: int = 1) -> Reader:
+def timed(call: Call, device: str, repeats: int = 1) -> Reader:
     """Make `repeats` calls in a row; return a reader of their mean time."""
-    return (_cpu_sample if device == "cpu" else _gpu_sample)(call, repeats)
+    return (_timed_on_cpu if device == "cpu" else _timed_on_gpu)(call, repeats)
 
 
-def _cpu_sample(call: Call, repeats: int) -> Reader:
+def _timed_on_cpu(call: Call, repeats: int) -> Reader:
     begin = time.perf_counter()
     for _ in range(repeats):
         call()
@@ -59,7 +60,7 @@ def _cpu_sample(call: Call, repeats: int) -> Reader:
     return lambda: ms
 
 
-def _gpu_sample(call: Call, repeats: int) -> Reader:
+def _timed_on_gpu(call: Call, repeats: int) -> Reader:
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     start.record()
     for _ in range(repeats):

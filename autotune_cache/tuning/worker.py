@@ -93,14 +93,14 @@ def trial(
         once = timing.interleaved(calls, target.runner.device_type, 1)
     rounds = round(SECONDS * 1e3 / (CALLS * sum(ms for (ms,) in once.values())))
     rounds = min(max(rounds, MIN_ROUNDS), MAX_ROUNDS)
-    samples = timing.interleaved(calls, target.runner.device_type, rounds, CALLS)
-    last = samples[candidates[-1]]
+    times = timing.interleaved(calls, target.runner.device_type, rounds, CALLS)
+    last = times[candidates[-1]]
     return {
         candidate: Timing(
             statistics.median(own),
             statistics.median(a / b for a, b in zip(own, last, strict=True)),
         )
-        for candidate, own in samples.items()
+        for candidate, own in times.items()
     }
 
 

@@ -70,13 +70,13 @@ def steady_state(calls: Mapping[str, Call], device: str, seconds: float) -> dict
     runs = {}
     for name, call in calls.items():
         call()
-        runs[name] = max(1, round(seconds * 1e3 / timing.sample(call, device)()))
+        runs[name] = max(1, round(seconds * 1e3 / timing.timed(call, device)()))
     samples: dict[str, list[float]] = {name: [] for name in calls}
     order = random.Random(0)
     for _ in range(STRETCHES):
         for name in order.sample(list(calls), len(calls)):
-            timing.sample(calls[name], device, runs[name])()
-            samples[name].append(timing.sample(calls[name], device, runs[name])())
+            timing.timed(calls[name], device, runs[name])()
+            samples[name].append(timing.timed(calls[name], device, runs[name])())
     return {name: Timing(tuple(times)) for name, times in samples.items()}
 
 

@@ -22,7 +22,7 @@ LOW = GemmConfig(64, 160, cluster=1, stages=7, pingpong=True)
 UNSWAPPED = WIDE_CLUSTER2, WIDE, TALL
 """Those for more than 64 tokens that can be the default."""
 EXPS = WIDE_CLUSTER2, WIDE
-"""Those of `KernelConfigs.exps`: taller tiles would spill registers when they sample."""
+"""Those of `KernelConfigs.exps`: taller tiles would spill registers beside entries."""
 SWAPPED_112 = GemmConfig(128, 112, cluster=2, stages=6, pingpong=True, swaps=True)
 SWAPPED_144 = GemmConfig(128, 144, cluster=2, stages=5, pingpong=True, swaps=True)
 SWAPPED_160 = GemmConfig(128, 160, cluster=2, stages=5, pingpong=True, swaps=True)

@@ -2,7 +2,7 @@
 
     sums (N, P)   log2 Σ exp(z_iv - ρ_i) over the columns of one partial, without the target
     exps (N, K)   exp(z_iv - ρ_i), 0 at the target, in the inputs' dtype; the first K columns;
-                  with softcap times the derivative of tanh
+                  of bounded logits times the derivative of tanh
 
 with the model's logits z, which `logit_transform` calls u.
 

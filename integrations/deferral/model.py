@@ -32,7 +32,7 @@ def defer(
     """Have the head of a model answer with deferred logits, so that its own loss is fused.
 
     In training, the head returns an object that stands for its logits.  It records what the model
-    does to them (scales, softcap, casts, views, slices of tokens and classes), and turns
+    does to them (scales, bounds, casts, views, slices of tokens and classes), and turns
     `torch.nn.functional.cross_entropy`, of the model or of the caller, into the fused call, with
     the same loss and dtype.  Anything else makes the logits and goes on as before.
 

@@ -10,7 +10,7 @@ add up to 0 over all classes, and with them each term is 0 or more, and exact to
 are close.  A wrong log-sum-exp changes such a sum in second order alone.
 
 Factors are the derivatives of a row's divergence by its logits, without their scale and
-temperature, times `scale` (R,) and the softcap's derivative, of the bound κ, `cap` (R,), if given.
+temperature, times `scale` (R,) and the derivative of the bound κ, `cap` (R,), if given.
 `kl` (R,) is the divergence of the row that they depend on.
 """
 
@@ -136,7 +136,7 @@ def _log_ratio(distance: Tensor, share: Tensor, other: Tensor) -> Tensor:
 
 
 def _scaled(terms: Tensor, logits: Tensor, cap: Tensor | None, scale: Tensor | None) -> Tensor:
-    """Return derivatives by logits u as those by what the softcap was applied to, times `scale`."""
+    """Return derivatives by logits u as those by what `cap` bounds, times `scale`."""
     if cap is not None:
         terms.mul_((logits / cap[:, None]).square_().neg_().add_(1))
     return terms if scale is None else terms.mul_(scale[:, None])

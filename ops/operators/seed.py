@@ -1,4 +1,4 @@
-"""The operator that draws the seed of sampled gradients.
+"""The operator that draws the seed of a call with random entries.
 
 Graph compilers leave it as it is, so that they draw what an eager call draws; and they know that it
 is random, so that what they compute again is computed with the same seed.

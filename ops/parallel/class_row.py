@@ -1,6 +1,6 @@
 """Σ_v κ_v u_iv of every token: for label smoothing, and the mean logit as an output.
 
-Without a softcap it needs no product of h and w, but only the class row Σ_v κ_v W_v.
+Where nothing bounds the logits, it needs no product of h and w, but only the class row Σ_v κ_v W_v.
 """
 
 from torch import Tensor

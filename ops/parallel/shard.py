@@ -10,7 +10,7 @@ ranks exchange
     r_i      all-reduce of (2, N): the logit of the rank that owns the target, and the number of
              owners, which must be 1; with soft targets then one of (N,), each rank's part of their
              excess over r_i
-    w_v      with sampled gradients, all-reduce of (4096, D): rows that lse is estimated of
+    w_v      all-reduce of (3072, D) where lse is estimated: rows that it is estimated of
     S_i      all-gather of (2, N): each shard's sum and its reference.  Every rank reduces the same
              R pairs in the same order, so that ρ, S, T and the loss are bitwise equal everywhere
     dX       reduce-scatter in the dtype of sums, then rounding, then all-gather unless tokens are

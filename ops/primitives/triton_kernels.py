@@ -204,8 +204,8 @@ def project(
     """Compute e = exp(u - ρ) of the logits u of h (N, D) @ w (V, D)ᵀ, 0 at the `target` (N,).
 
     They are those of the columns of `window`, [first, last).  `exps` (N, K), if given, receives e,
-    times the softcap's derivative.  `out`, if given, receives the row sums and what else it has.  e
-    is relative to `reference` (N,); with `out`, a block of `BLOCK` columns whose largest logit is
+    times du/dt if logits are bounded.  `out`, if given, receives the row sums and what else it has.
+    e is relative to `reference` (N,); with `out`, a block of `BLOCK` columns whose largest logit is
     more than `SLACK` above it takes that logit instead, and tells so in `out.references`.  Results
     of row blocks that have no `counted` row are not written, but for those of the first block.
     More than eight parameters: operands, results and what makes logits of products.

@@ -6,7 +6,7 @@ the reference ρ_i (0 at the target y_i), the gradient of a loss is
     dL/dt_iv = scale_i e_iv + every_i κ_v  (v ≠ y_i)        dL/dt_iy = target_i + every_i κ_y
 
 Options that only change these numbers, such as z-loss or class weights, are served by
-`LossTerms` and `RowCoefficients` alone: no GEMM knows them.  With a softcap, stored
+`LossTerms` and `RowCoefficients` alone: no GEMM knows them.  Of bounded logits, stored
 exponentials are e_iv (1 - (u / κ)²), which is the map's derivative but for a row's factor.
 """
 

@@ -19,7 +19,7 @@ def test_rounds_are_random_and_before_is_untimed(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     calls = {"a": work("a", 0.25), "b": work("b", 0.5)}
-    times = timing.interleaved(calls, "cpu", 8, calls_per_sample=2, before=work("before", 4.0))
+    times = timing.interleaved(calls, "cpu", 8, repeats=2, before=work("before", 4.0))
     assert times == {"a": (250.0,) * 8, "b": (500.0,) * 8}
     samples = ["".join(log[i : i + 3]) for i in range(0, len(log), 3)]
     assert set(samples) == {"beforeaa", "beforebb"}

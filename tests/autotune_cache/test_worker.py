@@ -52,7 +52,7 @@ def test_rounds_have_random_orders(monkeypatch: pytest.MonkeyPatch) -> None:
         calls.append(call)
         return lambda: 2.0 if call is calls[0] else 3.0
 
-    monkeypatch.setattr(timing, "_cpu_sample", sample)
+    monkeypatch.setattr(timing, "_timed_on_cpu", sample)
     monkeypatch.setattr(worker, "SECONDS", 0.0)
     problem = RUNNER.problem(SIZES, "bfloat16")
     timings = worker.trial(TARGET, problem, (config(Kind.FAST), config(Kind.SLOW)))
@@ -77,7 +77,7 @@ def test_trials_take_about_as_long_as_they_may(
         taken.append(repeats)
         return lambda: ms
 
-    monkeypatch.setattr(timing, "_cpu_sample", sample)
+    monkeypatch.setattr(timing, "_timed_on_cpu", sample)
     problem = RUNNER.problem(SIZES, "bfloat16")
     worker.trial(TARGET, problem, (config(Kind.FAST), config(Kind.SLOW)))
     assert taken[4:] == [worker.CALLS] * 2 * rounds
