@@ -146,28 +146,18 @@ def any_floats(*shape: int) -> torch.Tensor:
 @pytest.mark.slow
 @pytest.mark.parametrize("product", rest_slow(PRODUCTS))
 @pytest.mark.parametrize("kernel", rest_slow(named(*KERNELS)))
-def test_integers_are_exact(
+def test_any_sums_are_rounded(
     kernel: tuple[GemmConfig, int], product: tuple[tuple[int, int, int], int]
 ) -> None:
-    """Whatever is overwritten."""
+    """Whatever is overwritten; products of no number are none."""
     (config, low_bits), (shape, overwrite) = kernel, product
     tokens, hidden, vocab = shape
     e, h = operands(*shape)
-    before = torch.randint(-(1 << 7 + low_bits), 1 << 7 + low_bits, (vocab, hidden)).float()
-    sums = Sums(any_floats(vocab, hidden) if overwrite else before, low_bits)
-    terms = terms_of(h, vocab, count=tokens)
+    h[0, 0], h[-1, 1] = torch.nan, torch.inf
+    sums, terms = Sums(any_floats(vocab, hidden), low_bits), terms_of(h, vocab, count=tokens)
+    want = e.float().t() @ h.float() + terms.sums
+    want = want if overwrite else sums.values + want
     sums.add(e, h, terms, overwrite, config=config)
-    same_bits(sums, e.float().t() @ h.float() + terms.sums + (0 if overwrite else before))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kernel", rest_slow(named(*KERNELS)))
-def test_any_sums_are_rounded(kernel: tuple[GemmConfig, int]) -> None:
-    config, low_bits = kernel
-    e, h = operands(70, 136, 200)
-    sums = Sums(any_floats(200, 136), low_bits)
-    want = sums.values + e.float().t() @ h.float()
-    sums.add(e, h, config=config)
     same_bits(sums, want)
 
 
@@ -179,36 +169,6 @@ def test_float16_products() -> None:
     sums, terms = Sums(before, 16), terms_of(h, 136, count=70, rank_one=True)
     sums.add(e, h, terms)
     same_bits(sums, before + e.float().t() @ h.float() + terms.sums)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("low_bits", rest_slow([4, 8, 16]))
-def test_products_of_no_number(low_bits: int) -> None:
-    e, h = operands(70, 72, 130)
-    h[3, 5], h[7, 9] = torch.nan, torch.inf
-    want = e.float().t() @ h.float()
-    sums = Sums(torch.zeros(130, 72), low_bits)
-    sums.add(e, h)
-    assert want[:, 5].isnan().all() and want[:, 9].isinf().any()
-    assert torch.equal(sums.values.isfinite(), want.isfinite())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("config", "low_bits"), ROUNDED, ids=str)
-def test_three_chunks(config: GemmConfig, low_bits: int) -> None:
-    """Each addition errs by at most half a unit of the significant bits."""
-    generator = torch.Generator().manual_seed(0)
-    sums, want = Sums(torch.full((200, 136), torch.nan), low_bits), torch.zeros(200, 136).double()
-    allowed = torch.zeros(200, 136).double()
-    for chunk in range(3):
-        e = torch.rand(150, 200, generator=generator).bfloat16()
-        h = torch.randn(150, 136, generator=generator).bfloat16()
-        sums.add(e, h, overwrite=int(chunk == 0), config=config)
-        want += e.double().t() @ h.double()
-        allowed += 2.0 ** -(8 + low_bits) * want.abs() + 1e-6 * (e.double().t() @ h.double().abs())
-    errors = (sums.values.double() - want).abs()
-    assert (errors <= 1.001 * allowed).all()
-    assert (errors > 0.1 * allowed).any()
 
 
 @pytest.mark.slow
