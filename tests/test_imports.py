@@ -15,8 +15,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 ROOT = Path(__file__).parents[1]
 
 LAYERS = (
@@ -114,23 +112,6 @@ def test_no_module_waits_for_itself() -> None:
         found = {module_of(name) for name in runs} - {module, ""}
         depends[module] = {name for name in found if not module.startswith(f"{name}.")}
     graphlib.TopologicalSorter(depends).prepare()  # or it raises CycleError with a circle
-
-
-@pytest.mark.parametrize(
-    ("module", "source"),
-    [
-        ("cutefce.cute_kernels.spec", "from cutefce.ops import schema"),
-        ("cutefce.cute_kernels.arch.sm90", "import cutefce.autotune_cache.table"),
-        ("cutefce.autotune_cache.lookup", "from cutefce.ops.program import plan"),
-        ("cutefce.autotune_cache.table", "def f():\n    from cutefce.autotune_cache import tuning"),
-        ("cutefce.ops.program.plan", "from cutefce.autotune_cache.tuning import tuner"),
-        ("cutefce.ops.primitives.dispatch", 'import_module("cutefce.autotune_cache.tuning.tuner")'),
-        ("cutefce.ops.program.calls", "from cutefce.ops.interface import call"),
-        ("cutefce.autotune_cache.tuning.tuner", "from cutefce.commands import tune"),
-    ],
-)
-def test_a_violation_is_found(module: str, source: str) -> None:
-    assert violations(module, source)
 
 
 def test_costs_need_no_torch() -> None:

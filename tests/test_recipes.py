@@ -1,9 +1,8 @@
 """The examples of losses that are linear cross entropies equal plain torch, and train."""
 
-import math
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -31,12 +30,6 @@ def assert_same(ours: Tensor, theirs: Tensor, operands: Sequence[Tensor]) -> Non
     found = (torch.autograd.grad(loss, operands) for loss in (ours, theirs))
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b)
-
-
-def assert_falls(losses: list[float]) -> None:
-    """Assert that the last three losses are below the first three."""
-    assert len(losses) == FEW
-    assert sum(losses[-3:]) < 0.95 * sum(losses[:3])
 
 
 def pairs() -> list[Tensor]:
@@ -77,26 +70,24 @@ def test_negatives_of_all_ranks(ranks: Ranks) -> None:
     torch.testing.assert_close(sum(scales), by_scale)
 
 
-def contrastive_training() -> list[float]:
-    return contrastive.train(FEW, group(2))
-
-
-def test_contrastive_training(ranks: Ranks) -> None:
-    assert_falls(contrastive.train(FEW))
-    first, second = ranks.run(2, contrastive_training)
-    assert first == second
-    assert_falls(first)
-    assert first[0] > math.log(2 * contrastive.PAIRS) - 0.2  # of the pairs of both ranks
-
-
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.__name__)
-def test_a_command_prints_losses(
+def test_a_command_prints_losses_that_fall(
     recipe: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setattr(recipe, "fit", lambda parameters, loss, *_: fit(parameters, loss, 2))
+    trainings = list[list[float]]()
+
+    def fit_shortly(parameters: Iterable[Tensor], loss: Callable[[], Tensor], *_: Any) -> Any:
+        trainings.append(fit(parameters, loss, FEW))
+        return trainings[-1]
+
+    monkeypatch.setattr(recipe, "fit", fit_shortly)
     recipe.main()
-    assert "step 1: loss" in capsys.readouterr().out
+    assert "step 11: loss" in capsys.readouterr().out
+    assert trainings
+    most = 0.98 if recipe is recommender else 0.95
+    for losses in trainings:
+        assert sum(losses[-3:]) < most * sum(losses[:3])
 
 
 def test_the_loss_of_the_items_of_a_batch() -> None:
@@ -111,12 +102,6 @@ def test_the_loss_of_the_items_of_a_batch() -> None:
     assert_same(ours, theirs, [users, items])
 
 
-def test_recommender_training() -> None:
-    losses, after = recommender.train(FEW)
-    _, before = recommender.train(0)
-    assert losses[-1] < losses[0] and after < before
-
-
 def test_the_diffusion_loss() -> None:
     hidden, weight, rates = leaves((3, 7, 16), (50, 16), (3,))
     rates = rates.detach().sigmoid()
@@ -125,10 +110,6 @@ def test_the_diffusion_loss() -> None:
     theirs = (each * is_masked / rates[:, None]).sum() / tokens.numel()
     ours = masked_diffusion.diffusion_loss(hidden, weight, tokens, is_masked, rates)
     assert_same(ours, theirs, [hidden, weight])
-
-
-def test_diffusion_training() -> None:
-    assert_falls(masked_diffusion.train(FEW))
 
 
 def test_a_sigmoid_is_a_softcap() -> None:
@@ -146,10 +127,6 @@ def test_a_sigmoid_is_a_softcap() -> None:
     options = nanogpt.sigmoid_cap(weight)
     assert options["softcap"] == 11.5 and options["logit_scale"] == pytest.approx(23 / 30)
     torch.testing.assert_close(options["linear_bias"], torch.full((50,), 23 / 6))
-
-
-def test_nanogpt_training() -> None:
-    assert_falls(nanogpt.train(FEW))
 
 
 @pytest.mark.parametrize("has_rest", [False, True])
@@ -174,10 +151,3 @@ def test_the_loss_of_a_stored_top_k(has_rest: bool) -> None:
     found = (torch.autograd.grad(x, [hidden, weight]) for x in (ours, theirs))
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6 * b.abs().max().item())
-
-
-@pytest.mark.parametrize("has_rest", [False, True])
-def test_offline_training(has_rest: bool, tmp_path: Path) -> None:
-    path = tmp_path / "teacher.pt"
-    offline_distillation.store(path)
-    assert_falls(offline_distillation.train(path, FEW, has_rest))

@@ -16,11 +16,10 @@ from cutefce.cute_kernels import cache_files, process_cache
 from cutefce.cute_kernels.arch import ARCHS
 from cutefce.cute_kernels.arch.sm90 import Sm90
 from cutefce.cute_kernels.config import GemmConfig, KernelConfigs
-from cutefce.cute_kernels.integers import round_up
 from cutefce.cute_kernels.problem import Problem
 from cutefce.cute_kernels.spec.gemm import ProjectExpSpec
 from cutefce.cute_kernels.spec.kernel import KernelSpec
-from cutefce.cute_kernels.variant import PLAIN, PREBUILT
+from cutefce.cute_kernels.variant import PLAIN
 from cutefce.ops.interface.options import LossOptions
 from cutefce.ops.primitives import cute_projection, dispatch
 from cutefce.ops.rows.targets import Targets
@@ -35,35 +34,6 @@ def file(folder: Path) -> Path:
 
 def look(problem: Problem = PROBLEM) -> GemmConfig:
     return lookup.kernel_configs(problem, GPU).project_exp
-
-
-@pytest.mark.parametrize(
-    ("model", "tokens", "wanted"),
-    [
-        ("NVIDIA H100 80GB HBM3", 8192, {128: 128, 1024: 192, 2304: 192, 4096: 192}),
-        ("NVIDIA H100 80GB HBM3", 2048, {128: 128, 1024: 128, 4096: 192, 7168: 192}),
-        ("NVIDIA H200", 300, {128: 128, 1024: 128, 4096: 192}),
-        ("NVIDIA H200", 8192, {128: 128, 2304: 192, 4096: 128}),
-        ("NVIDIA H200", 16384, {128: 128, 2304: 192, 4096: 192}),
-    ],
-)
-def test_tiles_of_dw_are_those_of_the_model(
-    model: str, tokens: int, wanted: dict[int, int]
-) -> None:
-    gpu, found = dataclasses.replace(GPU, name=model), {}
-    for hidden in wanted:
-        config = gpu.default_configs(tokens, hidden).grad_weight
-        found[hidden] = config and config.tile_n
-    assert found == wanted
-
-
-def test_few_tokens_have_narrow_tiles() -> None:
-    """At most two row blocks read the whole weight."""
-    wanted = {65: 112, 112: 112, 130: 144, 145: 160, 200: 112, 224: 112, 270: 144, 300: 160}
-    found = {tokens: Sm90().default(tokens) for tokens in wanted}
-    assert {tokens: config.tile_n for tokens, config in found.items()} == wanted
-    assert all(config.swaps for config in found.values())
-    assert not any(Sm90().default(tokens).swaps for tokens in (64, 240, 385))
 
 
 def test_few_tokens_of_a_bucket_have_smaller_tiles(file: Path) -> None:
@@ -130,23 +100,6 @@ def test_an_edited_configuration_is_launched(file: Path, monkeypatch: pytest.Mon
         assert kernel.config == config
         launched.clear()
     process_cache.reset()
-
-
-@pytest.mark.parametrize(
-    ("tokens", "rows"), [(70, 128), (100, 128), (140, 192), (200, 256), (220, 256), (300, 384)]
-)
-def test_options_of_few_tokens_compute_few_rows(
-    file: Path, monkeypatch: pytest.MonkeyPatch, tokens: int, rows: int
-) -> None:
-    """Their kernels do not swap operands; the plain ones do."""
-    monkeypatch.setattr(dispatch, "gpu_of", lambda device: GPU)
-    problem, device = dataclasses.replace(PROBLEM, tokens=tokens), torch.device("cuda", 7)
-    _, plain, _ = dispatch.kernels_for(device, problem, PLAIN)
-    assert plain.row_sums.config.swaps
-    for variant in PREBUILT:
-        _, kernels, _ = dispatch.kernels_for(device, problem, variant)
-        config = kernels.row_sums.config
-        assert not config.swaps and round_up(tokens, config.rows) == rows
 
 
 def edited(**changes: object) -> str:

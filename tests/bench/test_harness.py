@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -48,46 +47,11 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def test_a_call_of_known_duration_takes_that_long(clock: Clock) -> None:
-    calls: dict[str, Callable[[], object]] = {
-        "short": lambda: clock.sleep(0.01),
-        "long": lambda: clock.sleep(0.03),
-    }
-    times = timing.interleaved(calls, "cpu", rounds=5)
-    for name, milliseconds in (("short", 10), ("long", 30)):
-        assert times[name].samples_ms == pytest.approx([milliseconds] * 5)
-
-
 def test_a_stretch_is_as_long_as_asked_for(clock: Clock) -> None:
     times = timing.steady_state({"sleep": lambda: clock.sleep(0.01)}, "cpu", seconds=0.05)
     assert times["sleep"].samples_ms == pytest.approx([10] * timing.STRETCHES)
     # one run to warm up and one to find its duration; each stretch is preceded by as long a warm-up
     assert clock.now == pytest.approx(2 * 0.01 + 2 * timing.STRETCHES * 0.05)
-
-
-def test_calls_are_interleaved_after_a_warm_up_round() -> None:
-    log: list[str] = []
-    calls: dict[str, Callable[[], object]] = {
-        name: lambda name=name: log.append(name)  # type: ignore[misc]
-        for name in "abc"
-    }
-    timing.interleaved(calls, "cpu", rounds=4)
-    rounds = [log[start : start + 3] for start in range(0, len(log), 3)]
-    assert len(rounds) == 5
-    assert all(sorted(names) == ["a", "b", "c"] for names in rounds)
-    assert len({tuple(names) for names in rounds}) > 1
-
-
-def test_a_sample_is_one_run_after_an_untimed_call(clock: Clock) -> None:
-    runs: list[float] = []
-
-    def call() -> None:
-        runs.append(clock.now)
-        clock.sleep(0.01)
-
-    times = timing.interleaved({"call": call}, "cpu", rounds=2, before=lambda: clock.sleep(1))
-    assert times["call"].samples_ms == pytest.approx([10] * 2)
-    assert runs == pytest.approx([0, 1.01, 2.02])
 
 
 def test_a_known_allocation_is_what_is_counted() -> None:

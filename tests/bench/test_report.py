@@ -1,6 +1,5 @@
 """The report of given rows: tables, marks of peers, means."""
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +10,8 @@ pytest.importorskip("matplotlib")
 from bench.experiments import (
     paper_grid,
     step,
-    tuned,
 )
-from bench.harness.records import RESULTS, write
+from bench.harness.records import write
 from bench.report import markdown, plots
 
 
@@ -69,38 +67,3 @@ def test_the_paper_counts_cells_and_their_mean(tmp_path: Path) -> None:
     assert "Faster than unfused in 1 of 2 cells, with less memory in 2." in text
     assert "Geometric mean of cutefce / unfused: 1.000" in text
     assert "0.73 → 0.69" in text
-
-
-def test_other_results_have_a_column_for_each_field(tmp_path: Path) -> None:
-    header = {"date": "2026-01-01", "device": "some gpu", "versions": {}}
-    rows = [{"tokens": 64, "data": "random", "median_ms": 1.2345, "quartiles_ms": [1, 2.5]}]
-    write(tmp_path / "sampled_64.jsonl", header, [*rows, {**rows[0], "median_ms": None}])
-    shutil.copy(RESULTS / "nvidia_h200" / "sampled_curves.jsonl", tmp_path)
-    text = markdown.write(tmp_path, []).read_text()
-    assert text.count("`python -m bench sampled` on") == 1
-    assert "| tokens | data | median ms | quartiles ms |" in text
-    assert "| 64 | random | 1.23 | 1 to 2.5 |" in text
-    assert "| 64 | random | – | 1 to 2.5 |" in text
-
-
-def test_the_report_lists_tuned_kernels(tmp_path: Path) -> None:
-    rows = [
-        vars(tuned.Row(8192, 4096, 131072, "")),
-        vars(tuned.Row(1024, 4096, 131072, "project_exp", 0.97, 0.99, 0.98, 0.9, 1.0)),
-    ]
-    write(tmp_path / "tuned.jsonl", {"date": "", "device": "some gpu", "versions": {}}, rows)
-    text = markdown.write(tmp_path, []).read_text()
-    assert "| 1024 × 4096 × 131072 | project_exp | 0.97 | 0.99 | 0.98 | 0.9 | 1 |" in text
-    assert "| 8192 × 4096 × 131072 | – | – | – | – | – | – |" in text
-    assert "bench forward" not in text, "needs a GPU"
-
-
-def test_the_overview_is_drawn_for_its_shape_alone(tmp_path: Path) -> None:
-    header = {"date": "2026-01-01", "device": "some gpu", "versions": {}}
-    overview = dict(zip(("tokens", "hidden", "vocab"), plots.OVERVIEW_SHAPE, strict=True))
-    rows = [*BASE, result("cutefce min", 1.2, 10), result("peer", None, None, note="failed")]
-    for sizes, is_drawn in (({}, False), (overview, True)):
-        write(tmp_path / "peers.jsonl", header, [{**row, **sizes} for row in rows])
-        text = markdown.write(tmp_path, plots.draw(tmp_path)).read_text()
-        assert (tmp_path / "overview.png").exists() == is_drawn
-        assert ("![overview](overview.png)" in text) == is_drawn

@@ -45,7 +45,6 @@ from cutefce.ops.primitives.primitives import Primitives
 from cutefce.ops.rows.coefficients import RankOne, RowCoefficients
 from cutefce.ops.rows.kept_sums import Sums
 from cutefce.ops.rows.targets import Targets
-from tests.support import rank_one
 from tests.support.non_finite import ROW, assert_same_kind, broken_case, names, torch_result
 from tests.support.reference import Case, assert_as_accurate, evaluate, ours, random_case
 from tests.support.row_reductions import merged, reduced
@@ -558,27 +557,6 @@ def test_the_last_step_of_dx_ignores_what_an_ignored_row_holds(out_dtype: torch.
     assert not out[ignored].any()
     want = scale[:, None] * (sums - case.w[case.y.clamp(0)].float())
     torch.testing.assert_close(out[~ignored], want[~ignored].to(out_dtype))
-
-
-@pytest.mark.gpu
-@with_kernels
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("shape", rank_one.SHAPES, ids=str)
-def test_dx_with_a_matrix_of_rank_one(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
-    gradients = primitives(CONFIGS[0], dtype).gradients
-    rank_one.check_dx(gradients, shape, dtype, "cuda")
-
-
-@pytest.mark.gpu
-@with_kernels
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("shape", rank_one.SHAPES, ids=str)
-@pytest.mark.parametrize("config", ARCH.grad_weight_configs(), ids=str)
-def test_dw_with_a_matrix_of_rank_one(
-    config: GemmConfig, shape: tuple[int, int, int], dtype: torch.dtype
-) -> None:
-    configs = dataclasses.replace(with_project_exp(CONFIGS[0]), grad_weight=config)
-    rank_one.check_dw(with_configs(configs, dtype).gradients, shape, dtype, "cuda")
 
 
 @pytest.mark.slow

@@ -231,18 +231,6 @@ def test_a_cell_of_the_table(two: Ranks, row: str, name: str, inside: bool, outc
     assert_cell(train, inside, outcome)
 
 
-@pytest.mark.parametrize("row", rest_slow(ROWS, default=2))
-def test_two_ranks_train_as_one_process(two: Ranks, row: str) -> None:
-    model = Model(inside=True)
-    losses = steps(model, model)
-    for name in WRAPPINGS[row]:
-        found = two.run(2, train_on_rank, row, name, False, True)
-        mean = [sum(pair) / 2 for pair in zip(*(each.losses for each in found), strict=True)]
-        assert mean == pytest.approx(losses, rel=1e-5)
-        for key, x in model.named_parameters():
-            torch.testing.assert_close(found[0].parameters[key], x, rtol=1e-5, atol=1e-6)
-
-
 def train_in_bfloat16(inside: bool) -> Run:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
     rank, model = torch.distributed.get_rank(), Model(inside)

@@ -1,17 +1,15 @@
-"""defer: named models of transformers, their generation, and a loop of one's own."""
+"""defer: named models of transformers, and their generation."""
 
-import copy
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import nn
 
 import cutefce
 from bench.harness.tiny_models import VOCAB, batch, build, tiny_config
 from cutefce.integrations.deferral.logits import DeferredLogits
-from tests.support.deferral import assert_same, count_fused, gradients, own_step, parameters
+from tests.support.deferral import assert_same, count_fused, gradients, own_step
 from tests.support.tiers import rest_slow
 
 MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
@@ -126,32 +124,3 @@ def test_generation_with_deferred_evaluation() -> None:
     cutefce.undefer(model)
     cutefce.defer(model, evaluation=True)
     assert torch.equal(model.generate(ids, **settings), expected)
-
-
-class Lightning(nn.Module):
-    """A module as Lightning has it: training_step returns a loss of the model's logits."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def training_step(self, rows: dict[str, Tensor]) -> Tensor:
-        logits = self.model(input_ids=rows["input_ids"]).logits[:, :-1]
-        return F.cross_entropy(logits.reshape(-1, VOCAB).float(), rows["labels"][:, 1:].flatten())
-
-
-@pytest.mark.parametrize("name", ["Llama", "Granite", "GPT-2"])
-def test_a_loop_of_ones_own(name: str) -> None:
-    module = Lightning(tiny(name))
-    other = copy.deepcopy(module)
-    cutefce.defer(other.model)
-    for each in (module, other):
-        optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
-        for _ in range(3):
-            each.training_step(batch()).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    found = parameters(other)
-    for key, value in parameters(module).items():
-        assert (found[key] - value).abs().max() <= 1e-6, key
-    assert cutefce.deferral_report(other) == (3, {})

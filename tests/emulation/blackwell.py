@@ -12,6 +12,9 @@ from tests.emulation.memory import OFFSET, SHARED, places
 
 __all__ = ["run"]
 
+K_MAJOR = 1 << 16 | (1024 >> 4) << 32 | 1 << 46 | 2 << 61
+"""A matrix descriptor without its address: swizzled rows of 128 bytes in groups of 8."""
+
 
 @handles("tcgen05.fence", "tcgen05.wait", "tcgen05.relinquish")
 def nothing(warp: Warp, mask: Any, line: str, operands: list[str]) -> None:
@@ -59,8 +62,7 @@ def multiply(block: Block, pair: int, operands: tuple[int, ...]) -> None:
 
 def matrix(block: Block, descriptor: int, rows: int) -> Any:
     """Return the (rows, 16) matrix of a descriptor, as 16-bit patterns."""
-    assert descriptor >> 61 == 2, "rows are swizzled over 128 bytes"
-    assert descriptor >> 32 & 0x3FFF == 1024 >> 4, "8 rows lie together"
+    assert descriptor & -1 << 14 == K_MAJOR
     at = places((descriptor & 0x3FFF) << 4, rows, 16)
     return block.words(2, at)[at]
 

@@ -1,15 +1,12 @@
 """Configurations of the GEMM kernels that the emulator runs: small ones, and Blackwell's own."""
 
 import functools
-import re
 
 from cutefce.cute_kernels.arch import arch_named
 from cutefce.cute_kernels.arch.sm90 import KEPT_128
 from cutefce.cute_kernels.config import GemmConfig, KernelConfigs
 from cutefce.cute_kernels.kernel_set import KernelSet, kernel_set
-from cutefce.cute_kernels.spec.kernel import KernelSpec
 from cutefce.cute_kernels.variant import PLAIN, KernelVariant
-from tests.emulation.host import host_function
 
 HOPPER, BLACKWELL = arch_named("sm_90a"), arch_named("sm_100a")
 
@@ -36,10 +33,3 @@ def kernels_of(
     gradient = COOPERATIVE if config.swaps else config
     configs = KernelConfigs(config, gradient, gradient, kept_sums=KEPT_128)
     return kernel_set(HOPPER, dtype, configs, variant)
-
-
-def broken(kernel: KernelSpec, pattern: str, replacement: str) -> str:
-    """Return PTX with a fault in one place."""
-    ptx, count = re.subn(pattern, replacement, host_function(kernel).ptx, count=1)
-    assert count == 1
-    return ptx

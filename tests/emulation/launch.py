@@ -13,11 +13,11 @@ from tests.emulation.instructions import compile_line
 from tests.emulation.memory import GlobalMemory
 
 
-def run(kernel: KernelSpec, *arguments: Any, seed: int = 0, ptx: str | None = None) -> None:
+def run(kernel: KernelSpec, *arguments: Any, seed: int = 0) -> None:
     """Run `kernel` with the arguments that the host passes by position.
 
     Tensors are on the CPU, or numpy arrays, whose 16-bit numbers are patterns; results are written
-    to them.  `seed` chooses the order of events; `ptx` replaces the kernel's code.
+    to them.  `seed` chooses the order of events.
 
     Import it from the module of the architecture, which defines its instructions.
 
@@ -29,7 +29,7 @@ def run(kernel: KernelSpec, *arguments: Any, seed: int = 0, ptx: str | None = No
     given = tuple(_tensor(argument, kernel) for argument in arguments)
     memory = GlobalMemory(tensors(given))
     for launch in host.launches(given):
-        Grid(launch, _program(ptx or host.ptx, launch.entry), memory, seed).run()
+        Grid(launch, _program(host.ptx, launch.entry), memory, seed).run()
 
 
 @functools.lru_cache(64)

@@ -1,4 +1,4 @@
-"""`project_exp` of Hopper and of Blackwell, emulated, against float64; faults are detected.
+"""`project_exp` of Hopper and of Blackwell, emulated, against float64.
 
 Sizes count row blocks and tiles of a configuration.
 """
@@ -35,10 +35,8 @@ from tests.emulation.configs import (
     SWAPPED_TALL,
     TALL,
     TWO_CTA,
-    broken,
     kernels_of,
 )
-from tests.emulation.core import Stuck
 from tests.emulation.samples import Sampled
 from tests.support.row_reductions import merged, reduced
 from tests.support.tiers import rest_slow
@@ -362,63 +360,3 @@ def test_launches_that_may_skip(config: GemmConfig, counts: bool) -> None:
         check(launch, case)
     else:
         assert (launch.exps == 0x7FFF).all()
-
-
-# configuration, pattern, replacement, and the outcome: a deadlock or wrong results
-FAULTS: dict[str, tuple[GemmConfig, str, str, type[Exception]]] = {
-    "w reaches only one block": (
-        TALL, r"(mov\.b16\s+%rs\d+), 3;", r"\1, 1;", Stuck),
-    "epilogue tiles are written while they are stored": (
-        TALL, r"cp\.async\.bulk\.wait_group\.read\s+0;(?=[^#]*stmatrix)", "", AssertionError),
-    "a commit reaches only a pair's first block": (
-        TWO_CTA, r"(tcgen05\.commit[^\n]*), %rs\d+;", r"\1, 1;", Stuck),
-    "more bytes are expected than come": (
-        TALL, r"(add\.s32\s+%r\d+, %r\d+), 8192;(?=\s*mbarrier\.arrive\.expect)", r"\1, 8208;",
-        Stuck),
-    "a stage is released by too few warps": (
-        COOPERATIVE, r"(mov\.b32\s+%r\d+), 8;(?=\s*mbarrier\.init)", r"\1, 7;", Stuck),
-    "a stage waits for too many warps": (
-        COOPERATIVE, r"(mov\.b32\s+%r\d+), 8;(?=\s*mbarrier\.init)", r"\1, 9;", Stuck),
-    "stages are released before the MMAs have read them": (
-        COOPERATIVE, r"(wgmma\.wait_group\.sync\.aligned\s+)1;", r"\g<1>3;", AssertionError),
-    "logits are read before the MMAs are complete": (
-        PINGPONG, r"wgmma\.wait_group\.sync\.aligned\s+0;", "", AssertionError),
-    "a warpgroup never yields its turn": (
-        PINGPONG, r"(wgmma\.commit_group[^#]*?)bar\.arrive[^\n]*", r"\1", Stuck),
-    "a block ends before its stores": (
-        TALL, r"cp\.async\.bulk\.wait_group\.read\s+0;(?=\s*[$\w]*:?\s*ret)", "", AssertionError),
-    "one row too many": (
-        PINGPONG, r"(ld\.param\.b32\s+(%r\d+), \[\w+_param_3\];)",
-        r"\1 \nadd.s32 \2, \2, 1;", AssertionError),
-    "one row too few": (
-        PINGPONG, r"(ld\.param\.b32\s+(%r\d+), \[\w+_param_3\];)",
-        r"\1 \nadd.s32 \2, \2, -1;", AssertionError),
-    "a pair expects more bytes than come": (
-        TWO_CTA, r"(mov\.b32\s+%r\d+), 65536;", r"\1, 65552;", Stuck),
-    "accumulators are never released": (
-        SINGLE_CTA, r"mbarrier\.arrive\.shared[^\n]*\n", "", Stuck),
-    "K tiles overwrite each other": (
-        SINGLE_CTA, r"(mov\.pred\s+%p\d+), -1;", r"\1, 0;", AssertionError),
-    "a quarter of a stage is taken twice": (
-        SINGLE_CTA, r"(add\.s32\s+%r\d+, %r\d+), 4;", r"\1, 2;", AssertionError),
-    "stages are filled before they are drained": (
-        SINGLE_CTA, r"(mbarrier\.init\S+\s+\[%r1\+32\]), %r\d+", r"\1, 2", Stuck),
-    "a Blackwell warp writes epilogue tiles while they are stored": (
-        SINGLE_CTA, r"(cp\.async\.bulk\.wait_group\.read\s+)1;", r"\g<1>2;", AssertionError),
-    "a Blackwell block ends before its stores": (
-        SINGLE_CTA, r"cp\.async\.bulk\.wait_group\.read\s+0;", "", AssertionError),
-    "every lane releases an accumulator": (
-        SINGLE_CTA, r"elect\.sync[^\n]*\n[^\n]*\n[^\n]*\n(?=[^$]*mbarrier\.arrive\.shared)", "",
-        Stuck),
-    "tensor memory is not freed": (TWO_CTA, r"tcgen05\.dealloc[^\n]*\n", "", AssertionError),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("fault", rest_slow([*FAULTS], default=3))
-def test_a_fault_is_detected(fault: str) -> None:
-    config, pattern, replacement, outcome = FAULTS[fault]
-    case, kernel = case_of(config, 1, 5 * 64, 3.1), kernels_of(config).row_sums
-    launch, ptx = case.launch(kernel, vocab_splits=1), broken(kernel, pattern, replacement)
-    with pytest.raises(outcome):
-        launch.run(run, kernel, clusters=1, ptx=ptx)
-        check(launch, case)

@@ -7,7 +7,8 @@ occurs exactly once in its file, so that an edit that no longer fits is an error
 `test_catalogue.py` says so.
 
 Past fixes that are none of these: predictions that were wrong by less than what is promised of
-them, and races between launches, which a GPU alone can show, and not each time.
+them, and races between launches, which a GPU alone can show, and not each time.  Four faults were
+never here: races and deadlocks that an emulator has to see, with the commit that tested it first.
 """
 
 import hashlib

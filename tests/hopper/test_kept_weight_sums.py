@@ -1,6 +1,5 @@
 """The kernel that adds to kept sums of dW, emulated, against the format's definition."""
 
-import re
 from typing import Any, NamedTuple
 
 import pytest
@@ -16,9 +15,7 @@ from cutefce.cute_kernels.problem import LOW_BITS
 from cutefce.cute_kernels.spec.gemm import GradGemmSpec
 from cutefce.ops.dtypes import dtype_name
 from cutefce.ops.rows.kept_sums import joined_sums
-from tests.emulation.core import Stuck
 from tests.emulation.hopper import run
-from tests.emulation.host import host_function
 from tests.support.kept_sums import split_sums
 from tests.support.tiers import rest_slow
 
@@ -149,28 +146,18 @@ def any_floats(*shape: int) -> torch.Tensor:
 @pytest.mark.slow
 @pytest.mark.parametrize("product", rest_slow(PRODUCTS))
 @pytest.mark.parametrize("kernel", rest_slow(named(*KERNELS)))
-def test_integers_are_exact(
+def test_any_sums_are_rounded(
     kernel: tuple[GemmConfig, int], product: tuple[tuple[int, int, int], int]
 ) -> None:
-    """Whatever is overwritten."""
+    """Whatever is overwritten; products of no number are none."""
     (config, low_bits), (shape, overwrite) = kernel, product
     tokens, hidden, vocab = shape
     e, h = operands(*shape)
-    before = torch.randint(-(1 << 7 + low_bits), 1 << 7 + low_bits, (vocab, hidden)).float()
-    sums = Sums(any_floats(vocab, hidden) if overwrite else before, low_bits)
-    terms = terms_of(h, vocab, count=tokens)
+    h[0, 0], h[-1, 1] = torch.nan, torch.inf
+    sums, terms = Sums(any_floats(vocab, hidden), low_bits), terms_of(h, vocab, count=tokens)
+    want = e.float().t() @ h.float() + terms.sums
+    want = want if overwrite else sums.values + want
     sums.add(e, h, terms, overwrite, config=config)
-    same_bits(sums, e.float().t() @ h.float() + terms.sums + (0 if overwrite else before))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kernel", rest_slow(named(*KERNELS)))
-def test_any_sums_are_rounded(kernel: tuple[GemmConfig, int]) -> None:
-    config, low_bits = kernel
-    e, h = operands(70, 136, 200)
-    sums = Sums(any_floats(200, 136), low_bits)
-    want = sums.values + e.float().t() @ h.float()
-    sums.add(e, h, config=config)
     same_bits(sums, want)
 
 
@@ -182,36 +169,6 @@ def test_float16_products() -> None:
     sums, terms = Sums(before, 16), terms_of(h, 136, count=70, rank_one=True)
     sums.add(e, h, terms)
     same_bits(sums, before + e.float().t() @ h.float() + terms.sums)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("low_bits", rest_slow([4, 8, 16]))
-def test_products_of_no_number(low_bits: int) -> None:
-    e, h = operands(70, 72, 130)
-    h[3, 5], h[7, 9] = torch.nan, torch.inf
-    want = e.float().t() @ h.float()
-    sums = Sums(torch.zeros(130, 72), low_bits)
-    sums.add(e, h)
-    assert want[:, 5].isnan().all() and want[:, 9].isinf().any()
-    assert torch.equal(sums.values.isfinite(), want.isfinite())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("config", "low_bits"), ROUNDED, ids=str)
-def test_three_chunks(config: GemmConfig, low_bits: int) -> None:
-    """Each addition errs by at most half a unit of the significant bits."""
-    generator = torch.Generator().manual_seed(0)
-    sums, want = Sums(torch.full((200, 136), torch.nan), low_bits), torch.zeros(200, 136).double()
-    allowed = torch.zeros(200, 136).double()
-    for chunk in range(3):
-        e = torch.rand(150, 200, generator=generator).bfloat16()
-        h = torch.randn(150, 136, generator=generator).bfloat16()
-        sums.add(e, h, overwrite=int(chunk == 0), config=config)
-        want += e.double().t() @ h.double()
-        allowed += 2.0 ** -(8 + low_bits) * want.abs() + 1e-6 * (e.double().t() @ h.double().abs())
-    errors = (sums.values.double() - want).abs()
-    assert (errors <= 1.001 * allowed).all()
-    assert (errors > 0.1 * allowed).any()
 
 
 @pytest.mark.slow
@@ -272,36 +229,3 @@ def test_every_order_of_events(config: GemmConfig, low_bits: int, seed: int) -> 
     want = sums.values + e.float().t() @ h.float()
     sums.add(e, h, config=config, seed=seed)
     same_bits(sums, want)
-
-
-ROUNDING = (
-    r"(and\.b32\s+%r\d+, %r\d+), 1;(\s+add\.s32[^;]+;\s+add\.s32\s+%r\d+, %r\d+), (127|2047);"
-)
-"""The last bit that is kept, and almost half of it, are added."""
-EARLY = "a buffer is loaded again before its sums are stored"
-FAULTS = {
-    "bits that are dropped do not count": (ROUNDING, r"\1, 1;\2, 0;"),
-    "ties are rounded down": (ROUNDING, r"\1, 0;\2, \3;"),
-    EARLY: (r"(cp\.async\.bulk\.wait_group\.read\s+)0;", r"\1 8;"),
-}  # fmt: skip
-FAULTY = [(fault, *kernel) for fault in FAULTS for kernel in ((LOW, 4), (DEEP, 8))]
-FAULTY += [(EARLY, KEPT_192, low_bits) for low_bits in (16, 8, 4)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("given", rest_slow({", ".join(map(str, x)): x for x in FAULTY}))
-def test_a_fault_is_detected(given: tuple[str, GemmConfig, int]) -> None:
-    fault, config, low_bits = given
-    pattern, replacement = FAULTS[fault]
-    ptx, found = re.subn(pattern, replacement, host_function(kernel_of(config, low_bits)).ptx)
-    assert found
-    hidden, vocab = (264, 700) if fault == EARLY else (136, 200)
-    e, h = operands(70, hidden, vocab)
-    before = torch.arange(float(vocab * hidden)).view(vocab, hidden) + 1 / 3
-    terms = terms_of(h, vocab, count=70)
-    want = Sums(before, low_bits).values + (e.float().t() @ h.float() + terms.sums)
-    with pytest.raises((AssertionError, Stuck)):
-        for seed in range(5):
-            sums = Sums(before, low_bits)
-            sums.add(e, h, terms, config=config, seed=seed, ptx=ptx)
-            same_bits(sums, want)

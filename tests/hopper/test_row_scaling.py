@@ -1,4 +1,4 @@
-"""Sums of dX whose kernel then scales exponentials, emulated; injected faults are detected."""
+"""Sums of dX whose kernel then scales exponentials, emulated."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ pytest.importorskip("cutlass")
 
 from cutefce.cute_kernels.config import GemmConfig
 from cutefce.cute_kernels.spec.gemm import GradGemmSpec
-from tests.emulation.configs import COOPERATIVE, PINGPONG, TALL, broken
+from tests.emulation.configs import COOPERATIVE, PINGPONG, TALL
 from tests.emulation.hopper import run
 from tests.hopper.test_kept_hidden_sums import operands
 from tests.support.tiers import rest_slow
@@ -28,7 +28,6 @@ def check(
     splits: int = 1,
     count: int | None = None,
     seed: int = 0,
-    ptx: str | None = None,
 ) -> None:
     """Compare sums and scaled exponentials of small integers, of `count` rows that are counted."""
     kernel = GradGemmSpec("sm_90a", "bfloat16", config, "hidden", final=False).scaling
@@ -41,7 +40,7 @@ def check(
     semaphores = torch.zeros(kernel.semaphore_count(CLUSTERS, len(e)), dtype=torch.int32)
     rows = torch.tensor([count or 0], dtype=torch.int32), int(count is not None)
     given = e, w.t(), sums, (e, factor), None, semaphores, *rows, CLUSTERS, splits, 0
-    run(kernel, *given, seed=seed, ptx=ptx)
+    run(kernel, *given, seed=seed)
     assert torch.equal(sums[:counted], 7 + (before.float() @ w.float())[:counted])
     want = torch.where(before == 0, 0, before.float() * factor[:, None])
     assert torch.equal(e, want.bfloat16())
@@ -67,19 +66,3 @@ def test_every_k_split_reads_before(seed: int) -> None:
 def test_counted_rows(config: GemmConfig, count: int) -> None:
     """The factors of the others are not read."""
     check((1700, 8, 133), config, count=count)
-
-
-FAULTS = {
-    "one read counts for all": (r"(red\.release\S+\s+\[[^\]]+\]), %r\d+;", r"\1, 99999;"),
-    "reads are counted twice": (r"(red\.release\S+\s+\[[^\]]+\], %r\d+;)", r"\1 \1"),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_is_detected(fault: str) -> None:
-    kernel = GradGemmSpec("sm_90a", "bfloat16", TALL, "hidden", final=False).scaling
-    ptx = broken(kernel, *FAULTS[fault])
-    with pytest.raises(AssertionError):
-        for seed in range(5):
-            check((2200, 136, 333), TALL, seed=seed, ptx=ptx)

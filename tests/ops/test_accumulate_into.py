@@ -136,34 +136,6 @@ def test_every_layout(
     assert_added(buffer, torch.ones_like(buffer), want.dw, torch.bfloat16)
 
 
-@pairwise(pair=PAIRS, given=GIVEN, as_tensor=[False, True])
-def test_microbatches_equal_one_call(
-    pair: tuple[torch.dtype, torch.dtype], given: dict[str, Any], as_tensor: bool, device: str
-) -> None:
-    """As in a pipeline, where forwards run ahead of backwards."""
-    dtype, sums = pair
-    case = random_case(8192, 32, 500, dtype=dtype, device=device, ignored=0)
-    w, buffer = case.w.clone().requires_grad_(), torch.zeros(500, 32, dtype=sums, device=device)
-    parts = [h.clone().requires_grad_() for h in case.h.split(1024)]
-    options: dict[str, Any] = {"accumulate_into": buffer, "workspace": IN_FORWARD}
-    if given and as_tensor:
-        given = {"grad_output": torch.tensor([PROMISED])}
-    losses = [
-        cutefce.linear_cross_entropy(h, w, y, **options, **given)
-        for h, y in zip(parts, case.y.split(1024), strict=True)
-    ]
-    for loss in losses:
-        (loss * PROMISED).backward()
-    want = wanted(case, PROMISED / 1024)
-    # each of the eight rounds the sum, and a GEMM may add its products to wider sums by blocks
-    of_sums = (8 if sums.itemsize == 2 else 16) * rounding(sums)
-    error, roundings = (buffer.double() - want.dw).norm(), 4 * rounding(dtype) + of_sums
-    assert error <= roundings * want.dw.norm()
-    dx = torch.cat([h.grad for h in parts if h.grad is not None])
-    roundings = (16 if dtype == torch.float64 else 4) * rounding(dtype)
-    assert (dx.double() - want.dx).norm() <= roundings * want.dx.norm()
-
-
 @pytest.mark.parametrize("layout", ["nothing kept", "everything kept", "in chunks"])
 @pytest.mark.parametrize("factor", [1.0, 0.5])
 def test_each_backward_of_a_frozen_input_adds(

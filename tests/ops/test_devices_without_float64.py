@@ -1,6 +1,5 @@
 """Inputs that are not float64 make no float64 tensors, which some devices do not have."""
 
-import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -14,15 +13,13 @@ from cutefce.cute_kernels.config import PortableTiles
 from tests.support.divergence import FORMS, heads
 from tests.support.divergence import ours as divergence
 from tests.support.float64 import assert_no_float64, float64_results
+from tests.support.options import LOSSES
 from tests.support.tiers import pairwise, rest_slow
 
 TOKENS, HIDDEN, VOCAB = 60, 16, 100
 WORKSPACES: tuple[int | str, ...] = "min", 12_000, "max"
-ON_RANKS = {"group", "shards", "sequence_parallel"}
-"""Arguments of calls in tests/parallel."""
 SCALARS: list[Any] = [17.5, 17, torch.tensor(17.5), torch.tensor([17])]
-INDICES = torch.randint(VOCAB, (TOKENS, 5))
-PROBS = torch.rand(TOKENS, 5)
+OUTPUTS = "lse", "entropy", "sum_p_squared", "mean_logit", "argmax"
 
 linear_cross_entropy: Callable[..., Any] = cutefce.linear_cross_entropy
 linear_log_probs: Callable[..., Any] = cutefce.linear_log_probs
@@ -39,53 +36,27 @@ def test_float64_is_seen() -> None:
 
 
 ARGUMENTS: dict[str, list[dict[str, Any]]] = {
-    "target_indices": [{"target": None, "target_indices": INDICES, "target_probs": PROBS}],
-    "target_probs": [
-        {
-            "target": None,
-            "target_indices": torch.where(PROBS < 0.3, -100, INDICES),
-            "target_probs": torch.where(PROBS < 0.3, 0, PROBS),
-        }
-    ],
-    "linear_bias": [{"linear_bias": torch.randn(VOCAB, requires_grad=True)}],
-    "weight": [{"weight": torch.rand(VOCAB)}],
-    "reduction": [{"reduction": name} for name in ("mean", "sum", "none")],
-    "ignore_index": [{"ignore_index": 3, "target": INDICES[:, 0]}],
-    "label_smoothing": [{"label_smoothing": 0.1}],
-    "options": [{"options": None}],
-    "token_weights": [{"token_weights": torch.rand(TOKENS)}],
-    "z_loss": [{"z_loss": 1e-2}],
-    "logit_scale": [{"logit_scale": 0.3}],
-    "softcap": [{"softcap": 2.5}],
+    "ignore_index": [{"ignore_index": 3, "target": torch.arange(TOKENS)}],
     "temperature": [{"temperature": x} for x in (0.7, 2, torch.tensor(0.7), torch.rand(TOKENS))],
     "return_lse": [{"return_lse": True}],
-    "gradient": [{"gradient": "sampled", "temperature": 0.7, "denominator": 7}],
-    "samples": [{"gradient": "sampled", "samples": 16}],
+    "samples": [{"gradient": "sampled", "samples": 16, "temperature": 0.7, "denominator": 7}],
     "workspace": [{"workspace": name} for name in (*WORKSPACES, None)],
     "denominator": [{"denominator": x} for x in (*SCALARS, 0)],
-    "accumulate_into": [{"accumulate_into": torch.zeros(VOCAB, HIDDEN), "denominator": 2}],
     "grad_output": [
         {"accumulate_into": torch.zeros(VOCAB, HIDDEN), "grad_output": x, "reduction": name}
         for x, name in zip(SCALARS, ("mean", "sum", "mean", "sum"), strict=True)
     ],
-    "outputs": [{"outputs": ("lse", "entropy", "sum_p_squared", "mean_logit", "argmax")}],
 }
-"""Calls with each argument of the losses; a new one needs its own here."""
+"""Calls with numbers, and with arguments that are no option of a loss."""
 
 
-def parameters(function: Callable[..., Any]) -> list[str]:
-    """Return the keywords of a call on one device."""
-    given = inspect.signature(function).parameters.values()
-    return [x.name for x in given if x.kind == x.KEYWORD_ONLY and x.name not in ON_RANKS]
-
-
-def inputs(dtype: torch.dtype, vocab: tuple[int, ...] = (VOCAB,)) -> dict[str, Tensor]:
+def inputs(dtype: torch.dtype) -> dict[str, Tensor]:
     """Return hidden states, a weight and targets, of which a fifth is ignored."""
-    y = torch.randint(vocab[0], (TOKENS, *vocab[1:]))
+    y = torch.randint(VOCAB, (TOKENS,))
     return {
         "input": torch.randn(TOKENS, HIDDEN, dtype=dtype, requires_grad=True),
-        "linear_weight": torch.randn(*vocab, HIDDEN, dtype=dtype, requires_grad=True),
-        "target": torch.where(torch.rand(y.shape) < 0.2, -100, y),
+        "linear_weight": torch.randn(VOCAB, HIDDEN, dtype=dtype, requires_grad=True),
+        "target": torch.where(torch.rand(TOKENS) < 0.2, -100, y),
     }
 
 
@@ -100,7 +71,7 @@ def step(dtype: torch.dtype, budgets: Sequence[int | str] = WORKSPACES, **option
 
 
 @few_dtypes
-@pytest.mark.parametrize("name", parameters(linear_cross_entropy))
+@pytest.mark.parametrize("name", ARGUMENTS)
 def test_arguments_of_the_loss(name: str, dtype: torch.dtype, small_tiles: PortableTiles) -> None:
     """At every budget: in the default tier the first value, and each other one at one of them."""
     for number, options in enumerate(ARGUMENTS[name]):
@@ -108,54 +79,33 @@ def test_arguments_of_the_loss(name: str, dtype: torch.dtype, small_tiles: Porta
         assert_no_float64(partial(step, dtype, some, **options))
 
 
-@few_dtypes
-@pytest.mark.parametrize("name", rest_slow(["outputs", "temperature", "gradient", "softcap"]))
-def test_arguments_of_log_probs(name: str, dtype: torch.dtype, small_tiles: PortableTiles) -> None:
-    def run(options: dict[str, Any]) -> None:
-        options = {k: v for k, v in options.items() if k != "denominator"}
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses(name: str, small_tiles: PortableTiles) -> None:
+    x = LOSSES[name](TOKENS, HIDDEN, VOCAB, dtype=torch.bfloat16)
+    assert_no_float64(lambda: [x.ours(workspace=workspace) for workspace in WORKSPACES])
+
+
+def test_log_probs(small_tiles: PortableTiles) -> None:
+    def run() -> None:
         for workspace in WORKSPACES:
-            found = linear_log_probs(**inputs(dtype) | {"workspace": workspace} | options)
-            total = found.log_probs.sum()
-            for x in (found.lse, found.entropy):
-                total = total if x is None else total + 0.1 * x.sum()
-            total.backward()
+            options: dict[str, Any] = {"outputs": OUTPUTS, "temperature": 0.7}
+            found = linear_log_probs(**inputs(torch.bfloat16), workspace=workspace, **options)
+            (found.log_probs.sum() + found.lse.sum() + 0.1 * found.entropy.sum()).backward()
 
-    for options in ARGUMENTS[name]:
-        assert_no_float64(partial(run, options))
+    assert_no_float64(run)
 
 
-DIVERGENCES: dict[str, list[dict[str, Any]]] = {
-    "divergence": [{}],  # each is
-    "beta": [{"divergence": "jsd", "beta": x} for x in (0, 0.1, 1)],
-    "student_bias": [{}],
-    "teacher_bias": [{"softcap": (3.0, None)}],
-    "logit_scale": [{"logit_scale": 0.25}, {"logit_scale": (0.5, -2.0)}],
-    "softcap": [{"softcap": 3.0}, {"softcap": (2.0, None)}],
-    "temperature": [
-        {"temperature": x}
-        for x in (3.0, (0.7, 2.0), (0.5 + torch.rand(TOKENS), 2.0), (torch.tensor(1.5), 1))
-    ],
-    "reduction": [{"reduction": name} for name in ("mean", "sum", "none")],
-    "ignore_index": [{"ignore_index": 3}],
-    "denominator": [{"denominator": x, "reduction": "mean"} for x in (*SCALARS, 0)],
-    "workspace": [{"workspace": name} for name in (*WORKSPACES, None)],
-}
-"""Calls with each argument of a divergence; a new one needs its own here."""
-
-
-@few_dtypes
-@pytest.mark.parametrize("name", parameters(linear_divergence))
-def test_arguments_of_divergences(
-    name: str, dtype: torch.dtype, small_tiles: PortableTiles
-) -> None:
-    case = heads(TOKENS, (HIDDEN, 8), VOCAB, dtype=dtype, biases=name.endswith("bias"))
-
-    def run(options: dict[str, Any]) -> None:
-        for form, workspace in zip(FORMS.values(), (*WORKSPACES, *WORKSPACES), strict=False):
-            divergence(case, **{"workspace": workspace} | form | options)
-
-    for options in DIVERGENCES[name]:
-        assert_no_float64(partial(run, options))
+@pytest.mark.parametrize("form", FORMS)
+def test_divergences(form: str, small_tiles: PortableTiles) -> None:
+    case = heads(TOKENS, (HIDDEN, 8), VOCAB, dtype=torch.bfloat16, biases=True)
+    options: list[dict[str, Any]] = [
+        {},
+        {"logit_scale": (0.5, -2.0), "softcap": (2.0, None), "denominator": 7, "reduction": "mean"},
+        *({"temperature": x} for x in (3.0, (0.5 + torch.rand(TOKENS), 2.0))),
+    ]
+    for given, workspace in zip(options, (*WORKSPACES, 12_000), strict=True):
+        given |= FORMS[form] | {"workspace": workspace}
+        assert_no_float64(partial(divergence, case, **given))
 
 
 def test_mixed_precision() -> None:

@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 import cutefce
@@ -18,7 +17,6 @@ from tests.support.divergence import (
     assert_as_accurate,
     expected,
     heads,
-    model_logits,
     ours,
     planned,
     several,
@@ -131,23 +129,6 @@ def test_each_gradient_alone(workspace: str, wanted: list[int], device: str) -> 
         assert distance(got, every[i]) <= 1e-12 * float(every[i].norm())
 
 
-@pytest.mark.parametrize("trained", ["student", "both"])
-@dtypes
-def test_tiles_in_the_memory_of_later_factors(
-    dtype: torch.dtype, trained: str, device: str
-) -> None:
-    """Blocks of many tokens, then of few: gradients are those of equal blocks."""
-    case = heads(1400, (16, 12), 40, dtype=dtype, device=device, trained=trained, ignored=0.01)
-    options: dict[str, Any] = {"divergence": "jsd", "reduction": "sum"}
-    with planned("all kept"):
-        got = ours(case, **options)
-    with planned("one pass"):
-        want = ours(case, **options)
-    unit = torch.finfo(dtype).eps
-    for a, b in zip(got, want, strict=True):
-        assert distance(a, b) <= max(unit, 1e-6) * float(b.double().norm())
-
-
 @pytest.mark.parametrize("plan", ["one tile", "one pass", "all kept"])
 def test_dw_of_scaled_hidden_states(
     plan: str, device: str, monkeypatch: pytest.MonkeyPatch
@@ -172,35 +153,6 @@ def test_gradcheck(form: dict[str, Any]) -> None:
         return cutefce.linear_divergence(h_s, w_s, h_t, w_t, case.target, **biases, **options)
 
     assert torch.autograd.gradcheck(run, case.leaves)
-
-
-@pytest.mark.parametrize("beta", [0, 0.0, 0.25, 0.5, 1])
-def test_generalized_jsd_of_trainers(beta: float, device: str) -> None:
-    """Eq. (1) of arXiv 2306.13649 as TRL's distillation trainers have it: sums of `F.kl_div`.
-
-    The mean is over tokens whose label is not -100.
-    """
-    case = heads(48, (16, 24), 200, device=device, trained="student")
-    scaled = [model_logits(case, i, temperature=0.9).log_softmax(-1) for i in (0, 1)]
-    student, teacher = scaled
-    kinds = {"reduction": "none", "log_target": True}
-    if beta == 0:
-        terms = F.kl_div(student, teacher, **kinds)  # type: ignore[arg-type]
-    elif beta == 1:
-        terms = F.kl_div(teacher, student, **kinds)  # type: ignore[arg-type]
-    else:
-        mixture = (beta * teacher.exp() + (1 - beta) * student.exp()).log()
-        terms = beta * F.kl_div(mixture, teacher, **kinds)  # type: ignore[arg-type]
-        terms = terms + (1 - beta) * F.kl_div(mixture, student, **kinds)  # type: ignore[arg-type]
-    want = terms.sum(-1)[case.target != -100].mean()
-    got = cutefce.linear_divergence(
-        *case.tensors, case.target, divergence="jsd", beta=beta, temperature=0.9
-    )
-    assert abs(float(got.detach()) - float(want.detach())) <= 1e-6
-    for a, b in zip(
-        torch.autograd.grad(got, case.leaves), torch.autograd.grad(want, case.leaves), strict=True
-    ):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-7)
 
 
 @forms

@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-from hypothesis import example, given
-from hypothesis import strategies as st
 from torch import Tensor
 
 from bench.harness.accuracy import relative_error
@@ -11,50 +9,6 @@ from cutefce.cute_kernels.problem import LOW_BITS
 from cutefce.ops.program.plan import SHORT_SUMS
 from cutefce.ops.rows.kept_sums import joined_sums
 from tests.support.kept_sums import split_sums
-
-
-def kept(values: Tensor, low_bits: int) -> Tensor:
-    """Return what is kept of float32 sums (N, D)."""
-    upper = torch.empty(values.shape, dtype=torch.bfloat16)
-    low = torch.empty(len(values), values.shape[1] * low_bits // 8, dtype=torch.uint8)
-    split_sums(upper, low, values)
-    return joined_sums(upper, low)
-
-
-def as_float(bits: list[int]) -> Tensor:
-    return torch.tensor(bits, dtype=torch.int64).to(torch.int32).view(torch.float32)[None]
-
-
-FLOATS = st.integers(-(1 << 31), (1 << 31) - 1)
-"""The bits of any float32."""
-HALF_WAY = st.builds(
-    lambda upper, lower: (upper << 16) + lower,
-    st.integers(-(1 << 15), (1 << 15) - 1),
-    st.integers(0x7F00, 0x8100),
-)
-"""Those of numbers near the middle between two bfloat16."""
-
-
-@pytest.mark.parametrize("low_bits", LOW_BITS)
-@given(bits=st.lists(FLOATS | HALF_WAY, min_size=1, max_size=64))
-@example(bits=[0x17F80, 0x3F807F80, 0x7F7FFFFF, 0x3F808080])
-def test_what_is_kept_of_any_sum(low_bits: int, bits: list[int]) -> None:
-    """Rounding what is kept gives the rounded sum, unless that is nearly half-way to another."""
-    values, half_unit = as_float(bits + bits[: len(bits) % 2]), 1 << 15 - low_bits
-    got = kept(values, low_bits)
-    assert torch.equal(got.isnan(), values.isnan())
-    assert torch.equal(got.to(torch.bfloat16).isnan(), values.isnan())
-    numbers = ~values.isnan()
-    got, values = got[numbers], values[numbers]
-    halves, rounded = got.to(torch.bfloat16), values.to(torch.bfloat16)
-    assert not (values.isinf() & ~got.isinf()).any() and not (got.isinf() & ~rounded.isinf()).any()
-    assert torch.equal(got.signbit(), values.signbit())
-    beyond_half = (values.view(torch.int32) & 0xFFFF) - 0x8000
-    apart = (halves.view(torch.int16).int() - rounded.view(torch.int16).int()).abs()
-    assert (apart <= (beyond_half.abs() <= half_unit)).all()
-    normal = got.isfinite() & (values.abs() >= torch.finfo(torch.float32).tiny)
-    got, values = got[normal].double(), values[normal].double()
-    assert ((got - values).abs() <= values.abs() * 2.0 ** -(8 + low_bits)).all()
 
 
 def bits_of(*patterns: int) -> Tensor:

@@ -1,5 +1,6 @@
 """What the host launches for a step, and in which order, on models of the kernels."""
 
+import functools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -7,19 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import cutefce
 from cutefce.cute_kernels.arch import arch_named
 from cutefce.cute_kernels.config import PortableTiles
-from cutefce.cute_kernels.spec.gemm import GradGemmSpec, ProjectExpSpec
+from cutefce.cute_kernels.spec.gemm import GradGemmSpec
 from cutefce.cute_kernels.spec.kernel import KernelSpec
-from cutefce.cute_kernels.spec.rowwise import (
-    MoveRowsSpec,
-    SelectRowsSpec,
-    SoftLogitsSpec,
-    TargetLogitSpec,
-)
-from cutefce.ops.rows import loss_parts
 from tests.support.kernel_models import model_of, serve_calls
 from tests.support.layouts import Layout, pinned
 
@@ -77,8 +72,8 @@ Each has a regular expression, in which windows repeat.
 """
 
 
-Noted = list[Any]
-"""What was launched: kernels, and "parts" where those of a loss were made."""
+Noted = list[KernelSpec]
+"""What was launched."""
 
 
 @pytest.fixture
@@ -142,42 +137,27 @@ def test_launches_of_steps(
 
 @pytest.mark.parametrize("selects", [False, True], ids=["all rows", "selected rows"])
 @pytest.mark.parametrize("workspace", ["min", 40 << 10, "max"])
-def test_a_repeat_launches_the_kernels_of_the_first_step(
+def test_every_step_launches_the_kernels_of_the_first(
     workspace: int | str, selects: bool, launched: Callable[..., Noted]
 ) -> None:
-    """And no others, so that a CUDA graph may be captured after one eager step."""
+    """In its order, so that a CUDA graph may be captured after one eager step."""
     noted, given = launched(selects=selects), operands()
-    steps = []
-    for _ in range(2):
+
+    def loss(*given: Tensor) -> Tensor:
+        found: Tensor = cutefce.linear_cross_entropy(*given, workspace=workspace)
+        return found
+
+    def launches(function: Callable[..., Tensor]) -> tuple[Noted, Noted]:
         noted.clear()
-        cutefce.linear_cross_entropy(*given, workspace=workspace).backward()
-        steps.append(set(noted))
-    assert steps[0] == steps[1] != set()
+        found = function(*given)
+        forward = [*noted]
+        found.backward()
+        return forward, noted[len(forward) :]
 
-
-@pytest.mark.parametrize("outputs", [False, True], ids=["soft targets", "outputs"])
-@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
-def test_parts_of_soft_targets_are_made_once(
-    arch: str, outputs: bool, launched: Callable[..., Noted], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Behind the product, where the GPU is busy."""
-    noted, (h, w, _) = launched(arch), operands()
-
-    def parts_of(*arguments: Any) -> Any:
-        noted.append("parts")
-        return loss_parts.parts_of(*arguments)
-
-    monkeypatch.setattr("cutefce.ops.rows.targets.parts_of", parts_of)
-    index, probs = torch.randint(333, (150, 7)), torch.rand(150, 7)
-    if outputs:
-        named = cutefce.linear_log_probs(h, w, target_indices=index, workspace="max")
-        loss = -(named.log_probs * probs).sum()
-    else:
-        loss = cutefce.linear_cross_entropy(
-            h, w, target_indices=index, target_probs=probs, workspace="max"
-        )
-    loss.backward()
-    kinds = [x if x == "parts" else type(x) for x in noted]
-    before = {SelectRowsSpec, TargetLogitSpec, MoveRowsSpec}
-    assert set(kinds[: kinds.index(ProjectExpSpec)]) == before
-    assert kinds.count("parts") == kinds.count(SoftLogitsSpec) == 1
+    (forward, backward), *others = [launches(loss) for _ in range(4)]
+    assert forward and backward and others == [(forward, backward)] * 3
+    checkpointed = functools.partial(checkpoint, loss, use_reentrant=False)
+    assert launches(checkpointed) == (forward, forward + backward)
+    torch.compiler.reset()
+    compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
+    assert launches(compiled) == launches(compiled) == (forward, backward)

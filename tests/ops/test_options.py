@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import cutefce
 from cutefce.cute_kernels.config import PortableTiles
 from tests.support.backends import Backend, on_backends
-from tests.support.layouts import LAYOUTS, Layout, pinned
+from tests.support.layouts import LAYOUTS, Layout, can_store, pinned
 from tests.support.non_finite import FEW, ROW, assert_no_healthier, assert_same_kind, broken_case
 from tests.support.non_finite import names as broken_names
 from tests.support.options import (
@@ -127,13 +127,15 @@ CALLS = st.fixed_dictionaries(
         "reduction": st.sampled_from(["mean", "sum", "none"]),
         "trained": st.sampled_from([(True, True, True), (True, False), (False, True)]),
         "transposed": st.booleans(),
+        "layout": st.sampled_from([*LAYOUTS.values()]),
         "seed": st.integers(0, 2**31),
     }
 )
 
 
 @given(CALLS)
-def test_any_call(call: dict[str, Any]) -> None:
+def test_any_call(small_tiles: PortableTiles, call: dict[str, Any]) -> None:
+    """As it is planned, or in any layout that serves it."""
     more = {name: call[name] for name in ("dtype", "logit_std", "ignored", "seed")}
     x: OptionsCase = call["make"](call["names"], *call["sizes"], **more)
     case = x.case
@@ -143,7 +145,11 @@ def test_any_call(call: dict[str, Any]) -> None:
     options = {name: call[name] for name in ("reduction", "ignore_index")}
     if call["make"] is not options_case:
         options["ignore_index"] = -100
-    got = x.ours(**options, workspace=call["workspace"], trained=call["trained"])
+    layout: Layout = call["layout"]
+    is_scalar = call["reduction"] != "none" and not {*call["names"]} & {*PER_TOKEN}
+    serves = (is_scalar or not layout.in_chunks) and (can_store(call["dtype"]) or not layout.stores)
+    with pinned(layout if serves else None):
+        got = x.ours(**options, workspace=call["workspace"], trained=call["trained"])
     truth = exact(x, **options)
     # the rounding of logits, whose size is about 4 σ, becomes one of probabilities
     weights = x.options.get("token_weights", torch.zeros(1))

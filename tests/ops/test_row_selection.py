@@ -9,16 +9,12 @@ from torch import Tensor
 
 import cutefce
 from cutefce.cute_kernels.config import PortableTiles
-from cutefce.cute_kernels.integers import ceil_div
-from cutefce.cute_kernels.spec.gemm import GradGemmSpec, ProjectExpSpec
 from cutefce.ops.operators import operands
-from cutefce.ops.primitives import dispatch, portable_gradients
+from cutefce.ops.primitives import dispatch
 from tests.support.backends import KERNELS, Backend
-from tests.support.kernel_models import model_of
 from tests.support.layouts import LAYOUTS, Layout, pinned
-from tests.support.options import LOSSES, assert_results_as_accurate
 from tests.support.reference import Case, random_case
-from tests.support.tiers import pairwise, rest_slow
+from tests.support.tiers import pairwise
 
 TOKENS = 150
 
@@ -58,28 +54,6 @@ def test_a_cpu_multiplies_only_rows_that_count(monkeypatch: pytest.MonkeyPatch) 
         cutefce.linear_cross_entropy(case.h, case.w, case.y)
     assert len(sizes) >= 2
     assert set(sizes) == {int(counts.sum())}
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("loss", rest_slow([x for x in LOSSES if "probabilities" not in x]))
-@pytest.mark.parametrize("workspace", ["min", None])
-def test_products_without_kernels_leave_out_rows(
-    loss: str, workspace: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where memory for copies is; the host learns how many count while the GPU multiplies."""
-    monkeypatch.setattr(dispatch, "_device_unsupported_reason", lambda *_: "switched off")
-    more: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cuda", "ignored": 0.8}
-    x, rows = LOSSES[loss](1000, 64, 333, **more), []
-    multiply = portable_gradients.matmul_into
-
-    def record(out: Tensor, a: Tensor, b: Tensor, **how: Any) -> None:
-        rows.append(len(a) if len(b) == 333 else len(b))
-        multiply(out, a, b, **how)
-
-    monkeypatch.setattr(portable_gradients, "matmul_into", record)
-    assert_results_as_accurate(x.ours(workspace=workspace), x)
-    counted = int((~x.ignored).sum())
-    assert set(rows) == {1000 if workspace == "min" else ceil_div(counted, 128) * 128}
 
 
 @pairwise(
@@ -147,39 +121,6 @@ def test_every_layout_on_the_kernels(
     rounding = 2**-15 * float(want[2].abs().max()) if layout.in_chunks else 0
     for a, b, more in zip(got, want, (0, 0, rounding), strict=True):
         torch.testing.assert_close(a, b, rtol=2**-7, atol=1e-6 + more)
-
-
-@pytest.mark.parametrize("train_weight", [True, False])
-def test_chunks_without_rows_compute_nothing(
-    train_weight: bool, monkeypatch: pytest.MonkeyPatch, small_tiles: PortableTiles
-) -> None:
-    """But for dW's, which begins the sums in the first chunk, and adds targets in the last."""
-    computes: list[bool] = []
-
-    def noting(kernel: Any) -> Any:
-        is_projection = isinstance(kernel, ProjectExpSpec) and not kernel.only_flagged
-        place = 11 if is_projection else 6
-
-        def launch(*arguments: Any) -> None:
-            if is_projection or isinstance(kernel, GradGemmSpec):
-                count, selects = arguments[place : place + 2]
-                computes.append(int(count[0]) >= selects - 1)
-            model_of(kernel)(*arguments)
-
-        return launch
-
-    KERNELS["kernels of sm_90a"].serve(monkeypatch, small_tiles, replacement=noting)
-    case = random_case(TOKENS, 48, 333, dtype=torch.bfloat16)
-    for rows in (30, 0):
-        computes.clear()
-        y = case.y.clamp(min=0).masked_fill(torch.arange(TOKENS) >= rows, -100)
-        h, w = case.h.clone().requires_grad_(), case.w.clone().requires_grad_(train_weight)
-        with pinned(LAYOUTS["in chunks"]):
-            cutefce.linear_cross_entropy(h, w, y, reduction="sum").backward()
-        of_chunks = [computes[i : i + 2 + train_weight] for i in range(0, 12, 2 + train_weight)]
-        dw = [[True], [False], [False], [True]] if train_weight else [[]] * 4
-        want = [[rows > 0 and i == 0] * 2 + of_dw for i, of_dw in enumerate(dw)]
-        assert of_chunks[:4] == want and len(computes) == 4 * (2 + train_weight)
 
 
 @pairwise(rows=[0, 1, 40, 41, 100, 120, 121, TOKENS], smoothing=[0.0, 0.25])

@@ -43,10 +43,30 @@ def call(*by_rank: dict[str, Any]) -> Tensor:
     rank = dist.get_rank()
     given: dict[str, Any] = {"h": H, "w": W.split(5)[rank], "y": Y, "group": group(2)}
     given |= by_rank[rank]
-    tensors = [given.pop(name).clone() for name in ("h", "w", "y")]
-    w = tensors[1].requires_grad_(given.pop("grad", True))
-    loss: Tensor = cutefce.linear_cross_entropy(tensors[0], w, tensors[2], **given)
+    h, w, y = (given.pop(name) for name in ("h", "w", "y"))
+    w = w.clone().requires_grad_(given.pop("grad", True))
+    if "outputs" in given:
+        return cutefce.linear_log_probs(h, w, y, **given).log_probs.detach()
+    loss: Tensor = cutefce.linear_cross_entropy(h, w, y, **given)
     return loss.detach()
+
+
+ONES = torch.ones(10)
+OPTIONS: dict[str, tuple[Any, Any]] = {
+    "linear_bias": (None, ONES[:5]),
+    "weight": (ONES, 2 * ONES),
+    "label_smoothing": (0.0, 0.1),
+    "token_weights": (None, ONES[:8]),
+    "z_loss": (0.0, 1e-4),
+    "logit_scale": (1.0, 2.0),
+    "softcap": (None, 30.0),
+    "temperature": (0.7, torch.tensor(0.9)),
+    "outputs": ((), ("lse", "entropy")),
+}
+"""Values of which each rank has another one."""
+SOFT = {"y": None, "target_indices": Y[:, None].clamp(min=0), "target_probs": torch.ones(8, 1)}
+BAD_PROB = {"target_probs": torch.tensor([-1.0, *[1.0] * 7])[:, None]}  # of one rank's class
+BAD_INDEX = {"target_indices": torch.tensor([0, 10, *[1] * 6])[:, None]}
 
 
 WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
@@ -100,6 +120,16 @@ WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {"w": W[4:], "shards": (4, 6)},
         r"shards: got \[., .\], expected the rows of linear_weight of 2 ranks",
     ),
+    **{
+        name: ({name: first}, {name: second}, f"{name}.*: got")
+        for name, (first, second) in OPTIONS.items()
+    },
+    "no weight": ({"weight": ONES}, {}, "weight.*: got"),
+    "temperatures of tokens": ({}, {"temperature": ONES[:8]}, "temperature.*: got"),
+    "unknown outputs": ({"outputs": ()}, {"outputs": ["perplexity"]}, "outputs: got"),
+    "other probabilities": (SOFT, SOFT | {"target_probs": 2 * torch.ones(8, 1)}, "target_probs: "),
+    "a bad probability": (SOFT | BAD_PROB, SOFT | BAD_PROB, "target_probs: got -1.0"),
+    "a bad index": (SOFT | BAD_INDEX, SOFT | BAD_INDEX, "target_indices: got 10"),
     "one rank's own mistake": ({}, {"y": Y[:3]}, r"target: got shape \(3,\)"),
     "one rank's empty shard": ({}, {"w": W[:0]}, r"linear_weight: got shape \(0, 8\)"),
 }
@@ -297,34 +327,6 @@ def test_microbatches_of_replicas_equal_one_batch(
 ) -> None:
     for results in ranks.run(4, microbatches, sequence_parallel, workspace):
         torch.testing.assert_close(results[:3], results[3:])
-
-
-def refused_transforms() -> list[str]:
-    """Return what a transform and a batched backward raise."""
-    h, pair = torch.randn(8, 16), group(2)
-    w = torch.randn(10, 16).split(5)[dist.get_rank()].requires_grad_()
-
-    def loss(h: Tensor) -> Tensor:
-        loss: Tensor = cutefce.linear_cross_entropy(
-            h, w, torch.arange(8), reduction="none", group=pair
-        )
-        return loss
-
-    messages = []
-    for run in (
-        lambda: torch.func.jvp(loss, (h,), (h,)),
-        lambda: torch.autograd.grad(loss(h), w, torch.eye(8), is_grads_batched=True),
-    ):
-        with pytest.raises(NotImplementedError) as caught:
-            run()
-        messages.append(str(caught.value))
-    return messages
-
-
-def test_transforms_of_a_group_are_refused(ranks: Ranks) -> None:
-    for of_call, of_backward in ranks.run(2, refused_transforms):
-        assert of_call.startswith("linear_cross_entropy: got a call under a transform")
-        assert of_backward.startswith("cutefce: got a backward with is_grads_batched=True")
 
 
 COPIED_BUDGETS = range(560_000, 1_100_000, 5_600)

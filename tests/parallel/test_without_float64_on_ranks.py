@@ -4,22 +4,15 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import pytest
 import torch
 
 import cutefce
-from tests.parallel import test_divergence_on_ranks as divergences
-from tests.parallel import test_sampled_on_ranks as sampled
 from tests.parallel.test_options_on_ranks import SIZES, losses
-from tests.parallel.test_output_classes_on_ranks import values
 from tests.parallel.test_vocab_parallel import part
-from tests.support.divergence import FORMS, heads
 from tests.support.float64 import assert_no_float64
 from tests.support.options import LOSSES
-from tests.support.outputs import values_case
 from tests.support.ranks import Ranks, group
 from tests.support.reference import Case, random_case
-from tests.support.tiers import rest_slow
 
 PROBLEM = 60, 16, sum(SIZES)
 
@@ -28,24 +21,9 @@ def check(function: Callable[..., Any], *arguments: Any) -> None:
     assert_no_float64(partial(function, *arguments))
 
 
-KINDS = "softcap", "class indices, smoothing and all factors", "soft targets, alone"
-
-
-@pytest.mark.parametrize("sequence_parallel", rest_slow({"tp": False, "sp": True}))
-@pytest.mark.parametrize("kind", rest_slow(KINDS))
-def test_losses(kind: str, sequence_parallel: bool, ranks: Ranks) -> None:
-    ranks.run(2, check, losses, LOSSES[kind](*PROBLEM), sequence_parallel)
-
-
-@pytest.mark.slow
-def test_other_calls(ranks: Ranks) -> None:
-    x = values_case(["linear_bias", "temperature"], None, *PROBLEM, outputs=("lse", "entropy"))
-    ranks.run(2, check, values, x, False)
-    options = {"z_loss": 1e-2, "logit_scale": 1.5}
-    ranks.run(2, check, sampled.share, random_case(*PROBLEM), SIZES, False, options)
-    case = heads(60, (16, 12), sum(SIZES), biases=True)
-    for form in FORMS.values():
-        ranks.run(2, check, divergences.results, case, SIZES, form)
+def test_losses(ranks: Ranks) -> None:
+    x = LOSSES["class indices, smoothing and all factors"](*PROBLEM)
+    ranks.run(2, check, losses, x, True)
 
 
 def numbers(x: Case) -> None:
