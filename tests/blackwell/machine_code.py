@@ -52,11 +52,8 @@ class Code:
         """Return the last definition before `line`: its line, operation and operands."""
         for i in range(line - 1, -1, -1):
             found = DEFINITION.match(self.lines[i])
-            if not found or register not in (parts := found[2].strip("{}").split(", ")):
-                continue
-            operands = [part.strip("{} ") for part in found[3].split(",")]
-            half = ("low", "high")[parts.index(register)] if len(parts) == 2 else found[1]
-            return i, half, operands
+            if found and register in found[2].strip("{}").split(", "):
+                return i, found[1], [part.strip("{} ") for part in found[3].split(",")]
         raise LookupError(register)
 
     def constant(self, line: int, operand: str) -> int:
