@@ -354,6 +354,7 @@ def test_compile_fails_for_kernels_that_spill(
     kernel = ProjectExpSpec("sm_90a", "bfloat16", LOW, sums=True, store=True, transform=transform)
     report = Report(kernel, 40, spilled, warnings, 0.1)
     monkeypatch.setenv("CUTEFCE_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(compile_command, "all_kernels", lambda arch: [kernel])
     monkeypatch.setattr(compile_command, "_reports", lambda kernels: iter([report]))
     result = CliRunner().invoke(compile_command.compile_kernels, ["--arch", "sm_90a"])
     assert (result.exit_code == 0) == passes, result.output

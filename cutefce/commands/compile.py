@@ -42,10 +42,10 @@ def compile_kernels(names: str) -> None:
         archs = [arch_named(name) for name in names.split(",")]
     except ValueError as error:
         raise click.BadParameter(str(error), param_hint="--arch") from error
-    kernels = [kernel for arch in archs for kernel in all_kernels(arch)]
-    table = Table("arch", "kernel", "", "registers", "spilled B", "seconds", "warnings")
     clean, folder = True, jit_cache.cache_folder()
     cache_files.make_folder(folder)
+    kernels = [kernel for arch in archs for kernel in all_kernels(arch)]
+    table = Table("arch", "kernel", "", "registers", "spilled B", "seconds", "warnings")
     for report in _reports(kernels):
         table.add_row(*_cells(report))
         clean &= compiled_clean(report)

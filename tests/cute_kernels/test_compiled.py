@@ -1,5 +1,6 @@
 """Each kind of kernel compiles clean for each architecture, in its default configuration."""
 
+import functools
 from pathlib import Path
 
 import pytest
@@ -16,24 +17,28 @@ from cutefce.cute_kernels.spec.gemm import GradGemmSpec, ProjectExpSpec
 from cutefce.cute_kernels.spec.kernel import KernelSpec
 
 GEMMS = ProjectExpSpec, GradGemmSpec
+SHARES = 8
+"""Tests among which the kernels of an architecture are shared out."""
 
 
-def default_kernels(arch: Arch) -> dict[str, KernelSpec]:
-    """Return kernels of bfloat16 that calls without a tuned table launch, by their names.
+@functools.cache
+def default_kernels(arch: Arch) -> list[KernelSpec]:
+    """Return kernels of bfloat16 that calls without a tuned table launch.
 
     Of the GEMMs all, of the others one of each kind: `make wheel` requires of all to be clean.
     """
     configs = runner.with_gradients(arch, arch.default(runner.MANY_TOKENS))[0]
     found = runner.Runner(Gpu(arch, "any", 132)).kernels("bfloat16", configs, PARTS)
     first = {type(kernel): kernel for kernel in reversed(found)}
-    return {str(x): x for x in found if isinstance(x, GEMMS) or x is first[type(x)]}
-
-
-KERNELS = default_kernels(Sm90()) | default_kernels(Sm100())
+    return [x for x in found if isinstance(x, GEMMS) or x is first[type(x)]]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS)
-def test_it_compiles_clean(kernel: KernelSpec, folder: Path) -> None:
-    assert compiled_clean(compile_ahead(kernel))
-    assert len(list(folder.rglob("*.so"))) == 1
+@pytest.mark.parametrize("share", range(SHARES))
+@pytest.mark.parametrize("arch", [Sm90(), Sm100()], ids=lambda arch: str(arch.name))
+def test_kernels_compile_clean(arch: Arch, share: int, folder: Path) -> None:
+    kernels = default_kernels(arch)[share::SHARES]
+    assert kernels
+    for kernel in kernels:
+        assert compiled_clean(compile_ahead(kernel)), kernel
+    assert len(list(folder.rglob("*.so"))) == len(kernels)

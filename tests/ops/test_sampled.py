@@ -204,7 +204,10 @@ def repeated(x: OptionsCase, count: int) -> OptionsCase:
     return OptionsCase(type(case)(h, case.w, y, upstream), x.options)
 
 
-@pytest.mark.parametrize("columns", [4096, 20], ids=["exact lse", "estimated lse"])
+@pytest.mark.parametrize(
+    "columns",
+    [pytest.param(4096, marks=pytest.mark.slow, id="exact lse"), pytest.param(20, id="estimated")],
+)
 def test_gradients_are_unbiased(
     columns: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
