@@ -291,7 +291,7 @@ def test_info_tells_a_current_table_from_a_stale_one(
     assert f"{path.name}: 1 entries for bfloat16, of these kernels" in _shown_info()
     write(path, dataclasses.replace(TABLE, versions=OLD))
     shown = _shown_info()
-    assert "1 entries for bfloat16, of other kernels: calls verify what they launch" in shown
+    assert "1 entries for bfloat16, of other kernels: calls verify their groups of kernels" in shown
     assert renewal not in shown, "that is done on a GPU of the table's model"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: GPU.name)

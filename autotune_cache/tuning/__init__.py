@@ -2,8 +2,8 @@
 
 cases.py      inputs on which kernels are compared, and the comparison
 outputs/      what is computed of them
-runner.py     one GPU and how configurations run on it
-verify.py     which configurations are checked, and what follows
+runner.py     one GPU, how configurations run on it, and which kernels they launch
+verify.py     which parts of calls are checked, and what follows
 shapes.py     problems that are tuned by name
 targets.py    what is tuned, and the calls that are timed
 timing.py     interleaved timing

@@ -66,7 +66,7 @@ def _shipped_entries(path: Path) -> str:
     text = ", ".join(f"{counts[dtype]} entries for {dtype}" for dtype in table.dtypes)
     if table.build == lookup.current_build():
         return f"{text}, {whose_kernels(table)}"
-    text += f", {whose_kernels(table)}: calls verify what they launch"
+    text += f", {whose_kernels(table)}: calls verify their groups of kernels"
     if torch.cuda.is_available() and torch.cuda.get_device_name() == table.gpu.name:
         text += f"; to renew it: cutefce verify --table {path}"
     return text

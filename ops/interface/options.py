@@ -118,11 +118,6 @@ class LossOptions(OperatorRecord):
         return "entropy" in self.output_names
 
     @property
-    def is_plain(self) -> bool:
-        """Whether losses are plain cross entropies of the products of hidden states and weight."""
-        return self.kinds.isdisjoint((Kind.ROW, Kind.RANK_ONE, Kind.LOGITS))
-
-    @property
     def is_sampled(self) -> bool:
         """Whether gradients are unbiased estimates."""
         return self.gradient == "sampled"

@@ -133,7 +133,8 @@ def _plan_like(
         limit = _plan(leading, *more).workspace_bytes
         if leaves_out or _plan(part, *more).workspace_bytes <= limit:
             leading, own = part, own.of_tokens(counted)
-    if leading.kernel_problem.triton and leading.problem.tokens >= MIN_SELECTED:
+    may_sort = leading.kernel_problem.triton and leading.problem.needs_gradients
+    if may_sort and leading.problem.tokens >= MIN_SELECTED:
         as_given, sorted_first = _plan(leading, *more), _plan(leading.sorted(), *more)
         is_cheap = sorted_first.seconds <= SORTED * as_given.seconds
         if sorted_first.workspace_bytes <= more[1] and is_cheap:

@@ -184,7 +184,7 @@ def sampling_limit_reason(problem: Problem, samples: int, is_soft: bool) -> str 
     """Return why no kernels can sample gradients, with soft targets if `is_soft`, or None."""
     tokens, most = problem.tokens, sample_slots(samples)
     if is_soft:
-        return "target_probs: got soft targets, expected none with gradient='sampled'"
+        return "target_indices: got several classes of a token, whose gradients no kernel samples"
     if most > MAX_SAMPLE_SLOTS:
         slots = f"{most} slots, expected at most {MAX_SAMPLE_SLOTS}"
         return f"samples: got {samples}, which take {slots}"

@@ -20,6 +20,7 @@ from cutefce.ops.costs.step_memory import (
     partial_sums,
     rows_bytes,
     shared_sums_bytes,
+    soft_block_rows,
     target_rows_bytes,
     targets_bytes,
     tile_bytes,
@@ -171,6 +172,10 @@ class CostModel:
                 own = self._weight(p, step, rows, columns, x)
             case Kind.KEEP_HIDDEN | Kind.FINISH_HIDDEN if step.low and not self.is_fused:
                 own = rows_bytes(of, rows, few_low_bits(p.hidden) if x.in_forward else x.low_bits)
+        if p.soft and of.device == "cpu":  # gathers the weight's rows of one token at least
+            elements = p.soft * p.hidden
+            block = min(soft_block_rows(elements, p.sums, of.device), rows)
+            own = max(own, block * elements * (p.sums + p.item * accumulates_wider(of)))
         return max(own, rows_bytes(of, rows * max(p.soft, 1)))
 
     def _weight(self, p: LossProblem, step: Step, rows: int, columns: int, x: Layout) -> int:

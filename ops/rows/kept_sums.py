@@ -33,13 +33,6 @@ class Sums(NamedTuple):
         return self.upper.view(torch.int32 if is_pair else torch.int16)
 
 
-def joined_sums(kept: Tensor, low: Tensor) -> Tensor:
-    """Return the float32 sums (R, D) of `kept` and `low`."""
-    words = Sums(kept, low).words
-    parts = [join(words, low, i) for i in range(words.element_size() // 2)]
-    return parts[0] if len(parts) == 1 else torch.stack(parts, 2).flatten(1)
-
-
 def write(words: Tensor, low: Tensor | None, parts: list[Tensor]) -> None:
     """Write float32 sums to `words` and `low`, see `Sums`; `parts` are those of a place of a word.
 

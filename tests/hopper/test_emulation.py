@@ -39,7 +39,7 @@ from cutefce.ops.interface.options import LossOptions, TensorOptions
 from cutefce.ops.primitives.portable_gradients import PortableGradients
 from cutefce.ops.primitives.select_rows import as_bits
 from cutefce.ops.rows.coefficients import RankOne, RowCoefficients
-from cutefce.ops.rows.kept_sums import Sums, joined_sums
+from cutefce.ops.rows.kept_sums import Sums
 from cutefce.ops.rows.loss_parts import LossParts
 from cutefce.ops.rows.loss_terms import GivenTargets, LossTerms
 from cutefce.ops.rows.scaling import scaling_of
@@ -57,7 +57,7 @@ from tests.emulation.configs import (
 )
 from tests.emulation.hopper import run
 from tests.support.backends import PTX
-from tests.support.kept_sums import split_sums
+from tests.support.kept_sums import joined_sums, split_sums
 from tests.support.layouts import CHUNKS, Layout
 from tests.support.reference import assert_as_accurate, by_layout, random_case
 from tests.support.tiers import rest_slow

@@ -14,9 +14,8 @@ from cutefce.cute_kernels.integers import ceil_div, round_up
 from cutefce.cute_kernels.problem import LOW_BITS
 from cutefce.cute_kernels.spec.gemm import GradGemmSpec
 from cutefce.ops.dtypes import dtype_name
-from cutefce.ops.rows.kept_sums import joined_sums
 from tests.emulation.hopper import run
-from tests.support.kept_sums import split_sums
+from tests.support.kept_sums import joined_sums, split_sums
 from tests.support.tiers import rest_slow
 
 LOW = GemmConfig(64, 128, cluster=1, stages=2, pingpong=True)

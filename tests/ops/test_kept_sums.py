@@ -7,8 +7,7 @@ from torch import Tensor
 from bench.harness.accuracy import relative_error
 from cutefce.cute_kernels.problem import LOW_BITS
 from cutefce.ops.program.plan import SHORT_SUMS
-from cutefce.ops.rows.kept_sums import joined_sums
-from tests.support.kept_sums import split_sums
+from tests.support.kept_sums import joined_sums, split_sums
 
 
 def bits_of(*patterns: int) -> Tensor:

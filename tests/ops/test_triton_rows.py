@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from cutefce.ops.primitives.portable_gradients import PortableGradients
-from cutefce.ops.rows.kept_sums import Sums, joined_sums
+from cutefce.ops.rows.kept_sums import Sums
+from tests.support.kept_sums import joined_sums
 from tests.support.tiers import rest_slow
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

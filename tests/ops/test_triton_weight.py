@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from cutefce.ops.rows.coefficients import RankOne
-from cutefce.ops.rows.kept_sums import Sums, joined_sums
+from cutefce.ops.rows.kept_sums import Sums
 from cutefce.ops.rows.selection import CountedRows
+from tests.support.kept_sums import joined_sums
 from tests.support.tiers import rest_slow
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -69,14 +69,13 @@ from cutefce.ops.primitives import (
     select_rows,
 )
 from cutefce.ops.program.plan import Plan
-from cutefce.ops.rows.kept_sums import joined_sums
 from cutefce.ops.rows.loss_terms import LossTerms
 from cutefce.ops.rows.statistics import RowStats
 from cutefce.ops.rows.targets import Targets, variant_of
 from cutefce.ops.sampling import kernels as sampling
 from cutefce.ops.soft_targets import kernels as soft_kernels
 from tests.support import divergence_models, sampling_models
-from tests.support.kept_sums import split_sums
+from tests.support.kept_sums import joined_sums, split_sums
 from tests.support.row_reductions import reduced
 
 
