@@ -37,6 +37,18 @@ RESCALED_ROWS, RESCALED_BLOCKS = 32, 64
 
 
 @triton.jit
+def place_of(tile, row_tiles, column_tiles, GROUP: tl.constexpr):
+    """Return the row and the column of a tile: GROUP rows of tiles go through all columns together.
+
+    The cache then holds the operands that thread blocks of one time have in common.
+    """
+    group = tile // (GROUP * column_tiles)
+    size = tl.minimum(row_tiles - group * GROUP, GROUP)
+    within = tile % (GROUP * column_tiles)
+    return group * GROUP + within % size, within // size
+
+
+@triton.jit
 def load_tile(
     x,
     pitch,
@@ -122,10 +134,7 @@ def _project(
         row_tiles = tl.minimum(row_tiles, tl.cdiv(tl.maximum(tl.load(count) - skipped, 1), ROWS))
     steps = tl.cdiv(hidden, FEATURES)
     for tile in tl.range(tl.program_id(0), row_tiles * column_tiles, BLOCKS, flatten=True):
-        group = tile // (GROUP * column_tiles)
-        size = tl.minimum(row_tiles - group * GROUP, GROUP)
-        within = tile % (GROUP * column_tiles)
-        row, column = group * GROUP + within % size, within // size
+        row, column = place_of(tile, row_tiles, column_tiles, GROUP)
         z = tl.zeros((ROWS, BLOCK), tl.float32)
         for step in tl.range(steps):
             k = step * FEATURES

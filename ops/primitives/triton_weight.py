@@ -21,6 +21,7 @@ from cutefce.ops.primitives.triton_kernels import (
     device_of,
     is_aligned,
     load_tile,
+    place_of,
 )
 from cutefce.ops.primitives.triton_rows import join_pieces, split_pieces
 from cutefce.ops.rows.coefficients import RankOne
@@ -191,10 +192,7 @@ def _weight(
     steps = tl.cdiv(tokens, TOKENS)
     stored = tl.cdiv(classes, 8) * 8  # columns of exponentials: those of no class are not written
     for tile in tl.range(tl.program_id(0), row_tiles * column_tiles, BLOCKS, flatten=True):
-        group = tile // (GROUP * column_tiles)
-        size = tl.minimum(row_tiles - group * GROUP, GROUP)
-        within = tile % (GROUP * column_tiles)
-        top, column = group * GROUP + within % size, within // size
+        top, column = place_of(tile, row_tiles, column_tiles, GROUP)
         sums = tl.zeros((ROWS, BLOCK), tl.float32)
         for step in tl.range(steps):
             k, left = step * TOKENS, column * BLOCK
