@@ -179,5 +179,7 @@ class KernelRunner(Runner):
     def listed_configs(self) -> list[KernelConfigs]:
         return super().listed_configs()[:1]
 
-    def primitives(self, problem: Problem, configs: KernelConfigs, *more: Any) -> Primitives:
-        return faulty(super().primitives(problem, configs, *more), self.kind)
+    def outputs(self, case: Case, configs: KernelConfigs, parts: tuple[str, ...]) -> Outputs:
+        """Return what faulty kernels compute; what records them without a launch is right."""
+        primitives = self.primitives(case.problem, configs)
+        return self.compute(case, faulty(primitives, self.kind), parts)
