@@ -30,7 +30,7 @@ class Layout:
     """The most columns at a time of what is computed again, or in a chunk of a frozen weight.
 
     Where dW's memory can hold exponentials, windows there may be wider, and the others have at most
-    half as many.
+    half as many; or as many as are kept, in whose memory they lie.
     """
     kept: int = 0
     """Columns whose exponentials have memory from the forward to the backward."""
@@ -92,13 +92,13 @@ def windows_of(p: LossProblem, x: Layout, block: int) -> Iterator[Window]:
         fits = 0
         if p.dw_holds_exps:
             fits = (p.vocab - done) * p.hidden // (p.tokens + p.hidden) // block * block
-        if fits < ceil_div(x.window, 2):
+        if fits < max(ceil_div(x.window, 2), x.kept):
             break
         offset = (p.vocab * p.hidden - p.tokens * fits) * p.item
         yield Window((done, done + fits), False, Home.DW, offset)
         done += fits
     # of equal widths, narrower where wider ones before were in dW
-    most = ceil_div(x.window, 2) if p.dw_holds_exps else x.window
+    most = max(x.kept, ceil_div(x.window, 2) if p.dw_holds_exps else x.window)
     yield from (Window(columns, False) for columns in even_windows(done, p.vocab, most, block))
 
 

@@ -95,8 +95,13 @@ class Lowering(Emitter):
         return self.buffer("stats", self.p.tokens, NUM_STATS, self.p.sums, Home.STATS)
 
     def exps(self, n: Window) -> str:
-        """Name the exponentials of a window; those that are not stored share a buffer."""
-        name = "exps" if n.home is None and not n.is_stored else f"exps of {n.columns[0]}"
+        """Name the exponentials of a window; those that are computed again share a buffer.
+
+        It is that of the stored ones, whose products are formed by then.
+        """
+        name = f"exps of {n.columns[0]}"
+        if n.home is None and not n.is_stored:
+            name = next((self.exps(kept) for kept in self.stored if kept.home is None), "exps")
         columns = n.width if n.home is not None else round_up(n.width, self.cost_model.block)
         tokens = self.x.chunk if self.in_forward else self.p.tokens
         return self.buffer(name, tokens, columns, self.p.item, n.home, n.offset)

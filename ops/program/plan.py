@@ -21,6 +21,8 @@ CHUNK_WINDOWS = 16384, 65536
 """Widths of windows inside chunks of a frozen weight."""
 ROWS = 256
 """Tokens of which chunks are multiples: those of a row of tiles."""
+STEPS, LEAST_STEP = 64, 1 << 20
+"""Into how many parts the columns are cut, of which plans keep some, and their least bytes."""
 SHORT_SUMS = 32
 """Additions up to which sums are kept in 20 bits, not 24: their roundings err together by less than
 6 % of the last rounding."""
@@ -142,7 +144,9 @@ def _families(p: LossProblem, cost_model: CostModel, may_chunk: bool) -> Iterato
         for low in (*_bits(p, window), *[0] * (window == widths[0])) or (0,):
             for aliased in {0, most_aliased(p, window, block)}:
                 rest = p.vocab - aliased
-                some = [Layout(tokens, window, x, aliased, low) for x in range(0, rest, window)]
+                step = max(ceil_div(rest, STEPS), LEAST_STEP // (tokens * p.item))
+                step = round_up(step, block)
+                some = [Layout(tokens, window, x, aliased, low) for x in range(0, rest, step)]
                 # no window is computed again, of whatever width
                 yield [*some, Layout(tokens, widths[0], round_up(rest, block), aliased, low)]
 

@@ -182,7 +182,8 @@ def test_the_ends_of_the_budget() -> None:
     assert everything.layout.kept >= 131072 and default == everything
     assert not least.in_forward and least.layout.aliased > 0
     assert least.workspace_bytes <= 135 * MIB and least.seconds <= 1.28 * PRODUCTS
-    assert of_llama(1024).in_forward and of_llama(1024).seconds <= 1.09 * PRODUCTS
+    assert of_llama(900).in_forward and of_llama(900).seconds <= 1.09 * PRODUCTS
+    assert 0 < of_llama(1024).layout.kept < 65536 and of_llama(1024).seconds <= 1.07 * PRODUCTS
     assert not of_llama(1024, reduction="none").in_forward, "losses have gradients of their own"
 
 
@@ -219,7 +220,7 @@ def test_what_a_plan_prints() -> None:
     assert "windows, 100% kept" in str(everything) and "computed again" in str(nothing)
     assert f"{nothing.workspace_bytes / 2**20:.1f} MiB" in str(nothing)
     assert "no plan takes as little as the workspace of 1.0 MiB" in str(of_llama(1))
-    assert "no plan" not in str(of_llama(1024)) and "chunks of" in str(of_llama(1024))
+    assert "no plan" not in str(of_llama(900)) and "chunks of" in str(of_llama(900))
     tiny = cutefce.plan(h[:, :2], w[:50].detach(), workspace=1)
     cost = f"{tiny.workspace_bytes} bytes, {tiny.seconds * 1e6:.1f} µs predicted"
     assert cost in str(tiny) and str(tiny).endswith("the workspace of 1 bytes")
