@@ -21,13 +21,13 @@ tiled like "cuda"."""
 
 TRITON_WINDOWS = (8192,)
 """Narrower windows beside Triton's kernels."""
-KERNEL_WINDOWS = (67584, 33792, 16896, 8448, 4096, 2048, 1024, 512)
+KERNEL_WINDOWS = (67584, 33792, 16896, 8448, 4096, 1024)
 """Windows that the kernels can recompute.  From 8448 = 33·256 on, the 256-row tiles of a window's
 dW spread evenly over 132 SMs."""
 KERNEL_WINDOW_EXPS = 8192 * 8448
 """Exponentials of one recomputed window: 132 MiB in 16 bits."""
-MAX_NARROWER_WINDOWS = 4
-"""Narrower windows that a plan may choose from; still narrower ones cost more than they save."""
+MAX_NARROWER_WINDOWS = 2
+"""Narrower windows that a plan may choose from; still narrower ones save a few MiB."""
 KERNEL_REFERENCE_BLOCK = 256
 """Stored columns are a multiple of this; the kernels' references are per row."""
 

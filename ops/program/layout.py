@@ -39,7 +39,7 @@ class Layout:
     low_bits: int = 0
     """Bits of kept sums beside the 16 in a gradient's memory; 0: sums have their own dtype."""
     in_forward: bool = False
-    """Whether gradients are formed in the forward, chunk by chunk."""
+    """Whether the forward has chunks, and forms the gradients of one after the other."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def windows_of(p: LossProblem, x: Layout, block: int) -> Iterator[Window]:
     Those of a chunk are stored for its gradients if they are one.
     """
     if x.in_forward:
-        cut = even_windows(0, p.vocab, x.window, block)
+        cut = even_windows(0, p.vocab * p.needs_gradients, x.window, block)
         yield from (Window(columns, x.window >= p.vocab) for columns in cut)
         return
     yield from _aliased(p, x.aliased, block)
@@ -92,14 +92,21 @@ def windows_of(p: LossProblem, x: Layout, block: int) -> Iterator[Window]:
         fits = 0
         if p.dw_holds_exps:
             fits = (p.vocab - done) * p.hidden // (p.tokens + p.hidden) // block * block
-        if fits < max(ceil_div(x.window, 2), x.kept):
+        if fits < max(most_again(p, x.window), x.kept):
             break
         offset = (p.vocab * p.hidden - p.tokens * fits) * p.item
         yield Window((done, done + fits), False, Home.DW, offset)
         done += fits
-    # of equal widths, narrower where wider ones before were in dW
-    most = max(x.kept, ceil_div(x.window, 2) if p.dw_holds_exps else x.window)
+    most = max(x.kept, most_again(p, x.window))
     yield from (Window(columns, False) for columns in even_windows(done, p.vocab, most, block))
+
+
+def most_again(p: LossProblem, window: int) -> int:
+    """Return the most columns at a time that are computed again, in a buffer of their own.
+
+    They are fewer where wider windows before were in the memory of dW.
+    """
+    return ceil_div(window, 2) if p.dw_holds_exps else window
 
 
 def scales_exps(p: LossProblem, x: Layout) -> bool:

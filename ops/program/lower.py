@@ -39,7 +39,8 @@ class Lowering(Emitter):
         self.p, self.x, self.cost_model = p, x, cost_model
         self.every = (0, p.tokens)
         self.in_forward = x.in_forward
-        assert x.low_bits or not (self.in_forward and p.keeps_sums), "sums are in pieces"
+        is_kept = self.in_forward and p.keeps_sums and p.needs_gradients
+        assert x.low_bits or not is_kept, "sums are in pieces"
         self.parts: list[str] = []
         """Partial sums, which tell until the loss which rows are far."""
         self.has_windows = self.in_forward and x.window < p.vocab
@@ -218,8 +219,11 @@ class Lowering(Emitter):
         p = self.p
         if p.selects and p.grad_weight and (rows[0] == 0 or rows[1] == p.tokens):
             self.emit(Kind.CLEAR, (), (self.exps(self.windows[0]),), rows)
-        states, n = self.states(rows), self.windows[0]
+        states = self.states(rows)
         self.statistics(rows, states, self.windows)
+        if not p.needs_gradients:
+            return
+        n = self.windows[0]
         if p.soft and self.has_windows:
             sums = self.hidden_sums()
             self.emit(Kind.ENTRIES, (*self.order, self.stats(), *sums), sums, rows)

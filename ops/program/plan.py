@@ -9,7 +9,7 @@ from cutefce.cute_kernels.problem import LOW_BITS
 from cutefce.ops.costs.budget import predicted
 from cutefce.ops.costs.device import Device
 from cutefce.ops.program.cost_model import CostModel
-from cutefce.ops.program.layout import Layout, most_aliased
+from cutefce.ops.program.layout import Layout, most_again, most_aliased
 from cutefce.ops.program.place import peak, saved_bytes
 from cutefce.ops.program.problem import LossProblem
 from cutefce.ops.program.search import Costed, fastest_within
@@ -21,7 +21,7 @@ CHUNK_WINDOWS = 16384, 65536
 """Widths of windows inside chunks of a frozen weight."""
 ROWS = 256
 """Tokens of which chunks are multiples: those of a row of tiles."""
-STEPS, LEAST_STEP = 64, 1 << 20
+STEPS, LEAST_STEP = 64, 4 << 20
 """Into how many parts the columns are cut, of which plans keep some, and their least bytes."""
 SHORT_SUMS = 32
 """Additions up to which sums are kept in 20 bits, not 24: their roundings err together by less than
@@ -51,11 +51,12 @@ class Plan(Costed):
         """One of "windows", "gradients_in_forward" and "sampled"."""
         if self.problem.samples:
             return "sampled"
-        return "gradients_in_forward" if self.in_forward else "windows"
+        has_gradients = self.in_forward and self.problem.needs_gradients
+        return "gradients_in_forward" if has_gradients else "windows"
 
     @property
     def in_forward(self) -> bool:
-        """Whether gradients are formed in the forward."""
+        """Whether the forward has chunks of tokens, and forms their gradients."""
         return self.layout.in_forward
 
     @property
@@ -74,6 +75,9 @@ class Plan(Costed):
         return min(self.layout.chunk, max(self.tokens, 1))
 
     def __str__(self) -> str:
+        if not self.problem.needs_gradients:
+            cost = predicted(self.workspace_bytes, self.seconds, self.budget)
+            return f"no gradients, chunks of {self.chunk} tokens: {cost}"
         name, x, is_sampled = self.strategy.replace("_", " "), self.layout, self.problem.samples > 0
         cost = predicted(self.workspace_bytes, self.seconds, None if is_sampled else self.budget)
         if is_sampled:
@@ -89,7 +93,7 @@ class Plan(Costed):
         else:
             kept, aliased = min(x.kept / vocab, 1), x.aliased / vocab
             size = f"{kept:.0%} kept" + f", {aliased:.0%} in the memory of dW" * (aliased > 0)
-            again = (1 - kept - aliased) * self.problem.needs_gradients
+            again = 1 - kept - aliased
             size += f", {again:.0%} computed again" * (again > 0.005)
         return f"{name}, {size}, {columns} columns at a time: {cost}"
 
@@ -134,6 +138,11 @@ def _families(p: LossProblem, cost_model: CostModel, may_chunk: bool) -> Iterato
     block, tokens = cost_model.block, max(p.tokens, 1)
     every = round_up(p.vocab, block)
     widths = [width for width in cost_model.windows if width < p.vocab] or [every]
+    if not p.needs_gradients and not p.ranks:
+        sizes = sorted({round_up(ceil_div(tokens, count), ROWS) for count in _counts(tokens)})
+        chunks = [Layout(size, every, in_forward=True) for size in sizes if size < tokens]
+        yield [*chunks, Layout(tokens, widths[0])]
+        return
     if not (p.needs_gradients and p.stores):
         yield [Layout(tokens, widths[0])]
         return
@@ -146,7 +155,10 @@ def _families(p: LossProblem, cost_model: CostModel, may_chunk: bool) -> Iterato
                 rest = p.vocab - aliased
                 step = max(ceil_div(rest, STEPS), LEAST_STEP // (tokens * p.item))
                 step = round_up(step, block)
-                some = [Layout(tokens, window, x, aliased, low) for x in range(0, rest, step)]
+                # fewer columns take as much memory as windows that are computed again
+                least = max(round_up(most_again(p, window), block), step)
+                kept = 0, *range(least, rest, step)
+                some = [Layout(tokens, window, x, aliased, low) for x in kept]
                 # no window is computed again, of whatever width
                 yield [*some, Layout(tokens, widths[0], round_up(rest, block), aliased, low)]
 
@@ -165,19 +177,24 @@ def _low_bits(p: LossProblem, additions: int, is_exact: bool = False) -> int:
     return LOW_BITS[is_exact or additions > SHORT_SUMS or p.hidden % 2]
 
 
+def _counts(tokens: int) -> list[int]:
+    """Return numbers of chunks, from one to those of the fewest tokens."""
+    counts = [1]
+    while counts[-1] < ceil_div(tokens, LEAST_CHUNK):
+        counts.append(counts[-1] + ceil_div(counts[-1], 6))
+    return counts
+
+
 def _chunks(p: LossProblem, every: int, skips_far: bool) -> Iterator[Sequence[Layout]]:
     """Yield chunks from small to large; with windows where dX alone is formed.
 
     Such windows are computed again where references move: steps that skip all rows must be cheap.
     """
-    tokens, counts = max(p.tokens, 1), [1]
-    while counts[-1] < ceil_div(tokens, LEAST_CHUNK):
-        counts.append(counts[-1] + ceil_div(counts[-1], 6))
-    windows = [every]
+    tokens, windows = max(p.tokens, 1), [every]
     if skips_far and not (p.grad_weight or p.grad_bias):
         windows += [x for x in CHUNK_WINDOWS if x < p.vocab]
     families: dict[tuple[int, int], list[Layout]] = {}
-    for count in sorted({*counts, SHORT_SUMS}, reverse=True):
+    for count in sorted({*_counts(tokens), SHORT_SUMS}, reverse=True):
         size = min(round_up(ceil_div(tokens, count), ROWS), tokens)
         low = _low_bits(p, count, p.into > 0 and not p.adds_in_forward)
         if size >= min(LEAST_CHUNK, tokens):

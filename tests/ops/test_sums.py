@@ -258,6 +258,12 @@ def test_outputs_of_chunks_are_those_of_windows(layout: Layout, backend: Backend
     for a, b in zip(*(result[:-1] for result in results), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
     assert relative_error(results[0][-1], results[1][-1]) < 4 * torch.finfo(backend.dtype).eps
+    with pinned(layout), torch.no_grad():
+        alone = cutefce.linear_log_probs(case.h, case.w, case.y, outputs=names)
+        loss = cutefce.linear_cross_entropy(case.h, case.w, case.y, reduction="none")
+    for a, b in zip((x for x in alone if x is not None), results[1][:-1], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(loss, -results[1][0], rtol=1e-5, atol=1e-5)
 
 
 def test_entropys_gradient_has_no_chunks() -> None:

@@ -42,7 +42,7 @@ class Layout:
     """How one call runs; the defaults store nothing."""
 
     in_chunks: bool = False
-    """Whether gradients are formed in the forward, in chunks of tokens."""
+    """Whether the forward has chunks of tokens, and forms their gradients."""
     aliased: int = 0
     """Columns whose exponentials have the memory of dW: the first ones."""
     kept: int = 0
@@ -102,7 +102,7 @@ def plan_of(layout: Layout, request: PlanRequest, device: torch.device) -> Plan:
         request = request.sorted()
     p, cost_model = request.problem, cost_model_of(request, device)
     every = round_up(p.vocab, cost_model.block)
-    in_chunks, chunk = layout.in_chunks and p.needs_gradients, chunk_of(layout, p.tokens)
+    in_chunks, chunk = layout.in_chunks, chunk_of(layout, p.tokens)
     low = layout.low_bits if in_chunks else layout.hidden_bits or 0
     if not p.keeps_sums or (p.dx_item != p.item and not in_chunks):
         low = 0
