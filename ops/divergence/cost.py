@@ -6,15 +6,16 @@ from cutefce.cute_kernels.schedule.order import PARTIAL_BYTES
 from cutefce.cute_kernels.spec.divergence import DivergenceRowsSpec
 from cutefce.ops.costs.device import Device
 from cutefce.ops.costs.step_memory import accumulates_wider, row_block_bytes, upcast_bytes
+from cutefce.ops.divergence.options import FIRST
 from cutefce.ops.divergence.problem import DivergenceProblem
 from cutefce.ops.divergence.steps import TILES, Kind, side_of
 from cutefce.ops.program.predicted_time import product_seconds
 from cutefce.ops.program.steps import Program, Step
 
 KL_BLOCKS, FIRST_BLOCKS, MIXTURE_BLOCKS = 6.25, 3.25, (10.5, 8.5)
-"""Blocks of rows that an element-wise step holds at a time on a CPU: of a KL divergence, less for
-factors of the side that it averages over, and of a mixture in the forward and in the backward.  A
-GPU fuses the steps."""
+"""Blocks of rows that an element-wise step holds at a time on a CPU: of a KL divergence, and of
+total variation; less for factors of the side that a KL averages over, and of total variation; and
+of a mixture in the forward and in the backward.  A GPU fuses the steps."""
 SUMS_PART = 96
 """Logits for a sum of them, at least: a kernel has two for its tiles of 192 classes."""
 
@@ -48,10 +49,11 @@ def scratch_bytes(p: DivergenceProblem, step: Step) -> int:
 
 def _blocks(p: DivergenceProblem, step: Step) -> float:
     """Return the blocks of rows that the element-wise part of a step holds at a time on a CPU."""
-    if p.first is None:
-        return MIXTURE_BLOCKS[step.kind is Kind.FACTORS]
-    is_first = step.kind is Kind.FACTORS and p.trained == [p.first]
-    return FIRST_BLOCKS if is_first else KL_BLOCKS
+    is_factors = step.kind is Kind.FACTORS
+    if p.divergence == "jsd":
+        return MIXTURE_BLOCKS[is_factors]
+    reads_one = p.divergence == "tv" or p.trained == [FIRST[p.divergence]]
+    return FIRST_BLOCKS if is_factors and reads_one else KL_BLOCKS
 
 
 def seconds(program: Program, device: Device) -> float:
