@@ -18,8 +18,7 @@ class DivergenceRowsSpec(KernelSpec):
 
     MODULE = "divergence.rows"
     form: str
-    """What is summed: "kl", "jsd" with both sides' divergences from the mixture, or "tv" with both
-    sides' sums of their probabilities' signs; and always total variation."""
+    """Which divergence: "kl", "jsd" or "tv".  Total variation is summed whichever it is."""
     factors_a: bool
     factors_b: bool
     """Whether the factors of a and b are written."""

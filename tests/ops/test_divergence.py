@@ -124,8 +124,11 @@ def test_options(options: dict[str, Any], plan: str, form: str, device: str) -> 
 def test_overlaps(
     options: dict[str, Any], reduction: str, plan: str, form: str, device: str
 ) -> None:
-    """Of every divergence, and 1 less total variation."""
+    """Of every divergence, and 1 less total variation; some classes are excluded."""
     case = heads(60, (16, 12), 133, dtype=torch.float64, device=device, logit_std=2, biases=True)
+    with torch.no_grad():
+        for bias in case.biases.values():
+            bias[120:] = -torch.inf
     with planned(plan if reduction == "sum" or not PLANS[plan].kept else "one pass"):
         found = cutefce.linear_divergence(
             *case.tensors,
