@@ -22,7 +22,11 @@ def _verify(*part: Any) -> verdicts.Verdict:
 verdicts.verify_by(_verify)
 if find_spec("torch") is not None:
     from cutefce.integrations.deferral import DeferralReport, defer, deferral_report, undefer
-    from cutefce.ops.divergence.api import linear_divergence, plan_divergence
+    from cutefce.ops.divergence.api import (
+        DivergenceOutput,
+        linear_divergence,
+        plan_divergence,
+    )
     from cutefce.ops.interface.api import LossOutput, linear_cross_entropy
     from cutefce.ops.interface.log_probs import LogProbs, linear_log_probs
     from cutefce.ops.interface.module import LinearCrossEntropyLoss
@@ -30,6 +34,7 @@ if find_spec("torch") is not None:
 
     __all__ = [
         "DeferralReport",
+        "DivergenceOutput",
         "LinearCrossEntropyLoss",
         "LogProbs",
         "LossOutput",

@@ -25,6 +25,7 @@ SIGNATURES = {
     "undefer": "(model: torch.nn.modules.module.Module) -> None",
     "deferral_report": "model",
     "DeferralReport": "fused fallbacks",
+    "DivergenceOutput": "loss overlap",
     "backend_for": "input linear_weight",
     "set_strict": "(enabled: bool) -> None",
     "linear_cross_entropy": "input linear_weight target target_indices target_probs linear_bias "
@@ -34,7 +35,7 @@ SIGNATURES = {
     "sequence_parallel removed",
     "linear_divergence": "student_input student_weight teacher_input teacher_weight target "
     "divergence beta student_bias teacher_bias logit_scale softcap temperature reduction "
-    "ignore_index denominator workspace group shards",
+    "ignore_index denominator return_overlap workspace group shards",
     "linear_log_probs": "input linear_weight target target_indices outputs linear_bias logit_scale "
     "softcap temperature ignore_index gradient samples workspace accumulate_into group shards "
     "sequence_parallel",
@@ -102,7 +103,9 @@ def test_every_name_can_be_called() -> None:
     rows = cutefce.linear_log_probs(H, W, Y, outputs=("lse",))
     assert isinstance(rows, cutefce.LogProbs)
     torch.testing.assert_close(-rows.log_probs.sum() / 5, expected)
-    assert float(cutefce.linear_divergence(H, W, H, W, Y)) == 0
+    same = cutefce.linear_divergence(H, W, H, W, Y, return_overlap=True)
+    assert isinstance(same, cutefce.DivergenceOutput) and float(same.loss) == 0
+    assert torch.equal(same.overlap, (Y != -100).float())
     head = cutefce.LinearCrossEntropyLoss(16, 40)
     head.load_state_dict({"linear.weight": W})
     torch.testing.assert_close(head(H, Y).detach(), expected)

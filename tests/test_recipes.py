@@ -9,11 +9,25 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from examples import contrastive, masked_diffusion, nanogpt, offline_distillation, recommender
+from examples import (
+    contrastive,
+    draft_vocabulary,
+    masked_diffusion,
+    nanogpt,
+    offline_distillation,
+    recommender,
+)
 from examples.training import fit
 from tests.support.ranks import Ranks, group
 
-RECIPES = contrastive, masked_diffusion, nanogpt, offline_distillation, recommender
+RECIPES = (
+    contrastive,
+    draft_vocabulary,
+    masked_diffusion,
+    nanogpt,
+    offline_distillation,
+    recommender,
+)
 
 FEW = 12
 """Steps of a training."""
@@ -151,3 +165,21 @@ def test_the_loss_of_a_stored_top_k(has_rest: bool) -> None:
     found = (torch.autograd.grad(x, [hidden, weight]) for x in (ours, theirs))
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6 * b.abs().max().item())
+
+
+def test_the_losses_of_a_draft_vocabulary() -> None:
+    hidden, weight, states, teacher_weight = leaves((2, 20, 16), (12, 16), (2, 20, 24), (50, 24))
+    states, teacher_weight = states.detach(), teacher_weight.detach()
+    classes = torch.randperm(50)[:12]
+    logits = states @ teacher_weight.T
+    given = hidden, weight, states, teacher_weight, classes
+    p, q = (hidden @ weight.T).softmax(-1), logits[..., classes].softmax(-1)
+    counts = torch.isin(logits.argmax(-1), classes)
+    assert 0 < counts.sum() < counts.numel()
+    theirs = (p - q)[counts].abs().sum(-1).mean() / 2
+    assert_same(draft_vocabulary.draft_loss(*given), theirs, [hidden, weight])
+    p, q = (hidden @ weight.T).softmax(-1), logits.softmax(-1)[..., classes]
+    theirs = torch.minimum(p, q).sum(-1)
+    ours = draft_vocabulary.acceptance_rates(*given)
+    torch.testing.assert_close(ours, theirs)
+    assert_same(ours.mean(), theirs.mean(), [hidden, weight])

@@ -24,7 +24,7 @@ from bench.harness.records import Measurement
 from bench.harness.timing import Call, interleaved, peak_bytes, preceding_gemms
 
 SHAPE = Shape(8192, 4096, 131072, "bfloat16")
-DIVERGENCES = "forward_kl", "reverse_kl", "jsd"
+DIVERGENCES = "forward_kl", "reverse_kl", "jsd", "tv"
 WORKSPACES: dict[str, str | int | None] = {
     "max": "max",
     "default": None,
@@ -116,6 +116,8 @@ def of_logits(h_s: Tensor, w_s: Tensor, h_t: Tensor, w_t: Tensor, divergence: st
     if divergence == "jsd":
         m = torch.logaddexp(p, q) - torch.log(p.new_full((), 2.0))
         total = (kl_div(m, q) + kl_div(m, p)) / 2
+    elif divergence == "tv":
+        total = (p.exp() - q.exp()).abs().sum() / 2
     else:
         total = kl_div(p, q) if divergence == "forward_kl" else kl_div(q, p)
     return total / len(h_s)

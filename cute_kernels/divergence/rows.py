@@ -4,7 +4,8 @@ A cluster of thread blocks has a row.  Each block has a part of the classes, of 
 many as fit in registers and shared memory; the others are read again, from L2.  A block asks for
 all it holds at once, while the SM's others compute.  Blocks exchange their sums in global memory,
 and all add them in the same order.  Of a JSD whose second side gets no factors, log a - log m takes
-the place of b's logits that are held, as it is needed twice.
+the place of b's logits that are held, as it is needed twice; of total variation, the sign of log a
+- log b does.
 
 The GEMMs of logits may have summed their exponentials already.  Then a divergence needs one pass,
 and so do factors that do not depend on it, those of b of a KL: a block streams its classes for
@@ -35,14 +36,18 @@ from cutefce.cute_kernels.divergence.terms import (
     mixture_log,
     mixture_terms,
     probability,
+    sign,
+    size,
+    variation_terms,
     weighted,
 )
 from cutefce.cute_kernels.spec import divergence as spec
 
 VECTOR = 4
 """Logits that a thread loads at once."""
-STATS = 6
-"""Top and rest of the log-sum-exps of the student and of the teacher, and both divergences."""
+STATS = 7
+"""Top and rest of the log-sum-exps of the student and of the teacher, both divergences, or the sums
+of `variation_terms` in their places, and total variation."""
 
 
 def compile_signature(kernel: spec.DivergenceRowsSpec) -> Signature:
@@ -96,19 +101,21 @@ class DivergenceRows:
     """The kernel and its launch."""
 
     def __init__(self, kernel: spec.DivergenceRowsSpec) -> None:
-        self.mixture, self.held, self.streams = kernel.mixture, kernel.held, kernel.streams
-        self.keeps_logs = bool(kernel.mixture and kernel.factors_a and not kernel.factors_b)
+        self.form, self.held, self.streams = kernel.form, kernel.held, kernel.streams
+        self.of_both = kernel.form != "kl"
+        self.keeps_logs = bool(self.of_both and kernel.factors_a and not kernel.factors_b)
         self.blocks, self.threads, self.warps = kernel.BLOCKS, kernel.threads, kernel.threads // 32
 
     @cute.kernel
     def kernel(self, operands: Any) -> None:
-        """Write the statistics (6, R) of the logits a and b (R, V), and factors to `out`.
+        """Write the statistics (7, R) of the logits a and b (R, V), and factors to `out`.
 
         `side` is 0 where a is the student's, 1 where it is the teacher's.  The divergence is KL(a
-        || b), or both sides' from their mixture.  `sums` (2, R, P) are those of `given_exps`.
-        `exchange` is memory of `spec.EXCHANGE` numbers for each row; `numbers` are what the factors
-        of a and b have as shares of a JSD, 1 for a KL divergence, and as scales.  The places of the
-        factors are those of `Places`.  A cluster has a row.
+        || b), both sides' from their mixture, or total variation.  `sums` (2, R, P) are those of
+        `given_exps`.  `exchange` is memory of `spec.EXCHANGE` numbers for each row; `numbers` are
+        what the factors of a and b have as shares of a JSD or total variation, 1 for a KL
+        divergence, and as scales.  The places of the factors are those of `Places`.  A cluster has
+        a row.
         """
         a, b, sums_a, sums_b, out_a, out_b, stats, exchange, numbers, side, *more = operands
         narrow, first_row, columns, shift, *pitches = more
@@ -141,13 +148,14 @@ class DivergenceRows:
         shares, scales = (numbers[0], numbers[1]), (numbers[2], numbers[3])
         reader = operands, first, lses, shares, scales
         kls = self.divergences(reader, (begin, count), outs, row)
-        kls = self.total(kls, (sums, exchange[None, None, 1]))
+        *kls, variation = self.total(kls, (sums, exchange[None, None, 1]))
         if part == 0 and thread == 0:
             (top_a, rest_a), (top_b, rest_b) = lses
             stats[2 * side, row], stats[2 * side + 1, row] = top_a, rest_a
             stats[2 - 2 * side, row], stats[3 - 2 * side, row] = top_b, rest_b
             stats[4 + side, row], stats[5 - side, row] = kls
-        if cutlass.const_expr(outs[0] is not None or (self.mixture and outs[1] is not None)):
+            stats[6, row] = 0.5 * variation
+        if cutlass.const_expr(outs[0] is not None or (self.of_both and outs[1] is not None)):
             self.write_factors(reader, (begin, count), kls, outs, row)
 
     @cute.jit
@@ -246,17 +254,17 @@ class DivergenceRows:
         return natural(*parts[:2]), natural(*parts[2:])
 
     @cute.jit
-    def total(self, kls: Any, memory: Any) -> Any:
-        """Return the sums of two numbers over all threads of the cluster."""
-        x, y = (cute.arch.warp_reduction_sum(kl) for kl in kls)
+    def total(self, numbers: Any, memory: Any) -> Any:
+        """Return the sums of three numbers over all threads of the cluster."""
+        x, y, z = (cute.arch.warp_reduction_sum(number) for number in numbers)
         for level in cutlass.range_constexpr(2):
-            source = self.exchanged((x, y), memory[level], level)
-            x, y = Float32(0.0), Float32(0.0)
+            source = self.exchanged((x, y, z), memory[level], level)
+            x, y, z = Float32(0.0), Float32(0.0), Float32(0.0)
             lane = cute.arch.lane_idx()
             if lane < source.shape[1]:
-                x, y = source[0, lane], source[1, lane]
-            x, y = cute.arch.warp_reduction_sum(x), cute.arch.warp_reduction_sum(y)
-        return x, y
+                x, y, z = source[0, lane], source[1, lane], source[2, lane]
+            x, y, z = (cute.arch.warp_reduction_sum(number) for number in (x, y, z))
+        return x, y, z
 
     @cute.jit
     def exchanged(self, numbers: Any, memory: cute.Tensor, level: int) -> cute.Tensor:
@@ -278,11 +286,14 @@ class DivergenceRows:
 
     @cute.jit
     def divergences(self, reader: Any, places: Any, outs: Any, row: Int32) -> Any:
-        """Return this thread's terms of both divergences; write the factors of b, if of a KL."""
-        kl_a, kl_b = Float32(0.0), Float32(0.0)
+        """Return this thread's terms of both divergences and of twice the total variation.
+
+        Write the factors of b, if of a KL.
+        """
+        kl_a, kl_b, variation = Float32(0.0), Float32(0.0), Float32(0.0)
         memory, thread = reader[0][1], cute.arch.thread_idx()[0]
         if places[1] > 0:
-            kl_a, kl_b = self.terms(reader, reader[1], places[0], outs, row)
+            kl_a, kl_b, variation = self.terms(reader, reader[1], places[0], outs, row)
         if cutlass.const_expr(self.streams):
             for start in cutlass.range(1, places[1], self.held, unroll=1):
                 for i in cutlass.range_constexpr(self.held):
@@ -294,34 +305,39 @@ class DivergenceRows:
                         more = self.terms(reader, vectors, place, outs, row)
                         kl_a += more[0]
                         kl_b += more[1]
+                        variation += more[2]
                     self.begin_load(reader[0], places, k + self.held, i)
             cute.arch.cp_async_wait_group(0)
-            return kl_a, kl_b
+            return kl_a, kl_b, variation
         cute.arch.cp_async_wait_group(0)
         for k in cutlass.range(1, places[1], unroll=1):
             vectors = self.load_again(reader[0], places, k)
             more = self.terms(reader, vectors, places[0] + k * self.threads, outs, row)
             kl_a += more[0]
             kl_b += more[1]
+            variation += more[2]
             if cutlass.const_expr(self.keeps_logs) and k <= self.held:
                 cute.autovec_copy(vectors[1], memory[None, thread, 1, k - 1])
-        return kl_a, kl_b
+        return kl_a, kl_b, variation
 
     @cute.jit
     def terms(self, reader: Any, vectors: Any, place: Int32, outs: Any, row: Int32) -> Any:
         """Do what `divergences` does for one vector of each side.
 
-        If the kernel keeps logs, log a - log m takes the place of b's logits.
+        If the kernel keeps logs, log a - log m or the sign takes the place of b's logits.
         """
         (x, y), (_, _, (lse_a, lse_b), shares, scales) = vectors, reader
         gap = (lse_a[0] - lse_b[0]) + (lse_a[1] - lse_b[1])
-        kl_a, kl_b = Float32(0.0), Float32(0.0)
+        kl_a, kl_b, variation = Float32(0.0), Float32(0.0), Float32(0.0)
         factors = cute.make_rmem_tensor((VECTOR,), Float32)
         for i in cutlass.range_constexpr(VECTOR):
             p, q = probability(x[i], lse_a), probability(y[i], lse_b)
             distance = (x[i] - y[i]) - gap
-            if cutlass.const_expr(self.mixture):
-                (to_a, to_b), log_a = mixture_terms(p, q, distance, shares)
+            if cutlass.const_expr(self.of_both):
+                if cutlass.const_expr(self.form == "tv"):
+                    (to_a, to_b), log_a, change = variation_terms(p, q, distance)
+                else:
+                    (to_a, to_b), log_a, change = mixture_terms(p, q, distance, shares)
                 kl_a += to_a
                 kl_b += to_b
                 if cutlass.const_expr(self.keeps_logs):
@@ -330,9 +346,10 @@ class DivergenceRows:
                 term, change = kl_term(p, q, -distance)
                 kl_a += term
                 factors[i] = change * scales[1]
-        if cutlass.const_expr(not self.mixture and outs[1] is not None):
+            variation += size(change)
+        if cutlass.const_expr(not self.of_both and outs[1] is not None):
             self.store(outs, 1, row, place, factors)
-        return kl_a, kl_b
+        return kl_a, kl_b, variation
 
     @cute.jit
     def write_factors(self, reader: Any, places: Any, kls: Any, outs: Any, row: Int32) -> None:
@@ -354,19 +371,27 @@ class DivergenceRows:
             logs[i] = y[i]
         if cutlass.const_expr(not self.keeps_logs) or k > self.held:
             for i in cutlass.range_constexpr(VECTOR):
-                logs[i] = (x[i] - y[i]) - gap
-                if cutlass.const_expr(self.mixture):
-                    logs[i] = mixture_log(logs[i], shares)
+                logs[i] = self.log((x[i] - y[i]) - gap, shares)
         for i in cutlass.range_constexpr(VECTOR):
             of_a[i] = weighted(probability(x[i], lse_a), logs[i] - kls[0]) * (shares[0] * scales[0])
         if cutlass.const_expr(outs[0] is not None):
             self.store(outs, 0, row, place, of_a)
-        if cutlass.const_expr(self.mixture and outs[1] is not None):
+        if cutlass.const_expr(self.of_both and outs[1] is not None):
             for i in cutlass.range_constexpr(VECTOR):
-                log_b = mixture_log(gap - (x[i] - y[i]), (shares[1], shares[0]))
+                log_b = self.log(gap - (x[i] - y[i]), (shares[1], shares[0]))
                 q = probability(y[i], lse_b)
                 of_b[i] = weighted(q, log_b - kls[1]) * (shares[1] * scales[1])
             self.store(outs, 1, row, place, of_b)
+
+    @cute.jit
+    def log(self, distance: Float32, shares: Any) -> Float32:
+        """Return what the factors of a side hold, with `distance` = log a - log b of that side.
+
+        It is `distance` itself of a KL, log a - log m of a JSD, and the sign of total variation.
+        """
+        if cutlass.const_expr(self.form == "jsd"):
+            return mixture_log(distance, shares)
+        return sign(distance) if cutlass.const_expr(self.form == "tv") else distance
 
 
 @cute.jit

@@ -45,6 +45,17 @@ def size(x: Float32) -> Float32:
 
 
 @cute.jit
+def sign(x: Float32) -> Float32:
+    """Return -1, 0 or 1; of NaN, 0."""
+    result = Float32(0.0)
+    if x > 0.0:
+        result = Float32(1.0)
+    if x < 0.0:
+        result = Float32(-1.0)
+    return result
+
+
+@cute.jit
 def difference(a: Float32, b: Float32, distance: Float32) -> Float32:
     """Return b - a of probabilities, with `distance` = log b - log a."""
     result = polynomial(distance, EXPM1) * a
@@ -110,13 +121,24 @@ def mixture_logs(distance: Float32, shares: Any) -> Any:
 
 @cute.jit
 def mixture_terms(a: Float32, b: Float32, distance: Float32, shares: Any) -> Any:
-    """Return the terms of KL(a || m) and KL(b || m), and `mixture_log`."""
+    """Return the terms of KL(a || m) and KL(b || m), `mixture_log`, and b - a."""
     log_a, log_b, relative = mixture_logs(distance, shares)
     s, t = shares
     change = weighted(a, relative)  # b - a; of classes that both exclude, `relative` is NaN
     if distance < 0.0:
         change = -relative * b
-    return (weighted(a, log_a) + t * change, weighted(b, log_b) - s * change), log_a
+    return (weighted(a, log_a) + t * change, weighted(b, log_b) - s * change), log_a, change
+
+
+@cute.jit
+def variation_terms(a: Float32, b: Float32, distance: Float32) -> Any:
+    """Return the terms of Σ a s and -Σ b s, with s the sign of `distance`; s, and b - a.
+
+    `distance` is log a - log b.  The terms are NaN if either side is.
+    """
+    s, change = sign(distance), difference(a, b, -distance)
+    half, mean = 0.5 * size(change), 0.5 * s * (a + b)
+    return (half + mean, half - mean), s, change
 
 
 @cute.jit

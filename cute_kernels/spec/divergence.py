@@ -12,13 +12,13 @@ from cutefce.cute_kernels.spec.kernel import KernelSpec
 class DivergenceRowsSpec(KernelSpec):
     """Rows of two models' logits to their log-sum-exps, divergences and factors.
 
-    Of a JSD the sides a and b are student and teacher; of a KL divergence, a is the side whose
-    probabilities it averages over.
+    Of a KL divergence, a is the side whose probabilities it averages over; of others the sides a
+    and b are student and teacher, or the other way round.
     """
 
     MODULE = "divergence.rows"
-    mixture: bool
-    """Whether the divergences are those from the mixture of both."""
+    form: str
+    """Which divergence: "kl", "jsd" or "tv".  Total variation is summed whichever it is."""
     factors_a: bool
     factors_b: bool
     """Whether the factors of a and b are written."""
@@ -37,12 +37,12 @@ class DivergenceRowsSpec(KernelSpec):
     @property
     def streams(self) -> bool:
         """Whether logits are read once, through a ring of stages."""
-        return self.sums_given and not (self.factors_a or (self.mixture and self.factors_b))
+        return self.sums_given and not (self.factors_a or (self.factors_b and self.form != "kl"))
 
 
 def divergence_rows(
     arch: str,
-    mixture: bool,
+    form: str,
     factors_a: bool,
     factors_b: bool,
     sums_given: bool = False,
@@ -51,9 +51,8 @@ def divergence_rows(
 
     An SM has two blocks, which wait for memory, or more where it computes longer.
     """
-    form = mixture, factors_a, factors_b
-    threads, held = (256, 5) if mixture else (512, 3 if sums_given else 6)
-    spec = DivergenceRowsSpec(arch, *form, threads, held, sums_given)
+    threads, held = (256, 5) if form == "jsd" else (512, 3 if sums_given else 6)
+    spec = DivergenceRowsSpec(arch, form, factors_a, factors_b, threads, held, sums_given)
     return replace(spec, threads=256, held=4) if spec.streams else spec
 
 

@@ -69,7 +69,7 @@ def divergence_of(
         def of_both(*others: Any) -> Tensor:
             h_s, w_s, b_s = own.operands(*given)
             h_t, w_t, b_t = other.operands(*others)
-            return linear_divergence(
+            loss: Tensor = linear_divergence(
                 h_s,
                 w_s,
                 h_t,
@@ -80,6 +80,7 @@ def divergence_of(
                 **pairs,
                 **options,
             )
+            return loss
 
         return teacher.call.evaluate(of_both, teacher.states, teacher.memory)
 

@@ -28,7 +28,7 @@ TABLE: dict[Kind, Callable[[Call, Step], None]] = {
 
 
 def forward(x: DivergenceInputs) -> tuple[Tensor, SavedMemory]:
-    """Return the statistics (6, M), and the memory that is saved for the backward."""
+    """Return the statistics (7, M), and the memory that is saved for the backward."""
     call = Call(x.plan.program, x)
     stats = call.values["stats"] = x.h.new_empty(STATS, len(x.h), dtype=x.dtype)
     call.allocate(Home.SAVED)

@@ -6,15 +6,17 @@ from cutefce.cute_kernels.schedule.order import PARTIAL_BYTES
 from cutefce.cute_kernels.spec.divergence import DivergenceRowsSpec
 from cutefce.ops.costs.device import Device
 from cutefce.ops.costs.step_memory import accumulates_wider, row_block_bytes, upcast_bytes
+from cutefce.ops.divergence.options import FIRST
 from cutefce.ops.divergence.problem import DivergenceProblem
 from cutefce.ops.divergence.steps import TILES, Kind, side_of
 from cutefce.ops.program.predicted_time import product_seconds
 from cutefce.ops.program.steps import Program, Step
 
-KL_BLOCKS, FIRST_BLOCKS, MIXTURE_BLOCKS = 6.25, 3.25, (10.5, 8.5)
+KL_BLOCKS, FIRST_BLOCKS = 6.25, 3.25
 """Blocks of rows that an element-wise step holds at a time on a CPU: of a KL divergence, less for
-factors of the side that it averages over, and of a mixture in the forward and in the backward.  A
-GPU fuses the steps."""
+factors of the side that it averages over.  A GPU fuses the steps."""
+BLOCKS = {"jsd": (10.5, 8.5), "tv": (6.25, 2.0)}
+"""Those of other divergences, in the forward and in the backward."""
 SUMS_PART = 96
 """Logits for a sum of them, at least: a kernel has two for its tiles of 192 classes."""
 
@@ -48,9 +50,10 @@ def scratch_bytes(p: DivergenceProblem, step: Step) -> int:
 
 def _blocks(p: DivergenceProblem, step: Step) -> float:
     """Return the blocks of rows that the element-wise part of a step holds at a time on a CPU."""
-    if p.first is None:
-        return MIXTURE_BLOCKS[step.kind is Kind.FACTORS]
-    is_first = step.kind is Kind.FACTORS and p.trained == [p.first]
+    is_factors = step.kind is Kind.FACTORS
+    if p.divergence in BLOCKS:
+        return BLOCKS[p.divergence][is_factors]
+    is_first = is_factors and p.trained == [FIRST[p.divergence]]
     return FIRST_BLOCKS if is_first else KL_BLOCKS
 
 

@@ -9,9 +9,12 @@ A divergence from a to b is summed as Σ_v a (log a - log b) + b - a over probab
 add up to 0 over all classes, and with them each term is 0 or more, and exact to rounding where both
 are close.  A wrong log-sum-exp changes such a sum in second order alone.
 
+Total variation is ½ Σ_v |a - b|.  Its derivative by a's logits is ½ a (s - Σ_u a_u s_u), where s is
+the sign of log a - log b: formed in the same way everywhere, so that a class has one sign.
+
 Factors are the derivatives of a row's divergence by its logits, without their scale and
 temperature, times `scale` (R,) and the derivative of the bound κ, `cap` (R,), if given.
-`kl` (R,) is the divergence of the row that they depend on.
+`kl` (R,) is the divergence of the row that they depend on, or the sum of a s.
 """
 
 import torch
@@ -27,24 +30,55 @@ def add_exps_(top: Tensor, total: Tensor, logits: Tensor) -> None:
     top.copy_(largest)
 
 
-def add_kl_(out: Tensor, a: Tensor, b: Tensor, lses: Tensor) -> None:
-    """Add KL(a || b) of these classes to `out` (R,)."""
+def add_kl_(out: Tensor, variation: Tensor, a: Tensor, b: Tensor, lses: Tensor) -> None:
+    """Add KL(a || b) of these classes to `out` (R,), and their total variation to `variation`."""
     p, q = _probabilities(a, lses[:, :2]), _probabilities(b, lses[:, 2:])
     ratio = _ratio(a, b, lses).neg_()
-    terms = _difference(p, q, ratio).sub_(ratio.mul_(p))
+    terms = _difference(p, q, ratio)
+    variation.add_(terms.abs().sum(1), alpha=0.5)
+    terms.sub_(ratio.mul_(p))
     # a class with probability 0, whose logit may be -inf, has no term but that of b
     out.add_(torch.where(p == 0, q, terms).sum(1))
 
 
 def add_mixture_kl_(
-    out: Tensor, a: Tensor, b: Tensor, lses: Tensor, share: Tensor, other: Tensor
+    out: Tensor,
+    variation: Tensor | None,
+    a: Tensor,
+    b: Tensor,
+    lses: Tensor,
+    share: Tensor,
+    other: Tensor,
 ) -> None:
-    """Add KL(a || m) of these classes to `out` (R,), with m = share a + other b."""
+    """Add KL(a || m) of these classes to `out` (R,), with m = share a + other b.
+
+    Add their total variation to `variation` (R,), if given.
+    """
     p, q = _probabilities(a, lses[:, :2]), _probabilities(b, lses[:, 2:])
     ratio = _ratio(a, b, lses)
-    to_b = _difference(p, q, -ratio).mul_(other)
+    to_b = _difference(p, q, -ratio)
+    if variation is not None:
+        variation.add_(to_b.abs().sum(1), alpha=0.5)
     terms = _log_ratio(ratio, share, other).mul_(p)
-    out.add_(torch.where(p == 0, 0, terms).add_(to_b).sum(1))
+    out.add_(torch.where(p == 0, 0, terms).add_(to_b.mul_(other)).sum(1))
+
+
+def add_variation_(
+    of_a: Tensor, of_b: Tensor, variation: Tensor, a: Tensor, b: Tensor, lses: Tensor
+) -> None:
+    """Add the total variation of these classes to `variation` (R,).
+
+    Add Σ a s to `of_a` (R,) and -Σ b s to `of_b`: half of what |a - b| ± (a + b) s adds up to,
+    which is NaN if either side is.
+    """
+    p, q = _probabilities(a, lses[:, :2]), _probabilities(b, lses[:, 2:])
+    ratio = _ratio(a, b, lses).neg_()
+    size = _difference(p, q, ratio).abs_().sum(1)
+    # the sign of NaN, of a class that both exclude, is 0
+    signed = ratio.sign_().mul_(p.add_(q)).sum(1)
+    of_a.add_(size - signed, alpha=0.5)
+    of_b.add_(size + signed, alpha=0.5)
+    variation.add_(size, alpha=0.5)
 
 
 def kl_factors_of_first_(
@@ -98,6 +132,21 @@ def mixture_factors_(
     p, ratio = _probabilities(a, lses[:, :2]), _ratio(a, b, lses)
     terms = _log_ratio(ratio, share, other).sub_(kl[:, None]).mul_(p).mul_(share)
     out.copy_(_scaled(torch.where(p == 0, 0, terms), a, cap, scale))
+
+
+def variation_factors_(
+    out: Tensor,
+    a: Tensor,
+    b: Tensor,
+    lses: Tensor,
+    kl: Tensor,
+    cap: Tensor | None,
+    scale: Tensor | None,
+) -> None:
+    """Write the factors of a's logits, for total variation and `kl` = Σ a s, to `out` (R, C)."""
+    signs = _ratio(a, b, lses).sign_()
+    terms = signs.sub_(kl[:, None]).mul_(_probabilities(a, lses[:, :2])).mul_(0.5)
+    out.copy_(_scaled(terms, a, cap, scale))
 
 
 def _probabilities(logits: Tensor, lses: Tensor) -> Tensor:

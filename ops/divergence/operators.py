@@ -47,7 +47,7 @@ _GRADIENTS = ", ".join(f"Tensor {x}{side}" for side in "st" for x in ("dx_", "dw
 
 
 def divergence(*arguments: Any) -> tuple[Tensor, Tensor]:
-    """Return the reduced divergence, and the statistics (6, N), 0 of tokens that do not count.
+    """Return the reduced divergence, and the statistics (7, N), 0 of tokens that do not count.
 
     The arguments are (N, D) and (V, D) of the student and of the teacher, (N,) targets or None, and
     those of `RECORDS`.

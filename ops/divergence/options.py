@@ -18,6 +18,8 @@ from cutefce.ops.schema import OperatorRecord, argument
 
 STUDENT, TEACHER = 0, 1
 """Indices of the sides."""
+FIRST = {"forward_kl": TEACHER, "reverse_kl": STUDENT}
+"""The side whose probabilities a KL divergence averages over."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,7 @@ class Divergence(OperatorRecord):
     divergence: str = argument(STRING)
     """One of `DIVERGENCES`; a JSD whose beta is 0 or 1 is one of the others by now."""
     beta: float = argument(NUMBER)
-    """β, the teacher's share of the JSD's mixture; no other divergence reads it."""
+    """β, the teacher's share of the JSD's mixture; 1/2 of total variation, and unread of a KL."""
     reduction: str = argument(STRING)
     """"mean", "sum" or "none"."""
     ignore_index: int = argument(INTEGER)
@@ -55,17 +57,19 @@ class Divergence(OperatorRecord):
         return self.divergence == "jsd"
 
     @property
-    def first(self) -> int:
-        """The side whose probabilities a KL divergence averages over."""
-        return TEACHER if self.divergence == "forward_kl" else STUDENT
+    def first(self) -> int | None:
+        """The side whose probabilities a KL averages over; None if each side has a statistic."""
+        return FIRST.get(self.divergence)
 
     def share(self, index: int) -> float:
-        """Return the share of a side in the JSD's mixture."""
+        """Return the share of a side in the JSD's mixture; of total variation, 1/2."""
         return self.beta if index == TEACHER else 1 - self.beta
 
     def values(self, stats: Tensor) -> Tensor:
-        """Return the divergences (M,) of the statistics (6, M) of a divergence's passes."""
-        of_student, of_teacher = stats[-2], stats[-1]
+        """Return the divergences (M,) of the statistics (7, M) of a divergence's passes."""
+        of_student, of_teacher, variation = stats[-3], stats[-2], stats[-1]
+        if self.divergence == "tv":
+            return variation
         if self.is_mixture:
             return (1 - self.beta) * of_student + self.beta * of_teacher
         return of_teacher if self.first == TEACHER else of_student
@@ -73,10 +77,11 @@ class Divergence(OperatorRecord):
     def boost(self, index: int) -> float:
         """Return the power of 2 that a side's factors in float16 are multiplied by.
 
-        Those of a JSD are at most twice the share of the side times the share's logarithm, those
-        that hold a difference of logits are not bounded, and the others are 1 at most.
+        Those of a JSD are at most twice the share of the side times the share's logarithm, and so
+        are those of total variation, 1/4.  Those that hold a difference of logits are not bounded,
+        and the others are 1 at most.
         """
-        if self.is_mixture:
+        if self.first is None:
             share = self.share(index)
             return 2.0 ** (12 - math.ceil(math.log2(max(-share * math.log(share), 2.0**-10))))
         return 2.0**4 if index == self.first else 2.0**12

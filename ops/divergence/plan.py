@@ -146,5 +146,5 @@ def problem_of(
         copied,
         scales_rows=not options.is_scalar or tensors.differ_by_token,
         sharded=sharding.group is not None,
-        first=None if options.is_mixture else options.first,
+        divergence=options.divergence,
     )

@@ -21,8 +21,8 @@ class DivergenceProblem:
     """Whether tokens differ in the factors of their gradients."""
     sharded: bool = False
     """Whether the classes are those of one rank of a group."""
-    first: int | None = 1
-    """The side whose probabilities a KL divergence averages over; None of a mixture."""
+    divergence: str = "forward_kl"
+    """Which one, with other element-wise steps."""
 
     @property
     def sides(self) -> tuple[Problem, Problem]:

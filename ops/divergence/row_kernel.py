@@ -30,8 +30,8 @@ class RowKernel:
     arch: str
     options: Divergence
     numbers: Tensor
-    """(4,) the shares of a JSD that the kernel's a and b have, each 1 of a KL divergence, and what
-    the factors of a, and those of b, are multiplied by."""
+    """(4,) the shares of a JSD or of total variation that the kernel's a and b have, each 1 of a KL
+    divergence, and what the factors of a, and those of b, are multiplied by."""
 
     @staticmethod
     def of(
@@ -57,7 +57,7 @@ class RowKernel:
         """
         numbers, order = like.new_ones(4, dtype=torch.float32), _order(options)
         for place, i in enumerate(order):
-            if options.is_mixture:
+            if options.first is None:
                 numbers[place] = options.share(i)
             if (scale := scales[i]) is not None:
                 numbers[place + len(order)] = scale
@@ -70,18 +70,19 @@ class RowKernel:
         outs: Sequence[FactorRows | None],
         sums: Sequence[Tensor | None] = (None, None),
     ) -> None:
-        """Write the statistics (6, R) of logits (R, V) of both sides, and their factors to `outs`.
+        """Write the statistics (7, R) of logits (R, V) of both sides, and their factors to `outs`.
 
         `sums` are those of `write_logits`.  Both `outs` have the same rows, and windows of a power
         of 2 of classes, or one of all.
         """
         (a, b), numbers = _order(self.options), self.numbers
-        if self.options.is_mixture and outs[a] is None and outs[b] is not None:
+        if self.options.first is None and outs[a] is None and outs[b] is not None:
             (a, b), numbers = (b, a), numbers.view(2, 2).flip(1).view(4)
         # 16 bits of either dtype
         memory = [None if x is None else x.memory.view(torch.bfloat16) for x in outs]
         wanted, given = [x is not None for x in outs], all(x is not None for x in sums)
-        spec = divergence_rows(self.arch, self.options.is_mixture, wanted[a], wanted[b], given)
+        form = "kl" if self.options.first is not None else self.options.divergence
+        spec = divergence_rows(self.arch, form, wanted[a], wanted[b], given)
         exchange = stats.new_empty(stats.shape[1] * spec.EXCHANGE)
         own_sums = (sums[a], sums[b]) if given else (None, None)
         operands = logits[a], logits[b], *own_sums, memory[a], memory[b], stats, exchange
@@ -104,5 +105,5 @@ def _unsupported_reason(side: Side) -> str | None:
 
 def _order(options: Divergence) -> tuple[int, int]:
     """Return the sides that the kernel has as a and b."""
-    a = STUDENT if options.is_mixture else options.first
+    a = STUDENT if options.first is None else options.first
     return a, STUDENT + TEACHER - a

@@ -7,7 +7,7 @@ from cutefce.ops.program.steps import Home
 SIDES = "student", "teacher"
 """The first words of names of buffers."""
 DX, DW = (Home.DX, Home.SECOND_DX), (Home.DW, Home.SECOND_DW)
-SUMS, STATS = 4, 6
+SUMS, STATS = 4, 7
 """Statistics of a token, of which the first ones make the log-sum-exps of both sides."""
 
 

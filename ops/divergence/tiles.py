@@ -1,8 +1,9 @@
 """Steps of tiles of logits: statistics of tokens, and factors.
 
 The statistics of a token are a number near the largest logit of the student, its log-sum-exp less
-that, the same of the teacher, and KL(student || x) and KL(teacher || x), where x is the other side
-or the JSD's mixture; one that is not needed is 0.
+that, the same of the teacher, KL(student || x) and KL(teacher || x), where x is the other side or
+the JSD's mixture, and total variation; a KL that is not needed is 0.  With total variation as the
+divergence, the sums of `elementwise.add_variation_` take the place of the KLs.
 """
 
 from collections.abc import Sequence
@@ -14,9 +15,11 @@ from cutefce.ops.divergence.elementwise import (
     add_exps_,
     add_kl_,
     add_mixture_kl_,
+    add_variation_,
     kl_factors_of_first_,
     kl_factors_of_second_,
     mixture_factors_,
+    variation_factors_,
 )
 from cutefce.ops.divergence.factors import FactorRows
 from cutefce.ops.divergence.inputs import Call, DivergenceInputs, matrix
@@ -147,13 +150,18 @@ def _add_exps(stats: Tensor, logits: Sequence[Tensor]) -> None:
 
 
 def _add_terms(x: DivergenceInputs, stats: Tensor, logits: Sequence[Tensor]) -> None:
-    for a in (STUDENT, TEACHER):
-        b = 1 - a
-        operands = stats[SUMS + a], logits[a], logits[b], _lses(stats, a)
+    of_student, of_teacher, variation = stats[SUMS:]
+    if x.options.divergence == "tv":
+        sums = of_student, of_teacher, variation
+        apply_rowwise(add_variation_, *sums, *logits, _lses(stats, STUDENT))
+        return
+    for a, out in ((STUDENT, of_student), (TEACHER, of_teacher)):
+        operands = logits[a], logits[1 - a], _lses(stats, a)
         if x.options.is_mixture:
-            apply_rowwise(add_mixture_kl_, *operands, whole=_shares(x, a))
+            once = variation if a == STUDENT else None
+            apply_rowwise(add_mixture_kl_, out, once, *operands, whole=_shares(x, a))
         elif a == x.options.first:
-            apply_rowwise(add_kl_, *operands)
+            apply_rowwise(add_kl_, out, variation, *operands)
 
 
 def _write_factors(
@@ -167,13 +175,15 @@ def _write_factors(
 ) -> None:
     """Write the factors (R, C) of the side `a` to `out`, times `scale`, () or (M,)."""
     b, cap, options = 1 - a, x.sides[a].cap, x.options
-    first = a if options.is_mixture else options.first
+    first = a if options.first is None else options.first
     if scale is not None:
         scale = scale[slice(*tokens)] if scale.ndim else scale.expand(len(out))
     cap = None if cap is None else cap[slice(*tokens)]
     operands = logits[a], logits[b], _lses(stats, a), stats[SUMS + first], cap, scale
     if options.is_mixture:
         apply_rowwise(mixture_factors_, out, *operands, whole=_shares(x, a))
+    elif options.divergence == "tv":
+        apply_rowwise(variation_factors_, out, *operands)
     elif a == first:
         apply_rowwise(kl_factors_of_first_, out, *operands)
     else:

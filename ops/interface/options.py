@@ -36,7 +36,7 @@ from cutefce.ops.schema import Argument, OperatorRecord, argument
 
 REDUCTIONS = ("mean", "sum", "none")
 REDUCTION, GRADIENT = one_of(REDUCTIONS), one_of(("exact", "sampled"))
-DIVERGENCES = ("forward_kl", "reverse_kl", "jsd")
+DIVERGENCES = ("forward_kl", "reverse_kl", "jsd", "tv")
 SAMPLES = INTEGER.of(
     lambda x: MIN_SAMPLES <= x <= MAX_SAMPLES, f"an integer from {MIN_SAMPLES} to {MAX_SAMPLES}"
 )
@@ -372,7 +372,8 @@ OTHERS = {
     **dict.fromkeys(("student_input", "student_weight"), Argument(TENSOR)),
     **dict.fromkeys(("teacher_input", "teacher_weight"), Argument(TENSOR)),
     **dict.fromkeys(("student_bias", "teacher_bias"), Argument(checks.BIAS)),
-    **dict.fromkeys(("bias", "return_lse", "enabled", "evaluation"), Argument(BOOL)),
+    **dict.fromkeys(("bias", "return_lse", "return_overlap"), Argument(BOOL)),
+    **dict.fromkeys(("enabled", "evaluation"), Argument(BOOL)),
     **dict.fromkeys(("in_features", "num_classes"), Argument(checks.SIZE)),
     "out_features": Argument(checks.SIZES),
     "workspace": Argument(checks.BYTES),

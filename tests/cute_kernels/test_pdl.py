@@ -72,8 +72,8 @@ MORE: dict[str, KernelSpec | None] = {
     "prepare_samples": PrepareSamplesSpec("sm_90a", "first"),
     "sort_samples": sort_entries("sm_90a", 500, softcap=False),
     "sparse_rows": SparseRowsSpec("sm_90a", "bfloat16", "hidden", blocks=3),
-    "divergence of rows": divergence_rows("sm_90a", True, True, True),
-    "divergence of rows, read once": divergence_rows("sm_90a", False, False, True, True),
+    "divergence of rows": divergence_rows("sm_90a", "jsd", True, True),
+    "divergence of rows, read once": divergence_rows("sm_90a", "kl", False, True, True),
     "logits": logits_kernel(Sm90(), "bfloat16"),
 }
 for name, kernels in SETS.items():  # Blackwell's project_exp does not use PDL

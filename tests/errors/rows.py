@@ -637,6 +637,7 @@ WRONG: dict[str, list[Row]] = {
         ),
     ],
     "return_lse": BOOLS,
+    "return_overlap": BOOLS,
     "options": [
         Row(
             {"chunk": 4},
@@ -749,7 +750,9 @@ WRONG: dict[str, list[Row]] = {
     "evaluation": BOOLS,
     "divergence": [
         Row(None, TypeError, f"got None (NoneType), {STRING}"),
-        Row("tv", ValueError, "got 'tv', expected one of ('forward_kl', 'reverse_kl', 'jsd')"),
+        Row(
+            "kl", ValueError, "got 'kl', expected one of ('forward_kl', 'reverse_kl', 'jsd', 'tv')"
+        ),
     ],
     "beta": [
         Row("0.5", TypeError, f"got '0.5' (str), {NUMBER} or None", also={"divergence": "jsd"}),
@@ -765,6 +768,12 @@ WRONG: dict[str, list[Row]] = {
             ValueError,
             "got 0 with divergence='reverse_kl', expected None, or divergence='jsd'",
             also={"divergence": "reverse_kl"},
+        ),
+        Row(
+            0.5,
+            ValueError,
+            "got 0.5 with divergence='tv', expected None, or divergence='jsd'",
+            also={"divergence": "tv"},
         ),
     ],
     "student_input": [

@@ -15,7 +15,7 @@ from cutefce.cute_kernels.gpu import Gpu
 from cutefce.cute_kernels.spec.divergence import DivergenceRowsSpec
 from cutefce.ops.divergence import row_kernel
 from cutefce.ops.divergence.factors import FactorRows
-from cutefce.ops.divergence.options import Divergence
+from cutefce.ops.divergence.options import FIRST, Divergence
 from cutefce.ops.divergence.sides import Side
 from tests.emulation.hopper import run
 from tests.support import tiers
@@ -31,7 +31,7 @@ SIZES = {
     "held and read again": (2, 5 * 2048 + 264),
 }
 STUDENT, TEACHER = 0, 1
-FORMS = {"jsd": STUDENT, "forward_kl": TEACHER, "reverse_kl": STUDENT}
+FORMS = {"jsd": STUDENT, "forward_kl": TEACHER, "reverse_kl": STUDENT, "tv": STUDENT}
 """The side that the kernel has first."""
 
 
@@ -39,13 +39,15 @@ class Result(NamedTuple):
     """What the kernel writes."""
 
     stats: Tensor
-    """(6, R)"""
+    """(7, R)"""
     factors: list[Tensor | None]
     """(R, V) of the student and of the teacher."""
 
     def divergence(self, form: str, beta: float = BETA) -> Tensor:
         """Return the divergences (R,)."""
-        of_student, of_teacher = self.stats[4], self.stats[5]
+        of_student, of_teacher, variation = self.stats[4], self.stats[5], self.stats[6]
+        if form == "tv":
+            return variation
         if form == "jsd":
             return (1 - beta) * of_student + beta * of_teacher
         return of_teacher if form == "forward_kl" else of_student
@@ -68,7 +70,7 @@ def computed(
     Factors are in windows of `columns` classes, None for one of all; other memory is not written.
     """
     (rows, vocab), first = logits[0].shape, FORMS[form]
-    stats = torch.full((6, rows + 1), torch.nan)[:, :rows]
+    stats = torch.full((7, rows + 1), torch.nan)[:, :rows]
     columns, before, shift = columns or vocab, 0 if columns is None else 3, 31
     if columns < vocab:
         shift = columns.bit_length() - 1
@@ -80,9 +82,10 @@ def computed(
             places[side] = FactorRows(memory, before, rows, vocab, columns, pitch)
     memories = [place and place.memory.view(torch.bfloat16) for place in places]
     a, b = wanted[first], wanted[1 - first]
-    kernel = DivergenceRowsSpec("sm_90a", form == "jsd", a, b, 64, held, sums_given=parts > 0)
+    own = "kl" if form in FIRST else form
+    kernel = DivergenceRowsSpec("sm_90a", own, a, b, 64, held, sums_given=parts > 0)
     sums = [sums_of(x, parts) if parts else None for x in logits]
-    shares = [1 - beta, beta] if form == "jsd" else [1.0, 1.0]
+    shares = {"jsd": [1 - beta, beta], "tv": [0.5, 0.5]}.get(form, [1.0, 1.0])
     run(
         kernel,
         logits[first],
@@ -134,8 +137,9 @@ def check(
         top, rest = got.stats[2 * side : 2 * side + 2].double()
         torch.testing.assert_close(top, x.amax(1).detach(), rtol=1e-6, atol=1e-6)
         torch.testing.assert_close(top + rest, x.logsumexp(1).detach(), rtol=2e-7, atol=1e-6)
-    error = (got.divergence(form, beta).double() - want).abs()
-    assert (error <= bound * want).all()
+    variation = token_divergences(*wide, divergence="tv").detach()
+    for found, value in ((got.divergence(form, beta), want), (got.stats[6], variation)):
+        assert ((found.double() - value).abs() <= bound * value).all()
     for factors, gradient in zip(got.factors, gradients, strict=True):
         if factors is not None:
             rounding = distance(gradient.to(dtype), gradient)
@@ -200,7 +204,7 @@ def test_classes_that_both_exclude(form: str) -> None:
     for x in logits:
         x[:, 200:] = -torch.inf
     got, want = computed(logits, form), computed([x[:, :200].clone() for x in logits], form)
-    torch.testing.assert_close(got.divergence(form), want.divergence(form))
+    torch.testing.assert_close(got.stats[4:], want.stats[4:])
     for a, b in zip(got.factors, want.factors, strict=True):
         assert a is not None and b is not None
         torch.testing.assert_close(a[:, :200], b, rtol=2**-7, atol=1e-7)

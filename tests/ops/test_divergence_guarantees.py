@@ -27,6 +27,7 @@ from tests.support.tiers import pairwise, rest_slow
         (torch.nan, "JSD"),
         (torch.inf, "reverse KL"),
         (1e38, "JSD, mostly student"),
+        (torch.nan, "total variation"),
     ],
 )
 def test_ignored_tokens_may_hold_anything(
@@ -59,14 +60,14 @@ def test_nothing_to_compute(reduction: str, dtype: torch.dtype, plan: str, devic
         assert not loss.any() and not any(x.any() for x in gradients)
 
 
-@pairwise(plan=[*PLANS], side=[0, 2])
-def test_a_bad_token_stays_alone(side: int, plan: str, device: str) -> None:
+@pairwise(form=["JSD", "total variation"], plan=[*PLANS], side=[0, 2])
+def test_a_bad_token_stays_alone(side: int, plan: str, form: str, device: str) -> None:
     case = heads(60, (16, 12), 133, device=device, ignored=0)
     with planned(plan):
-        good = ours(case, divergence="jsd")
+        good = ours(case, **FORMS[form])
         with torch.no_grad():
             case.tensors[side][7, 2] = torch.nan
-        bad = ours(case, divergence="jsd")
+        bad = ours(case, **FORMS[form])
     rest = torch.arange(60, device=device) != 7
     for i in (0, 1, 3):
         assert bad[i][7].isnan().any()
@@ -109,7 +110,7 @@ def test_compiled_calls_are_those_of_eager(workspace: str, reduction: str, devic
 
     def step(*given: Tensor) -> Tensor:
         h_s, w_s, h_t, w_t, y = given
-        return cutefce.linear_divergence(
+        loss, overlap = cutefce.linear_divergence(
             h_s,
             w_s,
             h_t,
@@ -118,8 +119,10 @@ def test_compiled_calls_are_those_of_eager(workspace: str, reduction: str, devic
             divergence="jsd",
             beta=0.3,
             reduction=reduction,
+            return_overlap=True,
             workspace=workspace,
-        ).sum()
+        )
+        return (loss * overlap if loss.ndim else loss + overlap.mean()).sum()
 
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
     for tokens in (60, 41, 7):

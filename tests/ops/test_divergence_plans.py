@@ -34,9 +34,11 @@ USES: dict[str, dict[str, Any]] = {
     "biases": {"biases": True},
     "half ignored": {"ignored": 0.5},
     "each token's KL": {"trained": "student"},
+    "total variation": {},
 }
 CALLS: dict[str, dict[str, Any]] = {
     "each token's KL": {"divergence": "forward_kl", "reduction": "none"},
+    "total variation": {"divergence": "tv"},
 }
 """Arguments of calls, where they are not those of a JSD."""
 NARROW = "narrow heads, many tokens"
@@ -46,6 +48,7 @@ MEMORY = [
     ("few tokens, a wide vocabulary", "student", torch.float32, "min"),
     *((size, "student", torch.bfloat16, budget) for size in SHAPES for budget in BUDGETS),
     *((size, "student", torch.float32, "min") for size in SHAPES),
+    *((size, "total variation", torch.float32, budget) for size in SHAPES for budget in BUDGETS),
     *((NARROW, use, torch.bfloat16, budget) for use in USES for budget in ("min", 12 << 20)),
     (NARROW, "both", torch.float64, "max"),
 ]
@@ -145,8 +148,9 @@ def random_problem(draw: random.Random) -> DivergenceProblem:
         side = Problem(tokens, size, vocab, dtype, "cuda", trained[0], trained[1], grad_bias=bias)
         sides.append(side)
     student, teacher = sides
-    flags = (draw.random() < 0.2 for _ in range(2))
-    return DivergenceProblem(student, teacher, tokens + draw.choice([0, tokens]), 0, *flags)
+    flags = [draw.random() < 0.2 for _ in range(2)]
+    every = tokens + draw.choice([0, tokens])
+    return DivergenceProblem(student, teacher, every, 0, flags[0], flags[1])
 
 
 @pytest.mark.parametrize("draws", rest_slow([range(8), range(8, 100)]))

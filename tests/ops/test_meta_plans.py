@@ -14,6 +14,7 @@ from cutefce.ops.divergence.plan import make_plan
 from cutefce.ops.divergence.problem import DivergenceProblem
 from cutefce.ops.dtypes import dtype_name
 from cutefce.ops.interface import checks
+from cutefce.ops.interface.options import DIVERGENCES
 from cutefce.ops.program.cost_model import CostModel
 from cutefce.ops.program.plan import plan as make_loss_plan
 from cutefce.ops.program.problem import LossProblem
@@ -78,14 +79,14 @@ def test_options_are_planned(name: str) -> None:
         assert cutefce.plan(h, w).workspace_bytes < 100 << 20
 
 
-@pytest.mark.parametrize("is_jsd", [False, True])
-def test_a_plan_of_a_divergence_is_that_of_a_gpu(is_jsd: bool) -> None:
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+def test_a_plan_of_a_divergence_is_that_of_a_gpu(divergence: str) -> None:
     sizes = TOKENS, HIDDEN, VOCAB, "bfloat16", "cuda"
     sides = Problem(*sizes), Problem(*sizes, False, False)
-    want = make_plan(DivergenceProblem(*sides, TOKENS, first=None if is_jsd else 1), 1 << 30)
+    want = make_plan(DivergenceProblem(*sides, TOKENS, divergence=divergence), 1 << 30)
     h, w = empty(8, TOKENS // 8, HIDDEN), empty(VOCAB, HIDDEN)
     form: dict[str, Any] = {"temperature": (0.9, 1.1), "workspace": 1 << 30}
-    form |= {"divergence": "jsd"} if is_jsd else {}
+    form |= {"divergence": divergence}
     heads = h, w, h.detach(), w.detach()
     assert cutefce.plan_divergence(*heads, **form) == want
 

@@ -20,7 +20,10 @@ OPTIONS: dict[str, Any] = {"softcap": (3.0, None), "logit_scale": (0.5, 2.0), "t
 def results(
     case: Heads, sizes: tuple[int, ...] | None, form: dict[str, Any]
 ) -> list[tuple[Tensor, ...]]:
-    """Return values and gradients of reductions and workspaces, of this rank's classes."""
+    """Return values and gradients of reductions and workspaces, of this rank's classes.
+
+    The values are divergences and overlaps.
+    """
     sharing: dict[str, Any] = {}
     h_s, w_s, h_t, w_t = case.tensors
     biases = dict(case.biases)
@@ -33,11 +36,12 @@ def results(
     for reduction in ("mean", "none"):
         for workspace in ("max", "min"):
             more = {"reduction": reduction, "workspace": workspace, **OPTIONS, **form}
-            loss = cutefce.linear_divergence(
-                h_s, w_s, h_t, w_t, case.target, **biases, **more, **sharing
+            loss, overlap = cutefce.linear_divergence(
+                h_s, w_s, h_t, w_t, case.target, return_overlap=True, **biases, **more, **sharing
             )
             upstream = case.upstream.to(loss.dtype) if loss.ndim else None
-            found.append((loss.detach(), *torch.autograd.grad(loss, leaves, upstream)))
+            values = torch.cat([loss.detach().reshape(-1), overlap])
+            found.append((values, *torch.autograd.grad(loss, leaves, upstream)))
     return found
 
 
@@ -50,7 +54,7 @@ def test_divergences_equal_one_process(
     for *every, want in zip(*shares, results(case, None, form), strict=True):
         for number, one in enumerate(want):
             parts = [each[number] for each in every]
-            if number in (0, 1, 3):  # the divergence and the gradients of hidden states
+            if number in (0, 1, 3):  # the divergence, overlaps, and the gradients of hidden states
                 assert all(torch.equal(x, parts[0]) for x in parts)
                 torch.testing.assert_close(parts[0], one, rtol=1e-10, atol=1e-13)
             else:

@@ -27,6 +27,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "JSD": {"divergence": "jsd"},
     "JSD, mostly student": {"divergence": "jsd", "beta": 0.1},
     "JSD, nearly teacher": {"divergence": "jsd", "beta": 0.999},
+    "total variation": {"divergence": "tv"},
 }
 PLANS: dict[str, DivergenceLayout] = {
     "two passes": DivergenceLayout(64, 32 * 64, passes=2),
@@ -191,6 +192,8 @@ def token_divergences(
         share = torch.tensor([1 - beta, beta], dtype=torch.float64).log().to(log_p)
         log_m = torch.logaddexp(log_p + share[0], log_q + share[1])
         return beta * _kl(log_q, log_m) + (1 - beta) * _kl(log_p, log_m)
+    if divergence == "tv":
+        return (log_p.exp() - log_q.exp()).abs().sum(-1) / 2
     is_reverse = divergence == "reverse_kl" or (divergence == "jsd" and beta == 1)
     return _kl(log_p, log_q) if is_reverse else _kl(log_q, log_p)
 

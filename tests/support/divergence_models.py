@@ -38,25 +38,27 @@ def divergence_rows(
             torch.testing.assert_close(lse, x.double().logsumexp(1), rtol=1e-6, atol=1e-5)
     for written, out in ((kernel.factors_a, out_a), (kernel.factors_b, out_b)):
         assert written == (out is not None) and (out is None or out.dtype == torch.bfloat16)
-    form: dict[str, Any] = {"divergence": "forward_kl"}
-    if kernel.mixture:
-        form = {"divergence": "jsd", "beta": float(numbers[1])}
+    form: dict[str, Any] = {"divergence": "reverse_kl" if kernel.form == "kl" else kernel.form}
+    if kernel.form == "jsd":
+        form["beta"] = float(numbers[1])
     with torch.enable_grad():
         wide = [x.double().requires_grad_() for x in (a, b)]
-        loss = token_divergences(wide[1], wide[0], **form)
-        if kernel.mixture:
-            loss = token_divergences(*wide, **form)
+        loss = token_divergences(*wide, **form)
         gradients = torch.autograd.grad(loss.sum(), wide)
     logs = [x.double().log_softmax(1) for x in (a, b)]
     kls = [loss, torch.zeros_like(loss)]
-    if kernel.mixture:
+    if kernel.form == "jsd":
         shares = numbers[:2].double()
         m = (shares[0] * logs[0].exp() + shares[1] * logs[1].exp()).log()
         kls = [(x.exp() * (x - m)).sum(1) for x in logs]
+    if kernel.form == "tv":
+        signs = (logs[0] - logs[1]).sign()
+        kls = [(logs[0].exp() * signs).sum(1), -(logs[1].exp() * signs).sum(1)]
     for i, x in zip((side, 1 - side), (a, b), strict=True):
         stats[2 * i] = x.amax(1)
         stats[2 * i + 1] = x.double().logsumexp(1) - x.amax(1)
     stats[4 + side], stats[5 - side] = (kl.detach() for kl in kls)
+    stats[6] = token_divergences(a.double(), b.double(), divergence="tv")
     (rows, vocab), given = a.shape, zip((out_a, out_b), gradients, numbers[2:], strict=True)
     assert shift == (31 if columns >= vocab else columns.bit_length() - 1)
     for pitch, (out, gradient, scale) in zip(pitches, given, strict=True):

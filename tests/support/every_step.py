@@ -65,7 +65,7 @@ def steps(dtype: torch.dtype) -> Iterator[str]:
             found = cutefce.linear_log_probs(h, w, y, outputs=outputs, **more)
             found.log_probs.sum().backward()
             yield f"log-probabilities and {outputs}, workspace {workspace}"
-        for divergence in ("forward_kl", "reverse_kl", "jsd"):
+        for divergence in ("forward_kl", "reverse_kl", "jsd", "tv"):
             h_t, w_t = (x.detach() for x in operands(TOKENS, VOCAB - 1, dtype))
             heads = h, w[: VOCAB - 1], h_t, w_t
             cutefce.linear_divergence(*heads, divergence=divergence, **more).backward()

@@ -16,6 +16,7 @@ from cutefce.ops.divergence.factors import FactorRows
 from cutefce.ops.divergence.logits import launch
 from cutefce.ops.divergence.options import Divergence
 from cutefce.ops.divergence.row_kernel import RowKernel
+from cutefce.ops.divergence.steps import STATS
 from cutefce.ops.interface.options import DIVERGENCES
 from cutefce.ops.primitives.cute_projection import CuteProjection
 from cutefce.ops.primitives.primitives import Primitives
@@ -49,7 +50,7 @@ def divergence_outputs(case: Case, primitives: Primitives) -> dict[str, CheckedO
         )
         factors = [like.new_empty(ROWS, CLASSES) if given else None for given in wanted]
         if on_kernels:
-            stats, scale = logits[0].new_empty(6, ROWS), logits[0].new_full((), SCALE)
+            stats, scale = logits[0].new_empty(STATS, ROWS), logits[0].new_full((), SCALE)
             sums = [_sums_of(x) if sums_given and kernel else None for x in logits]
             outs = [None if x is None else FactorRows.of(x) for x in factors]
             RowKernel.with_scales(arch, options, [scale, scale], scale).run(
@@ -99,6 +100,7 @@ def _write_defined(
             student, teacher = (options.share(side) * logs[side].exp() for side in (0, 1))
             others = [(student + teacher).log()] * 2
         rows = [(x.exp() * (x - y)).sum(1) for x, y in zip(logs, others, strict=True)]
+        rows.append((logs[0].exp() - logs[1].exp()).abs().sum(1) / 2)
         values = options.values(torch.stack(rows))
         gradients = torch.autograd.grad(values.sum(), wide)
     for out, gradient in zip(factors, gradients, strict=True):
