@@ -1,5 +1,7 @@
 """All experiments of one GPU in one process, which imports and loads once."""
 
+import time
+
 import click
 
 import cutefce
@@ -38,4 +40,6 @@ def command(context: click.Context) -> None:
     """Everything that one GPU measures, or a CPU."""
     for module in (*EXPERIMENTS, *(GPU_EXPERIMENTS if DEVICE == "cuda" else ())):
         cutefce.set_strict(False)  # an experiment before may have set it
+        begin = time.perf_counter()
         context.invoke(module.command)
+        click.echo(f"{module.command.name}: {time.perf_counter() - begin:.0f} s in all")

@@ -130,6 +130,22 @@ def readme() -> Iterator[Table | Words]:
         "estimates its gradients: {} to {} in {} to {} MiB",
         [f"{min(ratios):.2f}", f"{max(ratios):.2f}", f"{min(memory):.0f}", f"{max(memory):.0f}"],
     )
+    types = "{} of the {} types of causal language models of transformers {} that"
+    yield Words(types, _deferred())
+
+
+def _deferred() -> list[str]:
+    """Return how many types of causal LMs are fused, of how many that run, and of which version."""
+    header, rows = newest(RESULTS / "cpu", "causal_lms")
+    fused = sum(row["outcome"] == "fused" for row in rows)
+    has_run = sum(row["outcome"] != "not run" for row in rows)
+    version = header["versions"]["transformers"].rpartition(".")[0]
+    return [f"{fused}", f"{has_run}", version]
+
+
+def defer_page() -> Iterator[Table | Words]:
+    """Yield the parts of docs/defer.md."""
+    yield Words("{} of the {} types of transformers {} that can be built tiny", _deferred())
 
 
 def memory_page() -> Iterator[Table | Words]:
@@ -370,6 +386,7 @@ def planning_page() -> Iterator[Table | Words]:
 
 PAGES: dict[str, Callable[[], Iterator[Table | Words]]] = {
     "README.md": readme,
+    "docs/defer.md": defer_page,
     "docs/distillation.md": distillation_page,
     "docs/gpu.md": gpu_page,
     "docs/internals/method.md": method_page,
