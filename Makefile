@@ -121,7 +121,7 @@ autotune: .venv/ready
 	$(BIN)/python -m cutefce tune --output-dir autotune_cache $(ARGS)
 
 # all results, plots and the report of this machine's GPU; ARGS=--resume continues an interrupted run,
-# ARGS="--resume --minutes 8" a part of it
+# ARGS="--resume --minutes 7" a part of it
 bench: .venv/bench
 	$(BIN)/python -m bench $(ARGS) all
 	$(BIN)/python -m bench report
