@@ -5,7 +5,7 @@ BIN := .venv/bin
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test test-all test-gpu-smoke test-gpu test-integrations test-integrations-all faults \
-  sanitize lines lint type kernels wheel wheel-check site autotune bench clean
+  sanitize lines lint type kernels wheel wheel-check site autotune bench bench-quick bench-report clean
 
 CONSTRAINTS := --constraint constraints.txt --constraint constraints-integrations.txt
 # what is never imported is not compiled to bytecode: half of the installation's time
@@ -120,14 +120,25 @@ site: .venv/ready
 autotune: .venv/ready
 	$(BIN)/python -m cutefce tune --output-dir autotune_cache $(ARGS)
 
-# all results, plots and the report of this machine's GPU; ARGS=--resume as above
-BENCHMARKS := paper step peers steady-state max-tokens breakdown stability loss-curves
-GPU_BENCHMARKS := forward few-tokens cpu-overhead first-call tuned training-step sampled-curves
-BENCHMARKS += $(if $(shell nvidia-smi -L 2>&1 | grep GPU),$(GPU_BENCHMARKS))
-bench: .venv/ready
-	$(INSTALL) $(CONSTRAINTS) --editable '.[bench]'
-	for name in $(BENCHMARKS); do $(BIN)/python -m bench $(ARGS) $$name || exit 1; done
+# all results, plots and the report of this machine's GPU; ARGS=--resume continues an interrupted run,
+# ARGS="--resume --minutes 7" a part of it
+bench: .venv/bench
+	$(BIN)/python -m bench $(ARGS) all
 	$(BIN)/python -m bench report
+
+# the README's table and plot on this machine's GPU, in build/bench-quick/<gpu>/report.md
+bench-quick: .venv/bench
+	$(BIN)/python -m bench --output build/bench-quick $(ARGS) quick
+	$(BIN)/python -m bench --output build/bench-quick report
+
+# reports, plots, and the figures of the README and the docs, from the committed results
+bench-report: .venv/ready
+	$(BIN)/python -m bench report bench/results/nvidia_*
+	$(BIN)/python -m bench figures
+
+.venv/bench: .venv/ready
+	$(INSTALL) $(CONSTRAINTS) --editable '.[bench]'
+	touch $@
 
 clean:
 	rm -rf .venv build dist demo-output *.egg-info

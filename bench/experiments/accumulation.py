@@ -34,9 +34,8 @@ SHAPES = {
     "cpu": (CPU_SHAPE,),
     "cuda": (Shape(32768, 4096, 131072, "bfloat16"), Shape(8192, 4096, 131072, "bfloat16")),
 }
-WORKSPACES: dict[str, str | int | None] = {
+WORKSPACES: dict[str, str | int] = {
     "max": "max",
-    "default": None,
     "1.1 GiB": 11 * (1 << 30) // 10,
     "300 MiB": 300 << 20,
     "min": "min",
@@ -70,15 +69,15 @@ class Row:
 
 @click.command("accumulation")
 @shape_options
-@repeats_option(9)
+@repeats_option
 @click.pass_obj
-def command(output: Output, /, repeats: int, **sizes: Any) -> None:
+def command(output: Output, /, repeats: int | None, **sizes: Any) -> None:
     """Steps that add dW to a float32 buffer, in the backward or in the forward."""
     name, shapes = chosen_shapes("accumulation", SHAPES[DEVICE], sizes)
     output.record(name, per_shape(shapes, functools.partial(run, device=DEVICE, repeats=repeats)))
 
 
-def run(shape: Shape, device: str, repeats: int) -> list[Row]:
+def run(shape: Shape, device: str, repeats: int | None) -> list[Row]:
     """Measure every implementation, interleaved, on random inputs."""
     h, w, y = random_inputs(shape, device)
     buffer = torch.zeros(w.shape, device=device)

@@ -50,15 +50,16 @@ class Row:
     """Time over that of one product in the same run."""
     peak_mib: float | None = None
     """Peak memory in MiB beyond the inputs and the gradients."""
+    quartiles_ms: tuple[float, float] | None = None
     note: str = ""
     """Why there are no numbers."""
 
 
 @click.command("divergence")
 @shape_options
-@repeats_option(9)
+@repeats_option
 @click.pass_obj
-def command(output: Output, /, repeats: int, **sizes: Any) -> None:
+def command(output: Output, /, repeats: int | None, **sizes: Any) -> None:
     """Divergences of a student and a teacher, against all logits and Liger."""
     shape = chosen_shape(CPU_SHAPE if DEVICE == "cpu" else SHAPE, sizes)
     measurements = [
@@ -68,7 +69,7 @@ def command(output: Output, /, repeats: int, **sizes: Any) -> None:
     output.record("divergence", measurements)
 
 
-def run(shape: Shape, divergence: str, repeats: int) -> list[Row]:
+def run(shape: Shape, divergence: str, repeats: int | None) -> list[Row]:
     """Measure every implementation of one divergence, interleaved."""
     h, w, y = random_inputs(shape, DEVICE)
     h_t, w_t = (x.detach() for x in random_inputs(shape, DEVICE)[:2])
@@ -104,7 +105,8 @@ def run(shape: Shape, divergence: str, repeats: int) -> list[Row]:
         ratio = timing.median_ms / times[PRODUCT].median_ms
         beyond = h.shape[0] * w.shape[0] * h.element_size() if name == PRODUCT else gradients
         peak = (peak_bytes(calls[name], DEVICE) - beyond) / 2**20
-        rows.append(Row(*sizes, divergence, name, timing.median_ms, ratio, peak))
+        time = timing.median_ms
+        rows.append(Row(*sizes, divergence, name, time, ratio, peak, timing.quartiles_ms))
     return rows
 
 

@@ -3,6 +3,11 @@
 GEMM                    torch.mm(h, w.t())
 cutefce                 torch.ops.cutefce.loss without gradients
 cutefce, exps stored    the forward of a training step that stores every exponential
+
+Few tokens do not fill a tile.  There the step is measured, too:
+
+GEMMs                   the three GEMMs of a step
+cutefce, step           forward and backward with workspace="max"
 """
 
 import functools
@@ -13,27 +18,19 @@ import torch
 
 import cutefce
 from bench.harness.cli import Output, gpu_only, per_shape, repeats_option
-from bench.harness.problems import Shape, random_inputs
+from bench.harness.problems import Shape, cutefce_loss, gradients, plain_gemms, random_inputs
 from bench.harness.timing import Call, interleaved, peak_bytes, preceding_gemms
 
-SHAPES = tuple(
-    Shape(tokens, hidden, vocab, "bfloat16")
-    for tokens, hidden, vocab in (
-        (8192, 4096, 131072),
-        (8192, 2304, 256000),
-        (1024, 4096, 262144),
-        (16384, 7168, 129280),
-        (4096, 4096, 128256),
-        (32768, 4096, 262144),
-        (384, 4096, 131072),
-        (256, 4096, 131072),
-        (64, 4096, 131072),
-        (8, 4096, 131072),
-        (1, 4096, 131072),
-    )
+FEW = 383
+"""Most tokens of which the step is measured."""
+SHAPES = (
+    *(Shape(n, 4096, 131072, "bfloat16") for n in (8192, FEW, 200, 100, 65, 1)),
+    Shape(8192, 2304, 256000, "bfloat16"),
+    Shape(16384, 7168, 129280, "bfloat16"),
 )
 MAX_STORED_BYTES = 8 << 30
 """Limit of the exponentials that the third implementation stores."""
+GEMM, GEMMS, STEP = "GEMM", "GEMMs", "cutefce, step"
 
 
 @dataclass(frozen=True)
@@ -47,38 +44,43 @@ class Row:
     median_ms: float
     quartiles_ms: tuple[float, float]
     ratio_to_gemm: float
+    """Of a step: over the three GEMMs."""
     tflops: float
     peak_mib: float
-    """Peak memory in MiB beyond the inputs and any stored exponentials."""
+    """Peak memory in MiB beyond the inputs and stored exponentials; of a step, beyond inputs."""
 
 
 @click.command("forward")
-@repeats_option(30)
+@repeats_option
 @click.pass_obj
 @gpu_only
-def command(output: Output, /, repeats: int) -> None:
-    """The forward on a GPU, against the plain GEMM."""
+def command(output: Output, /, repeats: int | None) -> None:
+    """The forward on a GPU, and steps of few tokens, against the plain GEMMs."""
     output.record("forward", per_shape(SHAPES, functools.partial(run, repeats=repeats)))
 
 
-def run(shape: Shape, repeats: int) -> list[Row]:
+def run(shape: Shape, repeats: int | None) -> list[Row]:
     """Measure every implementation at `shape` on random inputs."""
     calls = _calls(shape)
     times = interleaved(calls, "cuda", repeats, before=preceding_gemms("cuda"))
-    return [
-        Row(
-            tokens=shape.tokens,
-            hidden=shape.hidden,
-            vocab=shape.vocab,
-            implementation=name,
-            median_ms=timing.median_ms,
-            quartiles_ms=timing.quartiles_ms,
-            ratio_to_gemm=timing.median_ms / times["GEMM"].median_ms,
-            tflops=shape.gemm_flop / timing.median_ms / 1e9,
-            peak_mib=peak_bytes(calls[name], "cuda") / 2**20,
+    rows = []
+    for name, timing in times.items():
+        is_step = name in (GEMMS, STEP)
+        base = times[GEMMS if is_step else GEMM]
+        rows.append(
+            Row(
+                tokens=shape.tokens,
+                hidden=shape.hidden,
+                vocab=shape.vocab,
+                implementation=name,
+                median_ms=timing.median_ms,
+                quartiles_ms=timing.quartiles_ms,
+                ratio_to_gemm=timing.median_ms / base.median_ms,
+                tflops=(3 if is_step else 1) * shape.gemm_flop / timing.median_ms / 1e9,
+                peak_mib=peak_bytes(calls[name], "cuda") / 2**20,
+            )
         )
-        for name, timing in times.items()
-    ]
+    return rows
 
 
 def _calls(shape: Shape) -> dict[str, Call]:
@@ -90,10 +92,15 @@ def _calls(shape: Shape) -> dict[str, Call]:
         with torch.no_grad():
             torch.ops.cutefce.loss(h, w, y)
 
-    def with_exps_stored() -> None:
-        cutefce.linear_cross_entropy(h.requires_grad_(), w.requires_grad_(), y, workspace="max")
+    leaves = h.detach().requires_grad_(), w.detach().requires_grad_()
 
-    calls: dict[str, Call] = {"GEMM": lambda: torch.mm(h, w.t(), out=z), "cutefce": loss}
+    def with_exps_stored() -> None:
+        cutefce.linear_cross_entropy(*leaves, y, workspace="max")
+
+    calls: dict[str, Call] = {GEMM: lambda: torch.mm(h, w.t(), out=z), "cutefce": loss}
     if z.nbytes <= MAX_STORED_BYTES:
         calls["cutefce, exps stored"] = with_exps_stored
+    if shape.tokens <= FEW:
+        calls[GEMMS] = plain_gemms(h, w, y)
+        calls[STEP] = functools.partial(gradients, cutefce_loss("max"), h, w, y)
     return calls

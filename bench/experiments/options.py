@@ -37,13 +37,14 @@ class Row:
     """Peak memory in MiB beyond the inputs and the gradients."""
     more_mib: float | None = None
     """Beyond that of the plain call."""
+    quartiles_ms: tuple[float, float] | None = None
 
 
 @click.command("options")
 @shape_options
-@repeats_option(9)
+@repeats_option
 @click.pass_obj
-def command(output: Output, /, repeats: int, **sizes: Any) -> None:
+def command(output: Output, /, repeats: int | None, **sizes: Any) -> None:
     """Options and outputs of the loss, against the plain call."""
     shape = chosen_shape(CPU_SHAPE if DEVICE == "cpu" else SHAPE, sizes)
     measurements = [
@@ -106,7 +107,7 @@ def value(h: Tensor, w: Tensor, y: Tensor, workspace: str | None, given: dict[st
     return sum((getattr(rows, name).mean() for name in names), start=h.new_zeros(()))
 
 
-def run(shape: Shape, workspace: str, repeats: int) -> list[Row]:
+def run(shape: Shape, workspace: str, repeats: int | None) -> list[Row]:
     """Measure every option with one workspace, interleaved with the plain call."""
     h, w, y = random_inputs(shape, DEVICE)
     has_gradient = workspace != "forward"
@@ -130,6 +131,7 @@ def run(shape: Shape, workspace: str, repeats: int) -> list[Row]:
             times[name].median_ms / times[PLAIN].median_ms,
             peaks[name] - gradients,
             peaks[name] - peaks[PLAIN],
+            times[name].quartiles_ms,
         )
         for name in calls
     ]

@@ -28,7 +28,6 @@ from bench.harness.cli import (
     DEVICE,
     Output,
     chosen_shape,
-    repeats_option,
     shape_options,
     slug,
 )
@@ -68,7 +67,7 @@ class Row:
 
 @click.command("parallel")
 @shape_options
-@repeats_option(20)
+@click.option("--repeats", type=click.IntRange(min=1), default=20, help="Timed rounds.")
 @click.option("--workspace", help='Bytes, "min" or "max".')
 @click.option(
     "--ignored-percent", type=click.IntRange(0, 99), default=0, help="Targets ignored, at random."

@@ -4,20 +4,21 @@ Each runs with its defaults, and a second time where an option accumulates gradi
 instead of the inputs' dtype.  A peer that is not installed, fails, or is wrong gives a row with the
 reason.  There are three tables:
 
-peers                 both gradients
-peers_frozen_head     dX alone: the weight has no gradient
-peers_ignored_rows    both gradients, a part of the targets ignored at random
+peers                 both gradients; the peers of the README at every head, all at the first
+peers_frozen_head     dX alone, at the first head: the weight has no gradient
+peers_ignored_rows    both gradients, at the first head, a part of the targets ignored at random
 
-Before anything is timed, every peer runs in its own subprocess, most of them at once: a peer may
-crash, or leave the GPU unusable for its process, and what it compiles is cached on disk.
+Before anything is timed, every peer runs all of its steps in its own subprocess, most of them at
+once: a peer may crash, or leave the GPU unusable for its process, and what it compiles is cached on
+disk.  These processes end before the first timing.
 """
 
 import functools
 import importlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from typing import Any
 
@@ -30,25 +31,37 @@ from bench.harness.cli import (
     DEVICE,
     Output,
     chosen_shapes,
-    per_shape,
     repeats_option,
     shape_options,
 )
-from bench.harness.problems import CPU_SHAPE, MODELS, Loss, Shape, ignore_some, random_inputs
+from bench.harness.problems import CPU_SHAPE, Loss, Shape, ignore_some, random_inputs, sizes_of
 from bench.harness.records import Measurement
 from bench.harness.reference import unfused
 from cutefce.cute_kernels.jit.subprocess_worker import SubprocessWorker, WorkerError
 
-MANY_TOKENS = Shape(16384, 7168, 129280, "bfloat16"), Shape(32768, 4096, 131072, "bfloat16")
-SHAPES = {"cpu": (CPU_SHAPE,), "cuda": (*MODELS, *MANY_TOKENS)}
-FROZEN_WORKSPACES = ("max", "default", "1 GiB", *step.SMALL_WORKSPACES, "min")
+MAIN_HEAD = Shape(8192, 4096, 131072, "bfloat16")
+"""The head of the README's plot, and of frozen heads and ignored targets."""
+LARGE_HEAD = Shape(16384, 7168, 129280, "bfloat16")
+SHAPES = {
+    "cpu": (CPU_SHAPE,),
+    "cuda": (
+        MAIN_HEAD,
+        LARGE_HEAD,
+        Shape(32768, 4096, 131072, "bfloat16"),
+        Shape(8192, 2304, 256000, "bfloat16"),
+    ),
+}
+README_SHAPES = {"cpu": (CPU_SHAPE,), "cuda": (MAIN_HEAD, LARGE_HEAD)}
+README_WORKSPACES = "max", "1 GiB", "min"
+README_PEERS = "Liger CuTe DSL", "torch.compile", "Liger", "CCE"
+"""Columns and rows of the README's table."""
+FROZEN_WORKSPACES = "max", "default", "1 GiB", *step.SMALL_WORKSPACES, "min"
 """Budgets of a frozen head."""
-IGNORED_PERCENT = 0, 50, 80, 95
-"""Parts of the targets that are ignored, at the first shape."""
+IGNORED_PERCENT = 50, 80, 95
+"""Parts of the targets that are ignored."""
 TABLES = "trained", "frozen-head", "ignored-rows"
-FROZEN = step.Task(is_frozen=True)
 SECONDS = 120
-"""Time limit of a peer's first steps at a shape, including compilation and tuning."""
+"""Time limit of a peer's first step of a task, including compilation and tuning."""
 OUT_OF_MEMORY = "out of memory"
 
 
@@ -160,6 +173,19 @@ class IgnoredRow(step.Row):
     ignored_percent: int = 0
 
 
+Case = tuple[Shape, step.Task]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What one file of results compares."""
+
+    peers: Mapping[Case, Sequence[str]]
+    """Keys of `PEERS` by what they compute."""
+    workspaces: tuple[str, ...]
+    """Keys of `step.WORKSPACES` and `step.SMALL_WORKSPACES`."""
+
+
 @click.command("peers")
 @click.option(
     "--table", "tables", multiple=True, type=click.Choice(TABLES), help="Some of the tables alone."
@@ -168,14 +194,14 @@ class IgnoredRow(step.Row):
     "--ignored-percent",
     "percents",
     multiple=True,
-    type=click.IntRange(0, 99),
+    type=click.IntRange(1, 99),
     help="Other parts of the targets that are ignored.",
 )
 @click.option(
     "--peer", "names", multiple=True, type=click.Choice(tuple(PEERS)), help="Some peers alone."
 )
 @shape_options
-@repeats_option(7)
+@repeats_option
 @click.pass_obj
 def command(
     output: Output,
@@ -183,84 +209,115 @@ def command(
     tables: tuple[str, ...],
     percents: tuple[int, ...],
     names: tuple[str, ...],
-    repeats: int,
+    repeats: int | None,
     **sizes: Any,
 ) -> None:
-    """Forward and backward at models' shapes and every budget, interleaved with peers."""
+    """Forward and backward of heads at every budget, interleaved with peers."""
     name, shapes = chosen_shapes("peers", SHAPES[DEVICE], sizes)
-    ignored_tasks = tuple(step.Task(ignored_percent=p) for p in percents or IGNORED_PERCENT)
-    losses_of = functools.cache(functools.partial(usable, names or tuple(PEERS)))
-
-    def measure(tasks: tuple[step.Task, ...], task: step.Task, shape: Shape) -> list[step.Row]:
-        workspaces = FROZEN_WORKSPACES if task.is_frozen else tuple(step.WORKSPACES)
-        losses = losses_of(shape, DEVICE, tasks)
-        return step.run(shape, DEVICE, repeats, workspaces, losses, task)
-
-    def frozen(shape: Shape) -> list[FrozenRow]:
-        rows = measure((FROZEN,), FROZEN, shape)
-        return [FrozenRow(**asdict(row)) for row in rows]
-
-    def ignoring(task: step.Task, shape: Shape) -> list[IgnoredRow]:
-        rows = measure(ignored_tasks, task, shape)
-        return [IgnoredRow(**asdict(row), ignored_percent=task.ignored_percent) for row in rows]
-
-    def ignored(task: step.Task) -> Measurement:
-        (plain,) = per_shape(shapes[:1], functools.partial(ignoring, task))
-        return replace(plain, key={**plain.key, "ignored_percent": task.ignored_percent})
-
-    plain = functools.partial(measure, (step.PLAIN,), step.PLAIN)
-    measurements = {
-        "trained": per_shape(shapes, plain),
-        "frozen-head": per_shape(shapes, frozen),
-        "ignored-rows": [ignored(task) for task in ignored_tasks],
+    first, some = shapes[0], names or README_PEERS
+    trained = {(shape, step.PLAIN): some for shape in shapes}
+    trained[first, step.PLAIN] = names or tuple(PEERS)
+    ignoring = [step.Task(ignored_percent=percent) for percent in percents or IGNORED_PERCENT]
+    comparisons = {
+        "trained": Comparison(trained, tuple(step.WORKSPACES)),
+        "frozen-head": Comparison({(first, step.FROZEN): some}, FROZEN_WORKSPACES),
+        "ignored-rows": Comparison({(first, task): some for task in ignoring}, README_WORKSPACES),
     }
-    for table in tables or TABLES:
-        infix = "" if table == "trained" else "_" + table.replace("-", "_")
-        output.record(name.replace("peers", f"peers{infix}"), measurements[table])
+    files = {
+        name if table == "trained" else name.replace("peers", f"peers_{table.replace('-', '_')}"): (
+            comparisons[table]
+        )
+        for table in tables or TABLES
+    }
+    record(output, files, repeats)
 
 
-def usable(
-    names: Sequence[str], shape: Shape, device: str, tasks: Sequence[step.Task]
-) -> dict[str, Loss | str]:
-    """Return the peers' losses, or why one is unavailable for one of the tasks at `shape`.
+@click.command("quick")
+@click.pass_obj
+def quick(output: Output, /) -> None:
+    """The README's table on this machine's GPU, in minutes."""
+    peers = {(shape, step.PLAIN): README_PEERS for shape in README_SHAPES[DEVICE]}
+    record(output, {"peers": Comparison(peers, README_WORKSPACES)}, None)
+
+
+def record(output: Output, files: Mapping[str, Comparison], repeats: int | None) -> None:
+    """Measure comparisons by the names of their files; all peers run once before the first."""
+    reasons = functools.cache(functools.partial(refusals, files.values(), DEVICE))
+
+    def measure(comparison: Comparison, case: Case) -> list[step.Row]:
+        (shape, task), losses = case, {}
+        for name in comparison.peers[case]:
+            losses[name] = reasons()[name, case] or PEERS[name].load()
+        rows = step.run(shape, DEVICE, repeats, comparison.workspaces, losses, task)
+        if task.is_frozen:
+            return [FrozenRow(**asdict(row)) for row in rows]
+        if task.ignored_percent:
+            percent = task.ignored_percent
+            return [IgnoredRow(**asdict(row), ignored_percent=percent) for row in rows]
+        return rows
+
+    def measurement(comparison: Comparison, case: Case) -> Measurement:
+        shape, task = case
+        key = sizes_of(shape)
+        if task.ignored_percent:
+            key["ignored_percent"] = task.ignored_percent
+        return Measurement(key, functools.partial(measure, comparison, case))
+
+    for name, comparison in files.items():
+        output.record(name, [measurement(comparison, case) for case in comparison.peers])
+
+
+def refusals(comparisons: Iterable[Comparison], device: str) -> dict[tuple[str, Case], str | None]:
+    """Return why each peer is unavailable for each case, or None; those that tune run alone.
 
     What runs out of memory beside the others runs again alone.
     """
-    attempt = functools.partial(refusal, shape=shape, device=device, tasks=tasks)
-    shared = [name for name in names if not PEERS[name].tunes]
+    cases: dict[str, list[Case]] = {}
+    for comparison in comparisons:
+        for case, names in comparison.peers.items():
+            for name in names:
+                cases.setdefault(name, []).append(case)
+
+    def attempt(name: str, some: Sequence[Case]) -> dict[tuple[str, Case], str | None]:
+        return {(name, case): said for case, said in refusals_of(PEERS[name], some, device).items()}
+
+    found: dict[tuple[str, Case], str | None] = {}
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        reasons = dict(
-            zip(shared, pool.map(attempt, [PEERS[name] for name in shared]), strict=True)
-        )
-    losses: dict[str, Loss | str] = {}
-    for name in names:
-        if reasons.get(name, OUT_OF_MEMORY) == OUT_OF_MEMORY:
-            reasons[name] = attempt(PEERS[name])
-        losses[name] = reasons[name] or PEERS[name].load()
-    return losses
+        shared = [name for name in cases if not PEERS[name].tunes]
+        for some in pool.map(attempt, shared, [cases[name] for name in shared]):
+            found |= some
+    for name in cases:
+        again = [x for x in cases[name] if found.get((name, x), OUT_OF_MEMORY) == OUT_OF_MEMORY]
+        found |= attempt(name, again)
+    return found
 
 
-def refusal(peer: Peer, shape: Shape, device: str, tasks: Sequence[step.Task]) -> str | None:
-    """Run `first_steps` in a subprocess; return why that fails, or None."""
+def refusals_of(peer: Peer, cases: Sequence[Case], device: str) -> dict[Case, str | None]:
+    """Run `first_step` of each case in one subprocess; return why it fails, or None."""
     package = peer.module.partition(".")[0]
     if find_spec(package) is None:  # which needs no subprocess
-        return f"not available: No module named {package!r}"
+        return dict.fromkeys(cases, f"not available: No module named {package!r}")
+    found: dict[Case, str | None] = {}
     with SubprocessWorker() as child:
-        try:
-            return child.ask(functools.partial(first_steps, peer, shape, device, tasks), SECONDS)
-        except WorkerError as error:
-            return OUT_OF_MEMORY if error.is_out_of_memory else str(error)
+        for case in cases:
+            try:
+                found[case] = child.ask(functools.partial(first_step, peer, case, device), SECONDS)
+            except WorkerError as error:
+                found[case] = OUT_OF_MEMORY if error.is_out_of_memory else str(error)
+    return found
 
 
-def first_steps(peer: Peer, shape: Shape, device: str, tasks: Sequence[step.Task]) -> str | None:
-    """Run a step of each task on random inputs; return why `peer` has no loss, or None."""
+def first_step(peer: Peer, case: Case, device: str) -> str | None:
+    """Run a step on random inputs; return why `peer` has no loss, or None."""
+    os.environ.pop("TORCHDYNAMO_DISABLE", None)  # what torch.compile compiles is cached, too
     try:
         loss = peer.load()
     except ImportError as error:
         return f"not available: {error}"
+    shape, task = case
     h, w, y = random_inputs(shape, device)
-    for task in tasks:
-        task.step(loss, h, w, ignore_some(y, task.ignored_percent))
+    task.step(loss, h, w, ignore_some(y, task.ignored_percent))
     if device != "cpu":
         torch.cuda.synchronize()
+        torch.cuda.empty_cache()  # other peers run beside
     return None

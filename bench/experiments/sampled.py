@@ -30,6 +30,7 @@ from bench.harness.problems import (
     gradients,
     plain_gemms,
     random_inputs,
+    sizes_of,
 )
 from bench.harness.records import Measurement
 from bench.harness.timing import Call, interleaved, peak_bytes, preceding_gemms
@@ -76,14 +77,14 @@ class Row:
 
 @click.command("sampled")
 @shape_options
-@repeats_option(9)
+@repeats_option
 @click.pass_obj
-def command(output: Output, /, repeats: int, **sizes: Any) -> None:
+def command(output: Output, /, repeats: int | None, **sizes: Any) -> None:
     """Sampled gradients of random and trained-like inputs, beside exact ones."""
     name, shapes = chosen_shapes("sampled", SHAPES[DEVICE], sizes)
     measurements = [
         Measurement(
-            {"tokens": s.tokens, "hidden": s.hidden, "vocab": s.vocab, "data": data},
+            {**sizes_of(s), "data": data},
             functools.partial(run, s, DEVICE, repeats, data),
         )
         for s in shapes
@@ -92,7 +93,7 @@ def command(output: Output, /, repeats: int, **sizes: Any) -> None:
     output.record(name, measurements)
 
 
-def run(shape: Shape, device: str, repeats: int, data: str) -> list[Row]:
+def run(shape: Shape, device: str, repeats: int | None, data: str) -> list[Row]:
     """Measure every implementation on inputs of a kind."""
     h, w, y = inputs(shape, device, data)
     losses: dict[str, Loss] = {name: cutefce_loss(budget) for name, budget in EXACT.items()}

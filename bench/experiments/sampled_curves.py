@@ -33,8 +33,8 @@ GRADIENTS: dict[str, dict[str, Any]] = {
     "sampled 64": {"gradient": "sampled", "samples": 64},
 }
 """Arguments of the loss by name."""
-SEEDS = 0, 1, 2
-GPU = Sizes(hidden=512, layers=4, heads=8, context=1024, batch=32, steps=1000, learning_rate=6e-4)
+SEEDS = 0, 1
+GPU = Sizes(hidden=512, layers=4, heads=8, context=1024, batch=32, steps=300, learning_rate=6e-4)
 """13 M parameters beside the head, and 32768 tokens a step."""
 SOURCES = "torch", "transformers"
 """Packages whose sources are added to the demo's corpus."""

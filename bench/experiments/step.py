@@ -1,4 +1,4 @@
-"""Forward and backward of the loss, against the plain GEMMs and the unfused loss.
+"""How a step is measured: forward and backward, against the plain GEMMs and the unfused loss.
 
 GEMMs       h wᵀ, g w and gᵀ h alone, g being the logits' gradient: the least that any exact method
             computes
@@ -12,26 +12,13 @@ All implementations run interleaved on the same inputs.  One that fails gives a 
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-import click
 import torch
 from torch import Tensor
 
 import cutefce
-from bench.experiments import paper_grid
 from bench.harness.accuracy import Errors, relative_errors
-from bench.harness.cli import (
-    DEVICE,
-    Output,
-    chosen_shapes,
-    per_shape,
-    repeats_option,
-    shape_options,
-)
 from bench.harness.problems import (
-    CPU_SHAPE,
-    MODELS,
     Loss,
     Shape,
     cutefce_loss,
@@ -49,12 +36,10 @@ GIB = 1 << 30
 WORKSPACES: dict[str, str | int | None] = {
     "max": "max",
     "4 GiB": 4 * GIB,
-    "3.2 GiB": 32 * GIB // 10,
     "default": None,
     "2 GiB": 2 * GIB,
     "1.5 GiB": 15 * GIB // 10,
     "1 GiB": GIB,
-    "800 MiB": 800 << 20,
     "min": "min",
 }
 """Budgets by name; of several that lead to the same plan, the first is measured."""
@@ -63,8 +48,6 @@ SMALL_WORKSPACES: dict[str, str | int | None] = {"280 MiB": 280 << 20, "110 MiB"
 MAX_ERROR = 0.05
 """Relative error of loss or gradients above which an implementation counts as wrong."""
 MAX_NOTE_LENGTH = 300
-FEW_WORKSPACES = ("max", "default", "min")
-SHAPES = {"cpu": (CPU_SHAPE,), "cuda": (*MODELS, *paper_grid.SHAPES["cuda"])}
 
 
 @dataclass(frozen=True)
@@ -81,8 +64,8 @@ class Task:
         return (hidden_gradient if self.is_frozen else gradients)(loss, h, w, y)
 
 
-PLAIN = Task()
-"""Both gradients, no target ignored."""
+PLAIN, FROZEN = Task(), Task(is_frozen=True)
+"""Both gradients, and dX alone; no target is ignored."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +79,6 @@ class Row:
     median_ms: float | None = None
     quartiles_ms: tuple[float, float] | None = None
     ratio_to_gemms: float | None = None
-    ratio_to_unfused: float | None = None
     tflops: float | None = None
     """Operations of the three GEMMs, of a frozen head's two, without recomputation, over time."""
     cublas_tflops: float | None = None
@@ -113,25 +95,10 @@ class Row:
     """Why there are no numbers."""
 
 
-@click.command("step")
-@shape_options
-@repeats_option(7)
-@click.pass_obj
-def command(output: Output, /, repeats: int, **sizes: Any) -> None:
-    """Forward and backward at models' and the paper's shapes, at three budgets.
-
-    A shape given by options is measured at every budget.
-    """
-    name, shapes = chosen_shapes("step", SHAPES[DEVICE], sizes)
-    workspaces = tuple(WORKSPACES) if any(sizes.values()) else FEW_WORKSPACES
-    measure = functools.partial(run, device=DEVICE, repeats=repeats, workspaces=workspaces)
-    output.record(name, per_shape(shapes, measure))
-
-
 def run(
     shape: Shape,
     device: str,
-    repeats: int,
+    repeats: int | None,
     workspaces: tuple[str, ...],
     peers: Mapping[str, Loss | str] | None = None,
     task: Task = PLAIN,
@@ -168,10 +135,9 @@ def run(
                 name,
                 median_ms=times[name].median_ms,
                 quartiles_ms=times[name].quartiles_ms,
-                ratio_to_gemms=_ratio(times, name, "GEMMs"),
-                ratio_to_unfused=_ratio(times, name, "unfused"),
-                tflops=tflops_of(shape, times[name], 2 if task.is_frozen and name in steps else 3),
-                cublas_tflops=tflops_of(shape, times["GEMMs"]),
+                ratio_to_gemms=times[name].median_ms / times["GEMMs"].median_ms,
+                tflops=_tflops(shape, times[name], 2 if task.is_frozen and name in steps else 3),
+                cublas_tflops=_tflops(shape, times["GEMMs"]),
                 peak_mib=None if peak is None else peak / 2**20,
                 predicted_mib=plan.workspace_bytes / 2**20 if plan else None,
                 loss_error=loss_error,
@@ -224,10 +190,6 @@ def distinct_plans(
     return plans
 
 
-def _ratio(times: dict[str, Timing], name: str, base: str) -> float | None:
-    return times[name].median_ms / times[base].median_ms if base in times else None
-
-
-def tflops_of(shape: Shape, timing: Timing, products: int = 3) -> float:
+def _tflops(shape: Shape, timing: Timing, products: int = 3) -> float:
     """Return the rate of the three GEMMs, or of two, in 10¹² operations per second."""
     return products * shape.gemm_flop / timing.median_ms / 1e9

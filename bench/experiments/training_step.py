@@ -4,6 +4,7 @@ transformers        model(input_ids, labels=input_ids), which computes all logit
 cutefce             the same after cutefce.defer(model)
 cutefce, sampled    the same with sampled gradients
 Liger               the same after Liger's patch of the loss alone, where it is installed
+torch.compile       the unfused loss of the last hidden states and the LM head's weight, compiled
 CCE                 cut_cross_entropy.linear_cross_entropy of the last hidden states and the LM
                     head's weight, where it is installed; its gradients lack what is below a
                     threshold
@@ -31,6 +32,7 @@ from torch import Tensor, nn
 import cutefce
 from bench.harness.cli import DEVICE, Output, repeats_option
 from bench.harness.records import Measurement
+from bench.harness.reference import IGNORED, unfused
 from bench.harness.timing import Call, interleaved, peak_bytes
 
 ModelLoss = Callable[[Any, Tensor], Tensor]
@@ -103,9 +105,9 @@ class Row:
 @click.option(
     "--model", "models", multiple=True, type=click.Choice(tuple(MODELS)), help="One model alone."
 )
-@repeats_option(7)
+@repeats_option
 @click.pass_obj
-def command(output: Output, /, models: tuple[str, ...], repeats: int) -> None:
+def command(output: Output, /, models: tuple[str, ...], repeats: int | None) -> None:
     """Training steps of whole models, with the library's own loss and with fused ones."""
     cutefce.set_strict(DEVICE == "cuda")  # a portable path would measure something else
     names = [MODELS[model] for model in models or MODELS]
@@ -115,7 +117,7 @@ def command(output: Output, /, models: tuple[str, ...], repeats: int) -> None:
     )
 
 
-def run(name: str, device: str, repeats: int) -> list[Row]:
+def run(name: str, device: str, repeats: int | None) -> list[Row]:
     """Measure all losses on random tokens.
 
     Raises:
@@ -206,11 +208,32 @@ def library_loss(model: Any, tokens: Tensor) -> Tensor:
 
 
 def cce_loss(model: Any, tokens: Tensor) -> Tensor:
-    """Return CCE's loss; the last token of a sequence has no target."""
+    """Return CCE's loss."""
     function = importlib.import_module("cut_cross_entropy").linear_cross_entropy
-    hidden = model.model(input_ids=tokens).last_hidden_state
-    loss: Tensor = function(hidden, model.lm_head.weight, F.pad(tokens[:, 1:], (0, 1), value=-100))
+    loss: Tensor = function(*head_inputs(model, tokens))
     return loss
+
+
+def compiled_loss(model: Any, tokens: Tensor) -> Tensor:
+    """Return the unfused loss, compiled."""
+    hidden, weight, targets = head_inputs(model, tokens)
+    loss: Tensor = compiled_unfused()(hidden.flatten(0, 1), weight, targets.flatten())
+    return loss
+
+
+@functools.cache
+def compiled_unfused() -> Any:
+    """Return the compiled loss, which all steps share."""
+    return torch.compile(unfused, dynamic=False)
+
+
+def head_inputs(model: Any, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return hidden states (batch, context, D), weight (V, D) and targets (batch, context).
+
+    The last token of a sequence has no target.
+    """
+    hidden = model.model(input_ids=tokens).last_hidden_state
+    return hidden, model.lm_head.weight, F.pad(tokens[:, 1:], (0, 1), value=IGNORED)
 
 
 @contextmanager
@@ -264,6 +287,7 @@ IMPLEMENTATIONS = {
         library_loss,
     ),
     "Liger": Implementation("liger_kernel", liger, library_loss, is_peer=True),
+    "torch.compile": Implementation("torch", unchanged, compiled_loss, is_peer=True),
     "CCE": Implementation("cut_cross_entropy", unchanged, cce_loss, is_peer=True),
 }
 

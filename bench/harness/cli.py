@@ -12,8 +12,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from bench.harness.problems import Shape
+from bench.harness.problems import Shape, sizes_of
 from bench.harness.records import Measurement, collect, folder_name
+from bench.harness.timing import MAX_ROUNDS, MIN_ROUNDS, SECONDS
 from cutefce.cute_kernels.problem import ITEM_BYTES
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -25,6 +26,8 @@ class Output:
 
     root: Path
     resume: bool
+    end: float
+    """When `time.monotonic` says so, no further measurement begins."""
     suffix: str = ""
     """The end of the folder's name."""
 
@@ -36,7 +39,9 @@ class Output:
     def record(self, name: str, measurements: Sequence[Measurement], **more: Any) -> None:
         """Run the measurements, write their rows to `name`.jsonl and .csv, and print them."""
         path = self.folder / f"{name}.jsonl"
-        rows = collect(path, measurements, self.resume, **more)
+        rows = collect(path, measurements, self.resume, self.end, **more)
+        if not rows:
+            return
         table = Table(*rows[0])
         for row in rows:
             table.add_row(*map(_cell, row.values()))
@@ -57,11 +62,10 @@ def gpu_only(command: Callable[..., None]) -> Callable[..., None]:
     return checked
 
 
-def repeats_option(default: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Return a decorator that adds `--repeats`."""
-    return click.option(
-        "--repeats", type=click.IntRange(min=1), default=default, help="Timed rounds."
-    )
+def repeats_option(command: Callable[..., None]) -> Callable[..., None]:
+    """Add `--repeats`, None if it is not given."""
+    text = f"Timed rounds; by default as many as take {SECONDS:g} s, {MIN_ROUNDS} to {MAX_ROUNDS}."
+    return click.option("--repeats", type=click.IntRange(min=1), help=text)(command)
 
 
 def shape_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -94,13 +98,7 @@ def chosen_shapes(
 
 def per_shape(shapes: Sequence[Shape], run: Callable[[Shape], Iterable[Any]]) -> list[Measurement]:
     """Return one measurement for each shape."""
-    return [
-        Measurement(
-            {"tokens": shape.tokens, "hidden": shape.hidden, "vocab": shape.vocab},
-            functools.partial(run, shape),
-        )
-        for shape in shapes
-    ]
+    return [Measurement(sizes_of(shape), functools.partial(run, shape)) for shape in shapes]
 
 
 def slug(shape: Shape) -> str:

@@ -29,25 +29,28 @@ class Shape:
         return 2 * self.tokens * self.hidden * self.vocab
 
 
-MODELS = {
-    Shape(8192, 4096, 128256, "bfloat16"): "Llama 3 8B",
-    Shape(8192, 4096, 151936, "bfloat16"): "Qwen 3 8B",
-    Shape(8192, 2304, 256000, "bfloat16"): "Gemma 2 2B",
-    Shape(8192, 5376, 262144, "bfloat16"): "Gemma 3 27B",
-    Shape(8192, 7168, 129280, "bfloat16"): "DeepSeek V3",
-    Shape(8192, 2880, 201088, "bfloat16"): "gpt-oss",
-    Shape(32768, 4096, 128256, "bfloat16"): "Llama 3 8B",
+MODEL_NAMES = {
+    (4096, 128256): "Llama 3 8B",
+    (4096, 151936): "Qwen 3 8B",
+    (2304, 256000): "Gemma 2 2B",
+    (5376, 262144): "Gemma 3 27B",
+    (7168, 129280): "DeepSeek V3",
+    (2880, 201088): "gpt-oss",
 }
-"""Shapes of the LM heads of published models."""
-MODEL_NAMES = {(shape.tokens, shape.hidden, shape.vocab): name for shape, name in MODELS.items()}
+"""Published models by hidden size and vocabulary of their head."""
 CPU_SHAPE = Shape(512, 256, 8192, "float32")
-"""Measured on a CPU instead of the models' shapes."""
+"""Measured on a CPU instead of the models' heads."""
+
+
+def sizes_of(shape: Shape) -> dict[str, int]:
+    """Return the columns of results that have the sizes."""
+    return {"tokens": shape.tokens, "hidden": shape.hidden, "vocab": shape.vocab}
 
 
 def title(row: dict[str, Any]) -> str:
     """Return the sizes of a row of results, the model that has them, and what else varies."""
     sizes = row["tokens"], row["hidden"], row["vocab"]
-    name = f", {MODEL_NAMES[sizes]}" if sizes in MODEL_NAMES else ""
+    name = f", {MODEL_NAMES[sizes[1:]]}" if sizes[1:] in MODEL_NAMES else ""
     if "frozen" in row:
         name += f", frozen {row['frozen']}"
     if "ignored_percent" in row:

@@ -9,6 +9,7 @@ import dataclasses
 import gc
 import hashlib
 import json
+import math
 import os
 import platform
 import re
@@ -69,12 +70,19 @@ def folder_name() -> str:
 
 
 def collect(
-    path: Path, measurements: Sequence[Measurement], resume: bool, **more: Any
+    path: Path,
+    measurements: Sequence[Measurement],
+    resume: bool,
+    end: float = math.inf,
+    **more: Any,
 ) -> list[Row]:
     """Run the measurements in order, writing the .jsonl file `path` after each; return all rows.
 
     `more` is added to the header.  With `resume`, measurements that `path` has are not repeated,
-    if it was written by the same versions and sources.
+    if it was written by the same versions and sources.  One that runs out of memory has no rows.
+
+    Raises:
+        click.ClickException: if one is left at `end`, by `time.monotonic`.
     """
     today = datetime.now(timezone.utc).date().isoformat()
     header = {"date": today, "device": device_name(), "versions": _versions(), **more}
@@ -89,9 +97,14 @@ def collect(
         if any(key.items() <= row.items() for row in rows):
             click.echo(f"{label}: already recorded")
             continue
+        if time.monotonic() > end:
+            raise click.ClickException(f"{label}: the time is over; --resume continues here")
         begin = time.perf_counter()
-        rows += [dataclasses.asdict(row) for row in measurement.run()]
-        write(path, header, rows)
+        try:
+            rows += [dataclasses.asdict(row) for row in measurement.run()]
+            write(path, header, rows)
+        except torch.OutOfMemoryError:
+            click.echo(f"{label}: out of memory")
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()  # child processes need the memory
@@ -103,6 +116,26 @@ def read(path: Path) -> tuple[Row, list[Row]]:
     """Return header and rows of a .jsonl file."""
     header, *rows = map(json.loads, path.read_text().splitlines())
     return header, rows
+
+
+def newest(folder: Path, experiment: str, **columns: Any) -> tuple[Row, list[Row]]:
+    """Return header and rows of the newest file of an experiment that has rows with these columns.
+
+    A shape that was given on the command line has a file of its own; of two files of one date the
+    one of all shapes counts.
+
+    Raises:
+        LookupError: if no file has such rows.
+    """
+    paths = [folder / f"{experiment}.jsonl", *sorted(folder.glob(f"{experiment}_[0-9]*.jsonl"))]
+    found = []
+    for header, rows in map(read, filter(Path.exists, paths)):
+        some = [row for row in rows if columns.items() <= row.items()]
+        if some:
+            found.append((header, some))
+    if not found:
+        raise LookupError(f"{folder.name}: no rows of {experiment} with {columns}")
+    return max(found, key=lambda one: str(one[0]["date"]))
 
 
 def write(path: Path, header: Row, rows: list[Row]) -> None:

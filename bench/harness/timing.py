@@ -1,8 +1,8 @@
 """Time and peak memory of calls, on a CPU or a GPU."""
 
 import gc
-import random
 import statistics
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -12,8 +12,10 @@ from torch.profiler import ProfilerActivity, profile
 from cutefce.autotune_cache.tuning import timing
 from cutefce.autotune_cache.tuning.timing import Call as Call
 
-STRETCHES = 3
-"""Stretches of runs per call in `steady_state`."""
+SECONDS = 6.0
+"""Time of the rounds of one measurement, unless their number is given."""
+MIN_ROUNDS, MAX_ROUNDS = 5, 11
+"""Limits of the number of rounds that take `SECONDS`."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class Timing:
 def interleaved(
     calls: Mapping[str, Call],
     device: str,
-    rounds: int,
+    rounds: int | None = None,
     *,
     before: Call | None = None,
 ) -> dict[str, Timing]:
@@ -50,7 +52,8 @@ def interleaved(
     Args:
         calls: by name.
         device: "cpu", or a CUDA device whose current stream the calls use.
-        rounds: number of samples of each call.
+        rounds: number of samples of each call; if None, as many as `rounds_of_seconds` finds after
+            another untimed round.
         before: runs untimed before each sample, such as `preceding_gemms(device)`.
 
     Returns:
@@ -58,26 +61,19 @@ def interleaved(
     """
     for call in calls.values():
         call()
+    if rounds is None:
+        if device != "cpu":
+            torch.cuda.synchronize()
+        begin = time.perf_counter()
+        timing.interleaved(calls, device, 1, before=before)
+        rounds = rounds_of_seconds(time.perf_counter() - begin)
     times = timing.interleaved(calls, device, rounds, before=before)
     return {name: Timing(samples) for name, samples in times.items()}
 
 
-def steady_state(calls: Mapping[str, Call], device: str, seconds: float) -> dict[str, Timing]:
-    """Time each call alone, run back to back for `seconds` after as long to reach its clock.
-
-    Each call gets `STRETCHES` such stretches; a sample is the mean time of a run in one of them.
-    """
-    runs = {}
-    for name, call in calls.items():
-        call()
-        runs[name] = max(1, round(seconds * 1e3 / timing.timed(call, device)()))
-    samples: dict[str, list[float]] = {name: [] for name in calls}
-    order = random.Random(0)
-    for _ in range(STRETCHES):
-        for name in order.sample(list(calls), len(calls)):
-            timing.timed(calls[name], device, runs[name])()
-            samples[name].append(timing.timed(calls[name], device, runs[name])())
-    return {name: Timing(tuple(times)) for name, times in samples.items()}
+def rounds_of_seconds(round_seconds: float) -> int:
+    """Return how many rounds of `round_seconds` take `SECONDS`, within the limits."""
+    return min(max(MIN_ROUNDS, int(SECONDS / round_seconds)), MAX_ROUNDS)
 
 
 def preceding_gemms(device: str) -> Call | None:

@@ -9,15 +9,14 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from bench.harness.problems import title
-from bench.harness.records import Row, read
+from bench.experiments.peers import MAIN_HEAD
+from bench.harness.problems import sizes_of, title
+from bench.harness.records import Row, newest, read
 
 TIMES = (0.9, 1, 1.2, 1.5, 2, 3, 5)
 """Ticks of time relative to the plain GEMMs."""
 MARKERS = "xsv^D*P<>Xph"
 MIB_TICKS = {1: "1 MiB", 10: "10 MiB", 100: "100 MiB", 1024: "1 GiB", 10240: "10 GiB"}
-OVERVIEW_SHAPE = (8192, 4096, 128256)
-"""Sizes of the problem of `overview.png`: the LM head of Llama 3 8B."""
 LABELS = {"unfused": "F.linear + F.cross_entropy"}
 """Labels of `overview.png` that differ from the names of the implementations."""
 LABEL_GAP = 1.085
@@ -29,12 +28,7 @@ CROWDED_MIB, LABELS_MIB = 1000, 24_000
 def draw(folder: Path) -> list[Path]:
     """Draw everything that `folder` has results for; return the pictures."""
     pictures = []
-    plots = {
-        "peers": _frontier,
-        "loss_curves": _loss_curves,
-        "sampled_curves": _sampled_curves,
-        "paper": _paper,
-    }
+    plots = {"peers": _frontier, "sampled_curves": _sampled_curves}
     for name, plot in plots.items():
         for path in sorted(folder.glob(f"{name}*.jsonl")):
             header, rows = read(path)
@@ -85,22 +79,6 @@ def _point(row: Row) -> tuple[float, float]:
     return max(row["peak_mib"], 0.5), row["ratio_to_gemms"]
 
 
-def _loss_curves(figure: Figure, rows: list[Row]) -> None:
-    """Draw loss curves, and their distances from the first."""
-    curves, distances = figure.subplots(1, 2)
-    for row in rows:
-        label = f"{row['implementation']}, seed {row['seed']}"
-        curves.plot(row["losses"], linewidth=1, label=label)
-        distance = [abs(a - b) for a, b in zip(row["losses"], rows[0]["losses"], strict=True)]
-        distances.plot(distance, linewidth=1, label=label)
-    curves.set_ylabel("loss, nats per token")
-    distances.set_ylabel("distance from the first curve, nats")
-    distances.set_yscale("log")
-    for axes in (curves, distances):
-        axes.set_xlabel("step")
-    curves.legend()
-
-
 def _sampled_curves(figure: Figure, rows: list[Row]) -> None:
     """Draw validation losses, and what they are above the mean of the exact trainings.
 
@@ -129,37 +107,13 @@ def _mean(lines: Sequence[Sequence[float]]) -> list[float]:
     return [statistics.fmean(values) for values in zip(*lines, strict=True)]
 
 
-def _paper(figure: Figure, rows: list[Row]) -> None:
-    """Draw the paper's Figures 4 and 5: latency and memory over the vocabulary."""
-    latency, memory = figure.subplots(1, 2)
-    for tokens, of_tokens in groupby(rows, lambda row: int(row["tokens"])):
-        cells = list(of_tokens)
-        vocab = [row["vocab"] for row in cells]
-        for axes, unit in ((latency, "ms"), (memory, "mib")):
-            (line,) = axes.plot(
-                vocab, [r[f"cutefce_{unit}"] for r in cells], marker="o", label=f"{tokens} tokens"
-            )
-            unfused = [row[f"unfused_{unit}"] for row in cells]
-            axes.plot(vocab, unfused, "--", marker="x", color=line.get_color())
-    for axes, label in ((latency, "forward, ms"), (memory, "memory with inputs, MiB")):
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
-        axes.set_xlabel("vocabulary")
-        axes.set_ylabel(f"{label} (dashed: unfused)")
-    latency.legend()
-
-
 def _overview(folder: Path) -> list[Path]:
-    """Draw `overview.png`, one shape's time over memory, if peers were measured there."""
-    path = folder / "peers.jsonl"
-    if not path.exists():
+    """Draw `overview.png`, time over memory of the first head, if peers were measured there."""
+    try:
+        header, rows = newest(folder, "peers", **sizes_of(MAIN_HEAD))
+    except LookupError:
         return []
-    header, rows = read(path)
-    sizes = "tokens", "hidden", "vocab"
-    rows = [row for row in rows if tuple(row[name] for name in sizes) == OVERVIEW_SHAPE]
     rows = [row for row in rows if row["peak_mib"] is not None]
-    if not rows:
-        return []
     figure = Figure(figsize=(8, 4.2), layout="constrained")
     axes = figure.subplots()
     axes.set_xscale("log")
@@ -168,7 +122,7 @@ def _overview(folder: Path) -> list[Path]:
     axes.set_yticks(TIMES, [f"{time:g}×" for time in TIMES])
     axes.minorticks_off()
     axes.set_xlim(0.4, 20_000)
-    axes.set_ylim(0.88, 5)
+    axes.set_ylim(0.88, max(5, *(1.1 * row["ratio_to_gemms"] for row in rows)))
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_xlabel("peak memory beyond inputs and gradients")
     axes.set_ylabel("time / three plain GEMMs")

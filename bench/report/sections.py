@@ -1,19 +1,19 @@
 """The tables of report.md: one section per experiment, from its rows."""
 
-import math
 from collections.abc import Callable, Iterable, Iterator
 from itertools import groupby
 
-from bench.experiments.paper_grid import PUBLISHED
 from bench.harness.problems import title
 from bench.harness.records import Row
 from bench.report import trainings
-from bench.report.tables import Columns, field, number, percent, quartiles, table, text
+from bench.report.tables import Columns, field, number, quartiles, table, text
 
 INEXACT = 2.0
 """Ratio of a peer's gradient errors to those of the unfused loss above which it is marked."""
 TIE_MIB = 1.0
 """Difference in memory that counts as none."""
+TIE = 1.01
+"""Ratio of errors that counts as equality."""
 
 
 def beaten(peer: Row, rows: Iterable[Row]) -> list[str]:
@@ -32,39 +32,6 @@ def beaten(peer: Row, rows: Iterable[Row]) -> list[str]:
     ]
 
 
-def _paper(rows: list[Row]) -> Iterator[str]:
-    yield from table(
-        {
-            "tokens": text("tokens"),
-            "vocab": text("vocab"),
-            "unfused, ms": field("unfused_ms"),
-            "cutefce, ms": field("cutefce_ms"),
-            "time saved": lambda r: percent(1 - r["ratio"]),
-            "paper, ms": lambda r: _published(r, 0),
-            "paper's time saved": lambda r: _saved(r["published_ratio"]),
-            "unfused, MiB": field("unfused_mib"),
-            "cutefce, MiB": field("cutefce_mib"),
-            "memory saved": lambda r: percent(1 - r["memory_ratio"]),
-            "paper, MB": lambda r: _published(r, 2),
-            "paper's memory saved": lambda r: _saved(r["published_memory_ratio"]),
-            "cuBLAS, TFLOP/s": field("cublas_tflops"),
-        },
-        rows,
-    )
-    faster, leaner = (sum(r[name] < 1 for r in rows) for name in ("ratio", "memory_ratio"))
-    published = [r["published_ratio"] for r in rows if r["published_ratio"]]
-    yield ""
-    yield (
-        f"Faster than unfused in {faster} of {len(rows)} cells, with less memory in {leaner}. "
-        f"Geometric mean of cutefce / unfused: {_geometric_mean(r['ratio'] for r in rows):.3f}"
-        + (f"; of the paper's: {_geometric_mean(published):.3f}." if published else ".")
-    )
-
-
-def _step(rows: list[Row]) -> Iterator[str]:
-    yield from table(SIZES | IMPLEMENTATION, rows)
-
-
 def _forward(rows: list[Row]) -> Iterator[str]:
     yield from table(
         {
@@ -75,24 +42,6 @@ def _forward(rows: list[Row]) -> Iterator[str]:
         },
         rows,
     )
-
-
-def _few_tokens(rows: list[Row]) -> Iterator[str]:
-    yield from table(
-        {
-            **SIZES,
-            "forward, ms": field("forward_ms"),
-            "forward / GEMM": field("forward_to_gemm"),
-            "step, ms": field("step_ms"),
-            "step / GEMMs": field("step_to_gemms"),
-        },
-        rows,
-    )
-
-
-def _steady_state(rows: list[Row]) -> Iterator[str]:
-    columns = _columns("implementation", "ms", "quartiles", "time / GEMMs", "TFLOP/s")
-    yield from table(SIZES | columns, rows)
 
 
 def _cpu_overhead(rows: list[Row]) -> Iterator[str]:
@@ -114,28 +63,15 @@ def _first_call(rows: list[Row]) -> Iterator[str]:
     yield from table({**SIZES, **columns}, rows)
 
 
-def _tuned(rows: list[Row]) -> Iterator[str]:
-    yield from table(
-        {
-            **SIZES,
-            "tuned": text("kernels"),
-            "forward / default": field("forward_to_default"),
-            "step / default": field("step_to_default"),
-            "min step / default": field("min_step_to_default"),
-            "forward / GEMM": field("forward_to_gemm"),
-            "step / GEMMs": field("step_to_gemms"),
-        },
-        rows,
-    )
-
-
 def _peers(rows: list[Row]) -> Iterator[str]:
     wins: list[str] = []
     for shape, group in groupby(rows, title):
         of_shape = list(group)
         marked = [_marked(row, of_shape) for row in of_shape]
+        rows_of = {row["implementation"]: row for row in of_shape}
         wins += [
-            f"{row['implementation']} at {shape}: {', '.join(row['beaten'])}"
+            f"{row['implementation']} at {shape}: "
+            + ", ".join(name + _larger_errors(row, rows_of[name]) for name in row["beaten"])
             for row in marked
             if row["beaten"]
         ]
@@ -175,34 +111,11 @@ def _marked(row: Row, rows: list[Row]) -> Row:
     return row
 
 
-def _max_tokens(rows: list[Row]) -> Iterator[str]:
-    yield from table(
-        {
-            "implementation": text("implementation"),
-            "hidden × vocab": lambda r: f"{r['hidden']} × {r['vocab']}",
-            "most tokens": text("tokens"),
-            "over unfused": lambda r: number(r["tokens"] / (rows[0]["tokens"] or math.inf)),
-            "peak, MiB": field("peak_mib"),
-            "failed at": text("failed_tokens"),
-            "note": lambda r: r["note"],
-        },
-        rows,
-    )
-
-
-def _breakdown(rows: list[Row]) -> Iterator[str]:
-    yield from table(
-        {
-            **SIZES,
-            "workspace": text("workspace"),
-            "part": text("part"),
-            "ms": field("ms"),
-            "share": lambda r: percent(r["share"]),
-            "TFLOP/s": field("tflops"),
-            "cuBLAS, TFLOP/s": field("cublas_tflops"),
-        },
-        rows,
-    )
+def _larger_errors(peer: Row, own: Row) -> str:
+    """Return by how much the gradients' errors of `peer` exceed those of `own`, if they do."""
+    names = [name for name in ("dx_error", "dw_error") if own[name]]
+    ratio = max((peer[name] / own[name] for name in names), default=1)
+    return f" (with errors of gradients up to {ratio:.2f} times as large)" if ratio > TIE else ""
 
 
 def _stability(rows: list[Row]) -> Iterator[str]:
@@ -242,22 +155,6 @@ def _is_cutefce(row: Row) -> bool:
     return bool(row["implementation"].startswith("cutefce") and row["median_ms"] is not None)
 
 
-def _published(row: Row, first: int) -> str:
-    if row["published_ratio"] is None:
-        return "–"
-    numbers = PUBLISHED[row["tokens"], row["vocab"]]
-    return f"{numbers[first]} → {numbers[first + 1]}"
-
-
-def _saved(ratio: float | None) -> str:
-    return percent(None if ratio is None else 1 - ratio)
-
-
-def _geometric_mean(ratios: Iterable[float]) -> float:
-    logarithms = [math.log(ratio) for ratio in ratios]
-    return math.exp(sum(logarithms) / len(logarithms))
-
-
 def _columns(*names: str) -> Columns:
     return {name: IMPLEMENTATION[name] for name in names}
 
@@ -280,20 +177,12 @@ ERRORS: Columns = {
 }
 SECTIONS: dict[str, Callable[[list[Row]], Iterator[str]]] = {
     "training_step": trainings.training_step,
-    "paper": _paper,
-    "forward": _forward,
-    "few_tokens": _few_tokens,
-    "step": _step,
     "peers": _peers,
-    "steady_state": _steady_state,
-    "max_tokens": _max_tokens,
-    "breakdown": _breakdown,
+    "forward": _forward,
     "stability": _stability,
-    "loss_curves": trainings.loss_curves,
     "sampled_curves": trainings.sampled_curves,
     "cpu_overhead": _cpu_overhead,
     "first_call": _first_call,
-    "tuned": _tuned,
 }
-GPU_ONLY = ("forward", "few_tokens", "tuned", "cpu_overhead", "first_call")
+GPU_ONLY = ("forward", "cpu_overhead", "first_call")
 """Experiments that a CPU does not run."""

@@ -36,20 +36,6 @@ def training_step(rows: list[Row]) -> Iterator[str]:
         )
 
 
-def loss_curves(rows: list[Row]) -> Iterator[str]:
-    """Yield a row for each training."""
-    yield from table(
-        {
-            "implementation": text("implementation"),
-            "plan": lambda r: r["plan"],
-            "seed": text("seed"),
-            "largest distance from the first curve, nats": field("largest_difference"),
-            "last loss, nats": lambda r: number(r["losses"][-1]),
-        },
-        rows,
-    )
-
-
 def sampled_curves(rows: list[Row]) -> Iterator[str]:
     """Yield the final losses of each kind of gradient, and then of each training."""
     first = rows[0]

@@ -15,8 +15,9 @@ ROW = {
     "tokens": 8192,
     "implementation": "cutefce",
     "median_ms": 10.0,
+    "quartiles_ms": [9.9, 10.2],
     "ratio_to_gemm": 0.95,
-    "peak_mib": 2.0,
+    "peak_mib": 200.0,
 }
 
 
@@ -31,12 +32,16 @@ def write(folder: Path, *rows: dict[str, Any]) -> Path:
     ("changes", "named"),
     [
         ({}, []),
-        ({"median_ms": 20.0}, []),
-        ({"ratio_to_gemm": 0.99}, []),
-        ({"ratio_to_gemm": 1.1}, ["ratio_to_gemm was 0.950, is 1.100"]),
-        ({"peak_mib": 3.0}, []),
-        ({"peak_mib": 9.0}, ["peak_mib was 2.000, is 9.000"]),
-        ({"peak_mib": None, "note": "failed"}, ["peak_mib was 2.000, is inf"]),
+        ({"median_ms": 20.0, "quartiles_ms": [19.8, 20.4]}, []),
+        # to be 3 % slower beyond the spreads of 2 % and of 1 %
+        ({"ratio_to_gemm": 1.005}, []),
+        ({"ratio_to_gemm": 1.015}, ["ratio_to_gemm was 0.950, is 1.015"]),
+        ({"ratio_to_gemm": 1.015, "quartiles_ms": [9.6, 10.2]}, []),
+        ({"ratio_to_gemm": 0.5}, []),
+        ({"peak_mib": 202.0}, []),
+        ({"peak_mib": 203.0}, ["peak_mib was 200.000, is 203.000"]),
+        ({"peak_mib": 2.0}, []),
+        ({"peak_mib": None, "note": "failed"}, ["peak_mib was 200.000, is inf"]),
         ({"tokens": 1, "ratio_to_gemm": 9.0}, []),
     ],
     ids=str,
@@ -48,6 +53,31 @@ def test_regressions_are_named(changes: dict[str, Any], named: list[str], tmp_pa
     for text, part in zip(found, named, strict=True):
         assert part in text
         assert "implementation cutefce, tokens 8192" in text
+
+
+def test_what_is_worse_one_way_is_better_the_other(tmp_path: Path) -> None:
+    fast, slow = write(tmp_path / "fast", ROW), {**ROW, "ratio_to_gemm": 1.2, "peak_mib": 220.0}
+    write(tmp_path / "slow", slow)
+    assert len(regressions(tmp_path / "slow", fast)) == 2
+    assert regressions(fast, tmp_path / "slow") == []
+
+
+@pytest.mark.parametrize(
+    ("columns", "grown"),
+    [
+        ({"quartiles_ms": None}, True),
+        ({"plan": "windows, 41 ms predicted"}, True),
+        ({"implementation": "Liger"}, False),
+    ],
+    ids=str,
+)
+def test_which_rows_are_compared(columns: dict[str, Any], grown: bool, tmp_path: Path) -> None:
+    """A description does not identify a row; a slower peer beside cutefce is no regression."""
+    old, new = {**ROW, **columns}, {**ROW, **columns, "ratio_to_gemm": 1.2}
+    new |= {"plan": "another"} if "plan" in columns else {}
+    committed = write(tmp_path / "old", ROW, old)
+    found = regressions(write(tmp_path / "new", ROW, new), committed)
+    assert bool(found) == grown
 
 
 def test_committed_results_do_not_differ_from_themselves() -> None:

@@ -16,23 +16,20 @@ pytest.importorskip("tokenizers")
 from bench.__main__ import main
 from bench.experiments import (
     accumulation,
-    breakdown,
-    loss_curves,
-    max_tokens,
-    paper_grid,
+    divergence,
+    options,
     peers,
     sampled,
     sampled_curves,
     stability,
-    steady_state,
     step,
+    suite,
     training_step,
 )
 from bench.harness import problems, reference
 from bench.harness.problems import Shape
 from bench.harness.records import read
-from bench.report import sections
-from cutefce.cute_kernels.jit.subprocess_worker import WorkerError
+from bench.report import figures, markdown
 from examples.corpus import Corpus
 from examples.training import Sizes
 
@@ -46,7 +43,7 @@ def run(output: Path, *arguments: str) -> Result:
     return result
 
 
-@pytest.mark.parametrize("name", ["forward", "few-tokens", "cpu-overhead", "first-call", "tuned"])
+@pytest.mark.parametrize("name", ["forward", "cpu-overhead", "first-call"])
 def test_commands_for_a_gpu_say_so_without_one(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -58,7 +55,7 @@ def test_commands_for_a_gpu_say_so_without_one(
 
 @pytest.mark.parametrize("option", ["--tokens", "--hidden", "--vocab", "--repeats"])
 def test_sizes_of_0_are_refused(option: str, tmp_path: Path) -> None:
-    result = CliRunner().invoke(main, ["--output", str(tmp_path), "step", option, "0"])
+    result = CliRunner().invoke(main, ["--output", str(tmp_path), "peers", option, "0"])
     assert result.exit_code == 2
     assert f"Invalid value for '{option}'" in result.output
 
@@ -122,7 +119,11 @@ SAID = {
 def test_a_peer_that_fails_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that are available run in processes of their own."""
     monkeypatch.setattr(peers, "PEERS", FAKES)
-    usable = peers.usable(tuple(FAKES), TINY, "cpu", (step.PLAIN, step.Task(ignored_percent=50)))
+    plain, ignoring = (TINY, step.PLAIN), (TINY, step.Task(ignored_percent=50))
+    comparison = peers.Comparison(dict.fromkeys((plain, ignoring), tuple(FAKES)), ("max",))
+    reasons = peers.refusals([comparison], "cpu")
+    assert reasons.keys() == {(name, case) for name in FAKES for case in (plain, ignoring)}
+    usable = {name: reasons[name, plain] or FAKES[name].load() for name in FAKES}
     rows = {row.implementation: row for row in step.run(TINY, "cpu", 2, ("max", "min"), usable)}
     for name, text in SAID.items():
         assert text in rows[name].note
@@ -131,103 +132,109 @@ def test_a_peer_that_fails_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rows["right"].dx_error == rows["unfused"].dx_error
 
 
-# the most tokens
-
-
-def test_the_most_tokens_are_between_what_fits_and_what_does_not() -> None:
-    asked = []
-
-    def peak_mib(tokens: int) -> float:
-        asked.append(tokens)
-        if tokens > 700:
-            raise WorkerError("CUDA out of memory")
-        return float(tokens)
-
-    found = max_tokens.most_tokens(peak_mib, first=100, limit=10000)
-    assert asked == [100, 200, 400, 800, 600]
-    assert found == (600, 600.0, 800, "out of memory")
-    assert max_tokens.most_tokens(peak_mib, first=100, limit=200)[:3] == (200, 200.0, None)
-    assert max_tokens.most_tokens(peak_mib, first=800, limit=10000)[:3] == (0, None, 800)
-
-
-# where the time goes
-
-
 # every command
 
 
-MEASURED = sections.SECTIONS.keys() - sections.GPU_ONLY - {"training_step"}
-"""Experiments that a CPU runs with the dependencies of the tests."""
-PEERS = {"peers_frozen_head", "peers_ignored_rows"}
-"""More tables of `peers`."""
+PEERS = {"peers", "peers_frozen_head", "peers_ignored_rows"}
+"""Tables of `peers`."""
 
 
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (step, steady_state, paper_grid, breakdown):
-        monkeypatch.setitem(module.SHAPES, "cpu", (TINY, replace(TINY, vocab=320)))
-    monkeypatch.setitem(peers.SHAPES, "cpu", (TINY,))
+    for module in (peers, sampled, accumulation):
+        monkeypatch.setitem(module.SHAPES, "cpu", (replace(TINY, vocab=512),))
+    for module in (options, divergence):
+        monkeypatch.setattr(module, "CPU_SHAPE", replace(TINY, tokens=1100))
     monkeypatch.setattr(peers, "PEERS", {"absent": peers.Peer("no_such_package", "loss", right)})
-    monkeypatch.setitem(max_tokens.LIMIT, "cpu", 512)
-    monkeypatch.setattr(max_tokens, "LOSSES", {"unfused": reference.unfused})
+    monkeypatch.setattr(peers, "README_PEERS", ("absent",))
+    monkeypatch.setitem(peers.README_SHAPES, "cpu", (TINY,))
     monkeypatch.setitem(stability.VOCABS, "cpu", (512,))
     tokens = torch.randint(50, (400,))
     monkeypatch.setattr(
         "examples.corpus.load_corpus", lambda path, more=(): Corpus(tokens, tokens[:100], 50)
     )
-    for module in (loss_curves, sampled_curves):
-        monkeypatch.setattr(module, "CPU", SIZES)
+    monkeypatch.setattr(sampled_curves, "CPU", SIZES)
     monkeypatch.setattr(sampled_curves, "SEEDS", (0,))
     sampled_curves.load.cache_clear()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without a GPU")
 def test_a_command_records_once_and_its_data_makes_a_report(tmp_path: Path, tiny: None) -> None:
-    run(tmp_path, "step", "--repeats", "2")
-    path = tmp_path / "cpu" / "step.jsonl"
+    run(tmp_path, "peers", "--repeats", "2")
+    path = tmp_path / "cpu" / "peers.jsonl"
     assert_same(path)
     run(tmp_path, "report")
     measured, _, missing = (path.parent / "report.md").read_text().partition("## Not measured")
-    assert "`python -m bench step`" in measured and "`python -m bench step`" not in missing
+    assert "`python -m bench peers`" in measured and "`python -m bench peers`" not in missing
+    assert measured.count("All records are of one version: device cpu, cutefce") == 1
     before = path.read_text()
-    output = run(tmp_path, "--resume", "step", "--repeats", "2").output
-    assert output.count(": already recorded") == 2
+    output = run(tmp_path, "--resume", "peers", "--repeats", "2").output
+    assert output.count(": already recorded") == 1 + 1 + len(peers.IGNORED_PERCENT)
     assert path.read_text() == before
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without a GPU")
+def test_a_command_stops_in_time_and_is_resumed(tmp_path: Path, tiny: None) -> None:
+    arguments = ["--output", str(tmp_path), "--minutes", "0", "stability"]
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == 1 and not any(tmp_path.iterdir())
+    assert "stability 1/1 vocab 512: the time is over; --resume continues here" in result.output
+    run(tmp_path, "--minutes", "9", "--resume", "stability")
+    result = CliRunner().invoke(main, ["--resume", *arguments])
+    assert result.exit_code == 0 and "stability 1/1 vocab 512: already recorded" in result.output
+
+
+def test_all_runs_every_experiment_of_one_gpu() -> None:
+    run = {module.command for module in (*suite.EXPERIMENTS, *suite.GPU_EXPERIMENTS)}
+    apart = {"all", "quick", "parallel", "causal-lms", "report", "figures", "compare", "merge"}
+    assert run == {command for name, command in main.commands.items() if name not in apart}
+    assert {name.replace("_", "-") for name in markdown.WRITERS} == {
+        *(command.name for command in run),
+        "parallel",
+        "causal-lms",
+    }
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without a GPU")
+def test_the_table_of_the_readme_is_measured_alone(tmp_path: Path, tiny: None) -> None:
+    run(tmp_path, "quick")
+    rows = read(tmp_path / "cpu" / "peers.jsonl")[1]
+    names = [row["implementation"] for row in rows]
+    assert names[:3] == ["GEMMs", "unfused", "cutefce max"] and names[-1] == "absent"
+    table = figures.results(tmp_path / "cpu", (TINY, replace(TINY, tokens=47)))
+    assert table[0] == "| tokens × hidden × classes | 48 × 16 × 256 | | 47 × 16 × 256 | |"
+    assert "| Liger | – | – | – | – |" in table
+    assert any(
+        line.startswith("| cutefce max | ") and line.endswith(" | – | – |") for line in table
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without a GPU")
-def test_every_command_runs_on_a_cpu_and_its_data_makes_a_report(
-    tmp_path: Path, tiny: None
-) -> None:
-    for name in ("paper", "step", "peers", "breakdown"):
-        run(tmp_path, name, "--repeats", "2")
-    run(tmp_path, "steady-state", "--seconds", "0.01")
-    for name in ("max-tokens", "stability"):
-        run(tmp_path, name)
-    run(tmp_path, "loss-curves", "--steps", "2")
-    run(tmp_path, "sampled-curves", "--steps", "3")
+def test_everything_runs_on_a_cpu_and_its_data_makes_a_report(tmp_path: Path, tiny: None) -> None:
+    pytest.importorskip("transformers")
+    run(tmp_path, "all")
     folder = tmp_path / "cpu"
     files = sorted(folder.glob("*.jsonl"))
-    assert {path.stem for path in files} == MEASURED | PEERS
+    names = {module.command.name.replace("-", "_") for module in suite.EXPERIMENTS}
+    assert {path.stem for path in files} == names | PEERS
     for path in files:
         assert_same(path)
         header, rows = read(path)
         assert rows and header["device"] == "cpu" and header["versions"]["torch"]
     run(tmp_path, "report")
     text = (folder / "report.md").read_text()
-    measured, _, missing = text.partition("## Not measured")
-    assert "`python -m bench training-step`" in missing and "`python -m bench step`" in measured
-    for picture in ("paper", "peers", *PEERS, "loss_curves", "sampled_curves"):
+    assert "## Not measured" not in text and "All records are of one version" in text
+    for picture in (*PEERS, "sampled_curves"):
         assert (folder / f"{picture}.png").stat().st_size and f"({picture}.png)" in text
-    frozen, ignored = (read(folder / f"{name}.jsonl")[1] for name in sorted(PEERS))
+    _, frozen, ignored = (read(folder / f"{name}.jsonl")[1] for name in sorted(PEERS))
     assert {row["frozen"] for row in frozen} == {"weight"}
     of_us = [row for row in frozen if row["implementation"].startswith(("cutefce", "unfused"))]
     assert len(of_us) > 1
     assert all(row["dx_error"] is not None and row["dw_error"] is None for row in of_us)
-    assert "### 48 × 16 × 256, frozen weight" in text
-    assert {row["ignored_percent"] for row in ignored} == {0, 50, 80, 95}
-    assert "### 48 × 16 × 256, 80% of the targets ignored" in text
+    assert "### 48 × 16 × 512, frozen weight" in text
+    assert {row["ignored_percent"] for row in ignored} == {50, 80, 95}
+    assert "### 48 × 16 × 512, 80% of the targets ignored" in text
     exact, _, few = (row["losses"] for row in read(folder / "sampled_curves.jsonl")[1])
     assert exact == few, "the same parameters and batches; no kernels sample here"
 
@@ -270,7 +277,9 @@ def test_one_table_of_the_peers_can_be_chosen(tmp_path: Path, tiny: None) -> Non
     run(tmp_path, "peers", *sizes, "--table", "frozen-head")
     run(tmp_path, "peers", *sizes, "--table", "ignored-rows", "--ignored-percent", "60")
     folder = tmp_path / "cpu"
-    frozen, ignored = (folder / f"{name}_32x16x256_float32.jsonl" for name in sorted(PEERS))
+    frozen, ignored = (
+        folder / f"peers_{name}_32x16x512_float32.jsonl" for name in ("frozen_head", "ignored_rows")
+    )
     assert sorted(folder.glob("*.jsonl")) == [frozen, ignored]
     assert {row["ignored_percent"] for row in read(ignored)[1]} == {60}
 
@@ -304,12 +313,3 @@ def test_losses_that_differ_are_an_error() -> None:
     for wrong in ((10.1, 1.0), (10.0, 1.05), (math.nan, 1.0)):
         with pytest.raises(ArithmeticError, match="cutefce: got loss and gradient norm"):
             training_step.check_agreement({"transformers": (10.0, 1.0), "cutefce": wrong})
-
-
-def test_the_kernels_that_breakdown_looks_for_exist() -> None:
-    pytest.importorskip("cutlass")
-    from cutefce.cute_kernels.sm90.gradient import GradGemmSm90
-    from cutefce.cute_kernels.sm90.project_exp import ProjectExpSm90
-
-    assert breakdown.part_of(f"kernel_{ProjectExpSm90.__name__}_object") == "forward GEMM"
-    assert breakdown.part_of(f"kernel_{GradGemmSm90.__name__}_object") == "gradient GEMMs"

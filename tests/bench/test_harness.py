@@ -17,6 +17,7 @@ from bench.harness.records import (
     SOURCES,
     Measurement,
     collect,
+    newest,
     read,
     sources_digest,
     write,
@@ -43,15 +44,20 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(tuner_timing, "time", clock)
+    for module in (tuner_timing, timing):
+        monkeypatch.setattr(module, "time", clock)
     return clock
 
 
-def test_a_stretch_is_as_long_as_asked_for(clock: Clock) -> None:
-    times = timing.steady_state({"sleep": lambda: clock.sleep(0.01)}, "cpu", seconds=0.05)
-    assert times["sleep"].samples_ms == pytest.approx([10] * timing.STRETCHES)
-    # one run to warm up and one to find its duration; each stretch is preceded by as long a warm-up
-    assert clock.now == pytest.approx(2 * 0.01 + 2 * timing.STRETCHES * 0.05)
+def test_rounds_take_the_time_of_a_measurement(clock: Clock) -> None:
+    calls = {"a": lambda: clock.sleep(0.3), "b": lambda: clock.sleep(0.7)}
+    times = timing.interleaved(calls, "cpu")
+    assert times["a"].samples_ms == pytest.approx([300] * 6)
+    assert times["b"].median_ms == pytest.approx(700)
+    assert clock.now == pytest.approx(8)  # one round to warm up and one to find its duration
+    assert timing.interleaved(calls, "cpu", 3)["a"].samples_ms == pytest.approx([300] * 3)
+    found = map(timing.rounds_of_seconds, (0.01, timing.SECONDS / 7, 1e3))
+    assert list(found) == [timing.MAX_ROUNDS, 7, timing.MIN_ROUNDS]
 
 
 def test_a_known_allocation_is_what_is_counted() -> None:
@@ -112,6 +118,37 @@ def test_recorded_measurements_are_not_repeated(tmp_path: Path) -> None:
     write(path, {**header, "versions": {"torch": "another"}}, rows)
     collect(path, [measurement(1)], resume=True)
     assert measured == [1, 2, 1, 1]
+
+
+def test_what_runs_out_of_memory_has_no_rows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def too_much() -> list[Row]:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    measurements = [
+        Measurement({"size": 1}, too_much),
+        Measurement({"size": 2}, lambda: [Row(2, 1.5, (1.0, 2.0))]),
+    ]
+    rows = collect(tmp_path / "data.jsonl", measurements, resume=False)
+    assert [row["size"] for row in rows] == [2]
+    assert "data 1/2 size 1: out of memory" in capsys.readouterr().out
+
+
+def test_the_newest_rows_with_the_columns_are_found(tmp_path: Path) -> None:
+    def put(name: str, date: str, *sizes: int) -> None:
+        rows = [{"size": size, "name": name} for size in sizes]
+        write(tmp_path / f"{name}.jsonl", {"date": date}, rows)
+
+    put("peers", "2026-01-02", 1, 2)
+    put("peers_2x3", "2026-01-03", 2)
+    put("peers_frozen_head", "2026-01-04", 1, 2)
+    put("peers_1x3", "2026-01-02", 1)
+    assert newest(tmp_path, "peers", size=1)[1] == [{"size": 1, "name": "peers"}]
+    assert newest(tmp_path, "peers", size=2)[1] == [{"size": 2, "name": "peers_2x3"}]
+    assert len(newest(tmp_path, "peers_frozen_head")[1]) == 2
+    with pytest.raises(LookupError, match="no rows of peers"):
+        newest(tmp_path, "peers", size=3)
 
 
 def test_the_digest_covers_subfolders(tmp_path: Path) -> None:

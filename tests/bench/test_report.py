@@ -1,4 +1,4 @@
-"""The report of given rows: tables, marks of peers, means."""
+"""The report of given rows, and figures of the pages: those of the committed records."""
 
 from pathlib import Path
 from typing import Any
@@ -7,16 +7,13 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-from bench.experiments import (
-    paper_grid,
-    step,
-)
-from bench.harness.records import write
-from bench.report import markdown, plots
+from bench.experiments import step
+from bench.harness.records import RESULTS, write
+from bench.report import figures, markdown, plots
 
 
 def result(name: str, ms: float | None, mib: float | None, **more: Any) -> dict[str, Any]:
-    row = step.Row(64, 16, 256, name, ms, (1.0, 2.0), 1.0, 1.0, 1.0, 1.0, mib, None, 0.1, 0.1, 0.1)
+    row = step.Row(64, 16, 256, name, ms, (1.0, 2.0), 1.0, 1.0, 1.0, mib, None, 0.1, 0.1, 0.1)
     return {**vars(row), **more}
 
 
@@ -30,7 +27,12 @@ BASE = (result("GEMMs", 1, None), result("unfused", 2, 100), result("cutefce max
         ([result("peer", 1.0, 60)], ["peer (*)", "No peer is both"], ["peer (!)"]),
         (
             [result("peer", 1.0, 40)],
-            ["peer (!)", "- peer at 64 × 16 × 256: cutefce max"],
+            ["peer (!)", "- peer at 64 × 16 × 256: cutefce max\n"],
+            ["No peer"],
+        ),
+        (
+            [result("peer", 1.0, 40, dw_error=0.15)],
+            ["cutefce max (with errors of gradients up to 1.50 times as large)\n"],
             ["No peer"],
         ),
         (
@@ -41,7 +43,7 @@ BASE = (result("GEMMs", 1, None), result("unfused", 2, 100), result("cutefce max
         ([result("peer", 1.2, 40, dw_error=0.3)], ["peer (†)"], []),
         ([result("peer", None, None, note="it\nfailed")], ["it failed"], ["peer ("]),
     ],
-    ids=["neither", "time", "both", "another budget", "inexact", "failed"],
+    ids=["neither", "time", "both", "both, inexact", "another budget", "inexact", "failed"],
 )
 def test_the_report_marks_peers(
     rows: list[dict[str, Any]], said: list[str], unsaid: list[str], tmp_path: Path
@@ -49,21 +51,52 @@ def test_the_report_marks_peers(
     header = {"date": "2026-01-01", "device": "some gpu", "versions": {"torch": "2"}}
     write(tmp_path / "peers.jsonl", header, [*BASE, *rows])
     text = markdown.write(tmp_path, plots.draw(tmp_path)).read_text()
-    for part in (*said, "![peers](peers.png)", "## Not measured\n\n", "`python -m bench paper`"):
+    for part in (*said, "![peers](peers.png)", "## Not measured\n\n", "`python -m bench options`"):
         assert part in text
     table = text.split("(*) faster")[0]
     for part in unsaid:
         assert part not in (table if part.startswith("peer") else text)
 
 
-def test_the_paper_counts_cells_and_their_mean(tmp_path: Path) -> None:
-    rows = [
-        vars(paper_grid.Row(1024, 4096, 32768, 2.0, 1.0, 0.5, 0.95, 600.0, 100.0, 50.0, 0.5, 0.26)),
-        vars(paper_grid.Row(1024, 4096, 65536, 1.0, 2.0, 2.0, 0.69, 600.0, 100.0, 50.0, 0.5, 0.26)),
-    ]
-    header = {"date": "2026-01-01", "device": "some gpu", "versions": {}}
-    write(tmp_path / "paper.jsonl", header, rows)
-    text = markdown.write(tmp_path, []).read_text()
-    assert "Faster than unfused in 1 of 2 cells, with less memory in 2." in text
-    assert "Geometric mean of cutefce / unfused: 1.000" in text
-    assert "0.73 → 0.69" in text
+def test_the_report_says_which_records_are_of_other_sources(tmp_path: Path) -> None:
+    def put(name: str, sources: str) -> None:
+        header = {"date": "2026-01-01", "device": "some gpu"}
+        versions = {"sources": sources, "torch": "2"}
+        write(tmp_path / f"{name}.jsonl", {**header, "versions": versions}, list(BASE))
+
+    put("peers", "abc")
+    put("peers_frozen_head", "abc")
+    one = ["All records are of one version: device some gpu, sources abc, torch 2."]
+    assert markdown.origins(tmp_path) == one
+    put("options", "def")
+    said = markdown.origins(tmp_path)
+    assert "**The records are of 2 versions.** `peers`, `peers_frozen_head`: " in said[0]
+    assert said[-1] == "- `options`: sources def"
+    assert "\n\n".join(said) in markdown.text_of(tmp_path, [])
+
+
+REPORTS = sorted(RESULTS.glob("*/report.md"))
+
+
+@pytest.mark.parametrize("report", REPORTS, ids=lambda path: path.parent.name)
+def test_committed_reports_are_of_the_committed_records(report: Path) -> None:
+    text = markdown.text_of(report.parent, sorted(report.parent.glob("*.png")))
+    assert report.read_text() == text, "make bench-report writes it"
+
+
+@pytest.mark.parametrize("name", figures.PAGES)
+def test_figures_of_the_pages_are_those_of_the_records(name: str) -> None:
+    text = (figures.ROOT / name).read_text()
+    assert figures.filled(text, figures.PAGES[name]()) == text, "make bench-report writes them"
+
+
+def test_figures_replace_tables_and_numbers() -> None:
+    text = "# Page\n\nIt takes 1.5 GiB\nand 20 ms.\n\n| a | b |\n|---|---|\n| 1 | 2 |\n\nEnd.\n"
+    words = figures.Words("takes {} GiB and {} ms", ["2", "-0.25"])
+    table = ["| a | b |", "|---|---|", "| 3 | 4 |", "| 5 | 6 |"]
+    filled = figures.filled(text, iter([words, table]))
+    assert filled == text.replace("1.5", "2").replace("20", "-0.25").replace(
+        "| 1 | 2 |", "| 3 | 4 |\n| 5 | 6 |"
+    )
+    with pytest.raises(ValueError, match="got 0 times, expected once"):
+        figures.filled(text, iter([figures.Words("takes {} days", ["1"])]))
