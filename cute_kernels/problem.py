@@ -26,8 +26,6 @@ LOW_BITS = 4, 8
 """Bits beside the upper 16 that a kept sum of dX may have, or one of dW."""
 FLOAT32_LOW_BITS = 16
 """Those of a sum in float32, as a caller's buffer has them."""
-WEIGHT_LOW_BITS = *LOW_BITS, FLOAT32_LOW_BITS
-"""Those that a sum of dW may have."""
 
 
 def can_keep(dtype: str) -> bool:

@@ -42,7 +42,7 @@ KEPT_192 = GemmConfig(128, 192, cluster=2, stages=4, pingpong=True)
 
 @dataclass(frozen=True)
 class GemmTimes:
-    """Relative times a column of the gradients' GEMMs, measured by tuning and `bench step`.
+    """Relative times a column of the gradients' GEMMs, measured by tuning and `bench peers`.
 
     Wide tiles move less data, which saves power; ping-pong hides epilogues, which weigh more in
     short GEMMs.  The first configuration wins a tie.
