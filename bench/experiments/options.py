@@ -83,6 +83,7 @@ def options(tokens: int, vocab: int, device: str) -> dict[str, dict[str, Any]]:
         "gradients": ("log_probs", "entropy"),
         "temperature": per_token,
     }
+    outputs["lse without a target"] = {"outputs": ("lse",), "gradients": ("lse",), "target": None}
     return loss | outputs
 
 
@@ -101,8 +102,8 @@ def value(h: Tensor, w: Tensor, y: Tensor, workspace: str | None, given: dict[st
         target = None if "target_indices" in given else y
         result = cutefce.linear_cross_entropy(h, w, target, workspace=workspace, **given)
         return result.loss if isinstance(result, cutefce.LossOutput) else result
-    names = given.pop("gradients")
-    rows = cutefce.linear_log_probs(h, w, y, workspace=workspace, **given)
+    names, target = given.pop("gradients"), given.pop("target", y)
+    rows = cutefce.linear_log_probs(h, w, target, workspace=workspace, **given)
     return sum((getattr(rows, name).mean() for name in names), start=h.new_zeros(()))
 
 

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from cutefce.ops.interface import checks
-from cutefce.ops.interface.options import OUTPUTS, check_arguments, check_outputs
+from cutefce.ops import torch_compat
+from cutefce.ops.interface import checks, heads
+from cutefce.ops.interface.options import OF_TARGET, OUTPUTS, check_arguments, check_outputs
 from cutefce.ops.interface.public_function import runs
 from cutefce.ops.interface.scalars import with_tensors
 from cutefce.ops.interface.soft_targets import one_class
@@ -20,7 +21,9 @@ class LogProbs(NamedTuple):
     """Values of each token, of target's shape, 0 for ignored ones; None if not asked for."""
 
     log_probs: Tensor
-    """log p_y, the log-probability of the target; (..., K) of the classes `target_indices`."""
+    """log p_y, the log-probability of the target; (..., K) of the classes `target_indices`.
+
+    None in calls without a target, which its type leaves out for all others."""
     lse: Tensor | None
     """log Σ_v exp(u_v) of the logits u."""
     entropy: Tensor | None
@@ -55,6 +58,9 @@ def _log_probs(
             f"outputs: got {numbers[0]!r} with {classes} classes, expected at most 2^24"
         )
     checks.workspace_bytes(workspace)
+    has_target = target is not None or "target_indices" in given or not outputs
+    if not has_target:
+        target = _any_target(input, outputs, given)
     call = localize(input, linear_weight, one_class(target, given), given)
     names = [name for name in OUTPUTS if name in outputs]
     own, lse, entropy, *stored = torch.ops.cutefce.log_probs(
@@ -73,7 +79,28 @@ def _log_probs(
     for name in numbers:
         found[name] = found[name].long()
     others = (found.get(name) for name in OUTPUTS)
-    return LogProbs(own.movedim(0, call.dim), *others)
+    log_probs: Any = own.movedim(0, call.dim) if has_target else None
+    return LogProbs(log_probs, *others)
+
+
+def _any_target(input: Tensor, outputs: Sequence[str], given: dict[str, Any]) -> Tensor:
+    """Return a target (...) for calls of `outputs` that do not depend on it: class 0.
+
+    Raises:
+        ValueError: naming the argument that needs a target.
+    """
+    for name in outputs:
+        if name in OF_TARGET:
+            expected = tuple(name for name in OUTPUTS if name not in OF_TARGET)
+            raise ValueError(f"outputs: got {name!r} without a target, expected some of {expected}")
+    if "ignore_index" in given:
+        raise ValueError(
+            f"ignore_index: got {given['ignore_index']} without a target, expected None: all "
+            "tokens count"
+        )
+    is_shared = given.get("sequence_parallel", False) and not torch_compat.is_dtensor(input)
+    parts = given["group"].size() if is_shared and "group" in given else 1
+    return torch.zeros(heads.token_shape(input, parts), dtype=torch.long, device=input.device)
 
 
 @runs(_log_probs)
@@ -105,13 +132,14 @@ def linear_log_probs(  # type: ignore[empty-body]
         input: (..., D) hidden states, bfloat16, float16, float32 or float64.
         linear_weight: (V, D), of input's dtype and device.
         target: (...) integer class indices in [0, V), or `ignore_index`; None with
-            `target_indices`.
+            `target_indices`, and in calls that ask for no value of a target.
         target_indices: (..., K) integer classes of each token in the place of target, K from 1 to
             256: log p of each, with gradients for each.  Those equal to `ignore_index` have the
             value 0 and gradients 0; a token that has only such ones is ignored.  Not with
             "is_top1".
         outputs: what is returned beside the log-probabilities: some of "lse", "entropy",
-            "sum_p_squared", "mean_logit", "is_top1", "argmax" and "rank".
+            "sum_p_squared", "mean_logit", "is_top1", "argmax" and "rank".  Without a target they
+            are all that is returned; "is_top1" and "rank" need one.
         linear_bias: as for `linear_cross_entropy`, and so are the other parameters.
         logit_scale: factor of the products of input and linear_weight.
         softcap: bound of the logits; not with "mean_logit".
@@ -128,9 +156,9 @@ def linear_log_probs(  # type: ignore[empty-body]
     More than eight parameters: they are options of `linear_cross_entropy`.
 
     Returns:
-        The log-probabilities and the outputs.  Log-probabilities, lse and entropy have gradients
-        by input, linear_weight and linear_bias; entropy has none with softcap or with sampled
-        gradients, for which the backward raises NotImplementedError.
+        The log-probabilities, None without a target, and the outputs.  Log-probabilities, lse and
+        entropy have gradients by input, linear_weight and linear_bias; entropy has none with
+        softcap or with sampled gradients, for which the backward raises NotImplementedError.
 
     Raises:
         TypeError, ValueError, NotImplementedError: as `linear_cross_entropy`.

@@ -46,6 +46,8 @@ OF_ALL = {"entropy", "sum_p_squared"}
 """Those of sums over all classes."""
 OF_OTHERS = {"is_top1", "argmax", "rank"}
 """Those of reductions over all classes but the target."""
+OF_TARGET = {"is_top1", "rank"}
+"""Those about one target."""
 
 
 class Kind(enum.Enum):

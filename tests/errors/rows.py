@@ -534,6 +534,13 @@ WRONG: dict[str, list[Row]] = {
         Row("batchmean", ValueError, "got 'batchmean', expected one of ('mean', 'sum', 'none')"),
     ],
     "ignore_index": [
+        Row(
+            -1,
+            ValueError,
+            "got -1 without a target, expected None: all tokens count",
+            also={"target": None, "outputs": ["lse"]},
+            on=("log_probs",),
+        ),
         Row("3", TypeError, f"got '3' (str), {INTEGER}"),
         Row(True, TypeError, f"got True (bool), {INTEGER}"),
         Row(1.5, TypeError, f"got 1.5 (float), {INTEGER}"),
@@ -672,6 +679,14 @@ WRONG: dict[str, list[Row]] = {
             "one of them",
             also={"softcap": 3.0},
             but=OPERATORS,
+        ),
+        Row(
+            ["lse", "rank"],
+            ValueError,
+            "got 'rank' without a target, expected some of ('lse', 'entropy', 'sum_p_squared', "
+            "'mean_logit', 'argmax')",
+            also={"target": None},
+            on=("log_probs",),
         ),
         Row(
             ["argmax"],

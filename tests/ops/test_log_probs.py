@@ -43,11 +43,12 @@ TRANSFORMS: dict[str, list[str]] = {
 ASKED = {"nothing": (), "all": OUTPUTS, "lse and entropy": ("lse", "entropy")}
 ASKED |= {name: (name,) for name in OUTPUTS}
 CLASSES = {"a class": None, "2 classes": 2, "7 classes": 7}
+OR_NONE = CLASSES | {"no class": 0}
 
 
 @pairwise(
     names=TRANSFORMS,
-    classes=CLASSES,
+    classes=OR_NONE,
     outputs=ASKED,
     kind=UPSTREAMS,
     dtype=DTYPES,
@@ -81,7 +82,7 @@ def test_each_output(
     layout=WINDOWS,
     names={"plain": [], "factors": FACTORS, "all": TRANSFORMS["all"]},
     outputs=[("lse",), ("entropy",), OUTPUTS],
-    classes=CLASSES,
+    classes=OR_NONE,
 )
 def test_every_layout(
     layout: Layout,
@@ -107,7 +108,7 @@ SIZE = st.integers(1, 70)
 CALLS = st.fixed_dictionaries(
     {
         "names": st.sampled_from(list(TRANSFORMS.values())),
-        "classes": st.sampled_from([None, 3]),
+        "classes": st.sampled_from([None, 0, 3]),
         "outputs": st.sets(st.sampled_from(OUTPUTS)),
         "sizes": st.tuples(SIZE, SIZE, SIZE | st.just(1030)),
         "ignored": st.sampled_from([0.0, 0.5, 1.0]),
@@ -328,7 +329,7 @@ def test_hooks_unpack_what_is_saved_once(device: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("names", [FACTORS, []], ids=["factors", "plain"])
-@pytest.mark.parametrize("classes", [None, 5], ids=["a class", "5 classes"])
+@pytest.mark.parametrize("classes", [None, 5, 0], ids=["a class", "5 classes", "no class"])
 def test_compiled_equals_eager(
     classes: int | None, names: list[str], small_tiles: PortableTiles, device: str
 ) -> None:

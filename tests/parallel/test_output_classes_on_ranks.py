@@ -36,7 +36,9 @@ TRANSFORMS = {
 }
 
 
-@each_value(names=TRANSFORMS, classes={"a class": None, "6": 6}, sequence_parallel=[False, True])
+@each_value(
+    names=TRANSFORMS, classes={"a class": None, "6": 6, "none": 0}, sequence_parallel=[False, True]
+)
 def test_values_equal_one_process(
     names: list[str], classes: int | None, sequence_parallel: bool, ranks: Ranks
 ) -> None:

@@ -71,7 +71,7 @@ class ValuesCase:
 
     own: OptionsCase
     index: Tensor
-    """The class (N,) of each token, or K classes (N, K)."""
+    """The class (N,) of each token, or K classes (N, K); class 0 in calls without a target."""
     outputs: tuple[str, ...]
     upstream: dict[str, Tensor]
     """Those of results by name: log_probs, of the index's shape, lse (N,), entropy (N,)."""
@@ -86,6 +86,8 @@ class ValuesCase:
         """Return what a call of cutefce returns."""
         name = "target" if self.index.ndim == 1 else "target_indices"
         given = {name: self.index, "outputs": self.outputs, **self.own.with_leaves((*leaves,))}
+        if "log_probs" not in self.upstream:
+            del given[name]
         return cutefce.linear_log_probs(leaves[0], leaves[1], **given, **more)
 
     def ours(self, **more: Any) -> Results:
@@ -128,7 +130,8 @@ class ValuesCase:
     def check(self, got: Results) -> None:
         """Assert that errors are those of the unfused form, or a few roundings of its values."""
         forms = got, self.exact(), self.unfused(rounded=True), self.unfused(rounded=False)
-        names = [name for name in ("log_probs", *self.outputs) if name not in OUTPUTS[4:]]
+        asked = ("log_probs",) * ("log_probs" in self.upstream) + self.outputs
+        names = [name for name in asked if name not in OUTPUTS[4:]]
         rows = [(name, *(getattr(x, name).detach() for x, _ in forms)) for name in names]
         # log p is a difference of logits of this size, a rounding of which is not relative
         case = self.own.case
@@ -169,6 +172,9 @@ class ValuesCase:
         if several and name != "dx" and (dtype == torch.bfloat16 or entropy):
             # parts of other classes, if stored, are rounded three times, not twice
             allowed = 1.5**0.5 * distance(other, want)
+        if "log_probs" not in self.upstream and name == "dw":
+            # no target's part, which has one rounding: exponentials and hidden states have one each
+            allowed = 2**0.5 * distance(other, want)
         if several and name == "dbias":  # few roundings, which need not be average ones
             return allowed + distance(want.to(dtype), want)
         if several and not entropy:
@@ -235,14 +241,14 @@ def values_case(
     outputs: tuple[str, ...] = (),
     **more: Any,
 ) -> ValuesCase:
-    """Draw a case of `options_case` with a class, or K `classes`, of each token.
+    """Draw a case of `options_case` with a class, or K `classes`, of each token; none if 0.
 
     Upstream gradients are of a `kind` of `UPSTREAMS`.  What a call refuses is left out of the
     `outputs`.  Half of the single classes have the largest logit.  Of several a few occur twice; a
     fifth are ignored, all of a tenth of the tokens.
     """
     x, (tokens, _, vocab) = options_case(names, *sizes, **more), sizes
-    refused = {"is_top1", "rank"} if classes else set()
+    refused = set() if classes is None else {"is_top1", "rank"}
     refused |= {"mean_logit"} if "softcap" in x.options else set()
     outputs = (*(name for name in outputs if name not in refused),)
     device, index = x.case.h.device, x.case.y
@@ -256,6 +262,8 @@ def values_case(
         index[torch.rand(tokens, classes) < 0.2] = -100
         index[torch.rand(tokens) < 0.1] = -100
         index = index.to(device)
+    elif classes == 0:
+        index = torch.zeros_like(index)
     counts = (index != -100).cpu()
     values = torch.randn(index.shape, dtype=torch.float64) * counts
     if kind == "0":
@@ -266,7 +274,9 @@ def values_case(
     elif classes and kind == "of one class":
         values[:, 1:] *= 1e-6
         values[::2] = values[::2].flip(1)
-    upstream = {"log_probs": values}
+    upstream = {} if classes == 0 else {"log_probs": values}
+    if classes == 0 and "lse" not in outputs:  # what is differentiated
+        outputs = ("lse", *outputs)
     for name in outputs:
         if name in DIFFERENTIABLE and not (name == "entropy" and "softcap" in x.options):
             upstream[name] = torch.randn(tokens, dtype=torch.float64)
