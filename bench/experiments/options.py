@@ -83,6 +83,8 @@ def options(tokens: int, vocab: int, device: str) -> dict[str, dict[str, Any]]:
         "gradients": ("log_probs", "entropy"),
         "temperature": per_token,
     }
+    floors = torch.zeros(tokens, device=device)
+    outputs["logit_floor"] = {"logit_floor": floors, "outputs": (), "gradients": ("log_probs",)}
     outputs["lse without a target"] = {"outputs": ("lse",), "gradients": ("lse",), "target": None}
     return loss | outputs
 

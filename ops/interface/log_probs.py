@@ -57,6 +57,10 @@ def _log_probs(
         raise ValueError(
             f"outputs: got {numbers[0]!r} with {classes} classes, expected at most 2^24"
         )
+    if "logit_floor" in given and "mean_logit" in outputs:
+        raise NotImplementedError(
+            "logit_floor: got one with 'mean_logit' in outputs, expected one of them"
+        )
     checks.workspace_bytes(workspace)
     has_target = target is not None or "target_indices" in given or not outputs
     if not has_target:
@@ -93,6 +97,8 @@ def _any_target(input: Tensor, outputs: Sequence[str], given: dict[str, Any]) ->
         if name in OF_TARGET:
             expected = tuple(name for name in OUTPUTS if name not in OF_TARGET)
             raise ValueError(f"outputs: got {name!r} without a target, expected some of {expected}")
+    if "logit_floor" in given:
+        raise ValueError("logit_floor: got one without a target, expected None")
     if "ignore_index" in given:
         raise ValueError(
             f"ignore_index: got {given['ignore_index']} without a target, expected None: all "
@@ -115,6 +121,7 @@ def linear_log_probs(  # type: ignore[empty-body]
     logit_scale: float = 1.0,
     softcap: float | None = None,
     temperature: Tensor | float = 1.0,
+    logit_floor: Tensor | None = None,
     ignore_index: int | None = None,
     gradient: str = "exact",
     samples: int = 256,
@@ -144,6 +151,10 @@ def linear_log_probs(  # type: ignore[empty-body]
         logit_scale: factor of the products of input and linear_weight.
         softcap: bound of the logits; not with "mean_logit".
         temperature: divisor of the logits, a number, or () or (...).
+        logit_floor: (...) of truncated sampling: classes whose logit, after softcap and
+            temperature, is below that of their token take no part in the softmax, as if it were
+            -inf, and get no gradient.  A target always takes part.  Not with `target_indices` and
+            "mean_logit".
         ignore_index: tokens with this target have values 0 and gradients 0; None is -100.
         gradient: "exact" or "sampled"; with "sampled", entropy has no gradient.
         samples: expected number of entries of a token, at most, with sampled gradients.

@@ -207,6 +207,13 @@ class TensorOptions(OperatorRecord):
     target_probs: Tensor | None = argument(
         TENSOR_OR_NONE, None, Kind.ROW, "(N, K) their probabilities, 0 or more"
     )
+    logit_floor: Tensor | None = argument(
+        checks.OF_TOKENS,
+        None,
+        Kind.LOGITS,
+        "(N,) logits below which classes but the target are left out of the softmax",
+        is_public=False,
+    )
     seed: Tensor | None = argument(
         TENSOR_OR_NONE, None, None, "(2,) int32 seed of sampled gradients", is_public=False
     )
@@ -261,7 +268,7 @@ class TensorOptions(OperatorRecord):
         if "target_indices" in given:  # of any integers; kernels read contiguous rows
             given = {name: x.contiguous() for name, x in given.items()}
             given["target_indices"] = given["target_indices"].long()
-        for name in ("token_weights", "temperature"):
+        for name in ("token_weights", "temperature", "logit_floor"):
             x = getattr(self, name)
             if x is not None and x.ndim:
                 given[name] = x.reshape(-1)

@@ -86,6 +86,10 @@ def check_output_classes(
             f"outputs: got {one_target[0]!r} with target_indices, which is about one target; "
             "expected 'argmax'"
         )
+    if tensors.logit_floor is not None:
+        raise NotImplementedError(
+            "logit_floor: got one with target_indices, expected None, or a target"
+        )
     return one
 
 

@@ -17,6 +17,7 @@ LOG_PROBS = "log_probs", "operator of log_probs"
 K = "loss of K dimensions"
 INDEXED = *LOSSES, *LOG_PROBS, K
 """The calls whose target is class indices."""
+FLOORED = ("log_probs",)
 SOFT_LOSS, CLASSES = "loss of soft targets", "log_probs of classes"
 SOFT = SOFT_LOSS, CLASSES
 """Those with `target_indices`."""
@@ -427,6 +428,34 @@ WRONG: dict[str, list[Row]] = {
         Row(trained(4), ValueError, f"{TRAINED} temperature.detach()"),
         Row(trained(), ValueError, f"{TRAINED} temperature.detach()"),
         *of_one_position(4, "expected () or (4, 2)"),
+    ],
+    "logit_floor": [
+        Row(1.0, TypeError, f"got 1.0 (float), {OPTIONAL}"),
+        Row(torch.ones(4).long(), TypeError, f"got dtype torch.int64, {FLOATS}", on=FLOORED),
+        Row(torch.ones(4).to_sparse(), TypeError, SPARSE, on=FLOORED),
+        Row(torch.ones(4, device="meta"), ValueError, ELSEWHERE, on=FLOORED),
+        Row(torch.ones(3), ValueError, "got shape (3,), expected (4,)", on=FLOORED),
+        Row(trained(4), ValueError, f"{TRAINED} logit_floor.detach()", on=FLOORED),
+        Row(
+            torch.ones(4),
+            NotImplementedError,
+            "got one with target_indices, expected None, or a target",
+            on=(CLASSES,),
+        ),
+        Row(
+            torch.ones(4),
+            NotImplementedError,
+            "got one with 'mean_logit' in outputs, expected one of them",
+            also={"outputs": ["mean_logit"]},
+            on=FLOORED,
+        ),
+        Row(
+            torch.ones(4),
+            ValueError,
+            "got one without a target, expected None",
+            also={"target": None, "outputs": ["lse"]},
+            on=FLOORED,
+        ),
     ],
     "denominator": [
         Row("x", TypeError, f"got 'x' (str), {NUMBER}, a tensor or None"),

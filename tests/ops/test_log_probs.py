@@ -39,6 +39,9 @@ TRANSFORMS: dict[str, list[str]] = {
     "softcap": ["softcap"],
     "factors": FACTORS,
     "all": [*FACTORS, "softcap"],
+    "logit_floor": ["logit_floor"],
+    "factors and logit_floor": [*FACTORS, "logit_floor"],
+    "all and logit_floor": [*FACTORS, "softcap", "logit_floor"],
 }
 ASKED = {"nothing": (), "all": OUTPUTS, "lse and entropy": ("lse", "entropy")}
 ASKED |= {name: (name,) for name in OUTPUTS}
@@ -80,7 +83,7 @@ def test_each_output(
     float32=True,
     emulated=1,
     layout=WINDOWS,
-    names={"plain": [], "factors": FACTORS, "all": TRANSFORMS["all"]},
+    names={name: TRANSFORMS[name] for name in ("plain", "factors", "all", "all and logit_floor")},
     outputs=[("lse",), ("entropy",), OUTPUTS],
     classes=OR_NONE,
 )

@@ -20,6 +20,7 @@ from tests.support.reference import are_same, distance
 
 OUTPUTS = "lse", "entropy", "sum_p_squared", "mean_logit", "is_top1", "argmax", "rank"
 DIFFERENTIABLE = "log_probs", "lse", "entropy"
+FLOOR = "logit_floor"
 UPSTREAMS = "random", "of sum 0", "of one class", "0"
 """Kinds of upstream gradients of the log-probabilities of a token."""
 
@@ -37,8 +38,20 @@ class RowValues(NamedTuple):
     rank: Tensor
 
 
-def row_values(u: Tensor, index: Tensor) -> RowValues:
-    """Return the outputs of logits u (N, V) and classes (N,) or (N, K); 0 for ignored tokens."""
+def kept_logits(u: Tensor, index: Tensor, logit_floor: Tensor | None = None, **_: Any) -> Tensor:
+    """Return logits (N, V), of those below floors (N,) the target's alone; others are -inf."""
+    if logit_floor is None:
+        return u
+    is_target = index[:, None] == torch.arange(u.shape[1], device=u.device)
+    return u.masked_fill((u < logit_floor[:, None]) & ~is_target, -torch.inf)
+
+
+def row_values(u: Tensor, index: Tensor, **options: Any) -> RowValues:
+    """Return the outputs of logits u (N, V) and classes (N,) or (N, K); 0 for ignored tokens.
+
+    Of `options` it takes those that leave out classes.
+    """
+    u = kept_logits(u, index, **options)
     counts = index != -100
     active = counts if index.ndim == 1 else counts.any(1)
     chosen = torch.where(counts, index, 0).view(len(index), -1)
@@ -50,7 +63,7 @@ def row_values(u: Tensor, index: Tensor) -> RowValues:
         largest = torch.where(is_top1, chosen[:, 0], largest)
     values = (
         u.logsumexp(1),
-        -(p * log_p).sum(1),
+        -(p * log_p.masked_fill(p == 0, 0)).sum(1),
         p.square().sum(1),
         u.mean(1),
         is_top1,
@@ -114,7 +127,7 @@ class ValuesCase:
     def exact(self) -> Results:
         """Return values and gradients in float64."""
         leaves = [leaf.detach().double().requires_grad_() for leaf in self.own.leaves]
-        values = row_values(self.own.logits((*leaves,)), self.index)
+        values = row_values(self.own.logits((*leaves,)), self.index, **self.own.options)
         return values, torch.autograd.grad(self.total(values), leaves)
 
     def unfused(self, *, rounded: bool) -> Results:
@@ -123,7 +136,7 @@ class ValuesCase:
         Products of the forward are `rounded` to the inputs' dtype, or are float32.
         """
         t = products(self.own, rounded)
-        values = row_values(model_logits(t, **self.own.options), self.index)
+        values = row_values(model_logits(t, **self.own.options), self.index, **self.own.options)
         (dt,) = torch.autograd.grad(self.total(values), t)
         return values, gradients_of_products(self.own, dt, rounded)
 
@@ -188,7 +201,7 @@ class ValuesCase:
         """
         case, index = self.own.case, self.index.view(len(self.index), -1)
         t = products(self.own, False).double().detach().requires_grad_()
-        u = model_logits(t, **self.own.options)
+        u = kept_logits(model_logits(t, **self.own.options), self.index, **self.own.options)
         (du,) = torch.autograd.grad(self.total(row_values(u, self.index)), u, retain_graph=True)
         p = u.detach().softmax(1)
         # classes of the index have a part of their own, which is not made of their exponential
@@ -205,6 +218,7 @@ class ValuesCase:
         active = ~self.ignored
         wide = torch.promote_types(self.own.case.h.dtype, torch.float32)
         margin = 64 * torch.finfo(wide).eps * float(u.abs().max()) if u.numel() else 0.0
+        u = kept_logits(u, self.index, **self.own.options)
         largest = u.amax(1)
         if "argmax" in self.outputs:
             found = u.gather(1, values.argmax[:, None])[:, 0]
@@ -233,6 +247,21 @@ class ValuesCase:
                 assert torch.equal(values.is_top1, (values.rank == 0) & active)
 
 
+def floors(u: Tensor) -> Tensor:
+    """Return floors (N,) of logits u (N, V) that are far from all of them, and some infinite ones.
+
+    They leave up to 30 classes but the target: no rounding decides which.
+    """
+    top = u.topk(min(30, u.shape[1]), 1).values
+    gaps = top[:, :-1] - top[:, 1:]
+    if not gaps.numel():
+        return torch.full_like(u[:, 0], -torch.inf)
+    largest = gaps.argmax(1, keepdim=True)
+    result = (top.gather(1, largest) + top.gather(1, largest + 1))[:, 0] / 2
+    result[::7], result[3::7] = -torch.inf, torch.inf
+    return result
+
+
 def values_case(
     names: list[str],
     classes: int | None,
@@ -247,13 +276,16 @@ def values_case(
     `outputs`.  Half of the single classes have the largest logit.  Of several a few occur twice; a
     fifth are ignored, all of a tenth of the tokens.
     """
-    x, (tokens, _, vocab) = options_case(names, *sizes, **more), sizes
+    drawn = [name for name in names if name != FLOOR]
+    x, (tokens, _, vocab) = options_case(drawn, *sizes, **more), sizes
     refused = set() if classes is None else {"is_top1", "rank"}
     refused |= {"mean_logit"} if "softcap" in x.options else set()
-    outputs = (*(name for name in outputs if name not in refused),)
     device, index = x.case.h.device, x.case.y
     if classes is None and tokens:
         u = model_logits(x.case.h.double() @ x.case.w.double().t(), **x.options)
+        if FLOOR in names:
+            x.options[FLOOR] = floors(u).to(torch.promote_types(x.case.h.dtype, torch.float32))
+            refused.add("mean_logit")
         index[::2] = torch.where(index[::2] == -100, -100, u.argmax(1)[::2])
     elif classes:
         index = torch.randint(vocab, (tokens, classes))
@@ -264,6 +296,7 @@ def values_case(
         index = index.to(device)
     elif classes == 0:
         index = torch.zeros_like(index)
+    outputs = (*(name for name in outputs if name not in refused),)
     counts = (index != -100).cpu()
     values = torch.randn(index.shape, dtype=torch.float64) * counts
     if kind == "0":
