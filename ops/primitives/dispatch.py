@@ -156,8 +156,6 @@ def options_unsupported_reason(
     problem: Problem, device: torch.device, tensors: TensorOptions
 ) -> str | None:
     """Return why kernels that serve `problem` cannot with options of a call, None if they can."""
-    if tensors.logit_floor is not None:
-        return "logit_floor: got one, which no kernel takes"
     if device.type == "meta" or not tensors.soft_targets:  # on `meta` nothing is launched
         return None
     return unproven_reason(device, problem.dtype, SOFT_TARGETS)

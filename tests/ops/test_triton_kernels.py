@@ -23,6 +23,7 @@ DTYPE = (
 pytest.importorskip("triton")
 kernels = pytest.importorskip("cutefce.ops.primitives.triton_kernels")
 
+OPTIONS = ["", "scale floor", "scale bias cap", "scale", "bias"]
 SIZES = [(130, 64, 300), (1, 72, 256), (70, 128, 600), (128, 64, 100)]
 """Tokens, hidden and classes: tiles that are partly or wholly in range."""
 
@@ -77,9 +78,7 @@ def expected(
 
 @pytest.mark.parametrize("sizes", rest_slow(SIZES))
 @pytest.mark.parametrize("std", [1.0, 60.0])
-@pytest.mark.parametrize(
-    "options", rest_slow(["", "scale bias cap", "scale", "bias", "scale bias cap floor"])
-)
+@pytest.mark.parametrize("options", rest_slow(OPTIONS, default=2))
 def test_exponentials_and_sums(sizes: tuple[int, int, int], std: float, options: str) -> None:
     torch.manual_seed(0)
     h, w, y = operands(sizes, std)

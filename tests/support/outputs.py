@@ -20,7 +20,7 @@ from tests.support.reference import are_same, distance
 
 OUTPUTS = "lse", "entropy", "sum_p_squared", "mean_logit", "is_top1", "argmax", "rank"
 DIFFERENTIABLE = "log_probs", "lse", "entropy"
-FLOOR = "logit_floor"
+FLOOR, KEPT = "logit_floor", "kept_classes"
 UPSTREAMS = "random", "of sum 0", "of one class", "0"
 """Kinds of upstream gradients of the log-probabilities of a token."""
 
@@ -38,12 +38,28 @@ class RowValues(NamedTuple):
     rank: Tensor
 
 
-def kept_logits(u: Tensor, index: Tensor, logit_floor: Tensor | None = None, **_: Any) -> Tensor:
-    """Return logits (N, V), of those below floors (N,) the target's alone; others are -inf."""
-    if logit_floor is None:
+def kept_logits(
+    u: Tensor,
+    index: Tensor,
+    logit_floor: Tensor | None = None,
+    kept_classes: Tensor | None = None,
+    **_: Any,
+) -> Tensor:
+    """Return logits (N, V) of targets and of what is kept: others are -inf.
+
+    That are those not below floors (N,), or kept classes (N, K).
+    """
+    if logit_floor is None and kept_classes is None:
         return u
+    if kept_classes is not None:
+        is_kept = torch.zeros(len(u), u.shape[1] + 1, dtype=torch.bool, device=u.device)
+        is_kept = is_kept.scatter(1, kept_classes % (u.shape[1] + 1), True)[:, :-1]
+        is_kept |= (index == -100)[:, None]
+    else:
+        assert logit_floor is not None
+        is_kept = u >= logit_floor[:, None]
     is_target = index[:, None] == torch.arange(u.shape[1], device=u.device)
-    return u.masked_fill((u < logit_floor[:, None]) & ~is_target, -torch.inf)
+    return u.masked_fill(~(is_kept | is_target), -torch.inf)
 
 
 def row_values(u: Tensor, index: Tensor, **options: Any) -> RowValues:
@@ -173,7 +189,8 @@ class ValuesCase:
         self, name: str, size: float, got: Tensor, want: Tensor, other: Tensor, wide: Tensor
     ) -> float:
         """Return the error that a gradient may have."""
-        several, entropy = self.index.ndim == 2, "entropy" in self.upstream
+        several = self.index.ndim == 2 or KEPT in self.own.options
+        entropy = "entropy" in self.upstream
         dtype = self.own.case.h.dtype
         eps, norm, narrow = torch.finfo(dtype).eps, float(want.norm()), dtype.itemsize == 2
         cancels = size if several or entropy else 0.0
@@ -250,9 +267,9 @@ class ValuesCase:
 def floors(u: Tensor) -> Tensor:
     """Return floors (N,) of logits u (N, V) that are far from all of them, and some infinite ones.
 
-    They leave up to 30 classes but the target: no rounding decides which.
+    They are in the largest gap of a token's logits: no rounding decides which classes are left.
     """
-    top = u.topk(min(30, u.shape[1]), 1).values
+    top = u.sort(1, descending=True).values
     gaps = top[:, :-1] - top[:, 1:]
     if not gaps.numel():
         return torch.full_like(u[:, 0], -torch.inf)
@@ -260,6 +277,16 @@ def floors(u: Tensor) -> Tensor:
     result = (top.gather(1, largest) + top.gather(1, largest + 1))[:, 0] / 2
     result[::7], result[3::7] = -torch.inf, torch.inf
     return result
+
+
+def kept_of(u: Tensor, index: Tensor) -> Tensor:
+    """Return up to 9 classes (N, 9) of logits u (N, V), of every other token with the target."""
+    kept = torch.randint(u.shape[1], (len(u), 9)).to(u.device)
+    kept[:, 4] = kept[:, 0]  # twice
+    kept[::2, 7] = torch.where(index < 0, -1, index)[::2]
+    kept[1::3, 2:] = -1
+    kept[2::7] = -1
+    return kept
 
 
 def values_case(
@@ -276,7 +303,7 @@ def values_case(
     `outputs`.  Half of the single classes have the largest logit.  Of several a few occur twice; a
     fifth are ignored, all of a tenth of the tokens.
     """
-    drawn = [name for name in names if name != FLOOR]
+    drawn = [name for name in names if name not in (FLOOR, KEPT)]
     x, (tokens, _, vocab) = options_case(drawn, *sizes, **more), sizes
     refused = set() if classes is None else {"is_top1", "rank"}
     refused |= {"mean_logit"} if "softcap" in x.options else set()
@@ -285,6 +312,9 @@ def values_case(
         u = model_logits(x.case.h.double() @ x.case.w.double().t(), **x.options)
         if FLOOR in names:
             x.options[FLOOR] = floors(u).to(torch.promote_types(x.case.h.dtype, torch.float32))
+            refused.add("mean_logit")
+        if KEPT in names:
+            x.options[KEPT] = kept_of(u, index)
             refused.add("mean_logit")
         index[::2] = torch.where(index[::2] == -100, -100, u.argmax(1)[::2])
     elif classes:
