@@ -19,6 +19,8 @@ PLAIN, UNFUSED = "none", "log-probabilities and ranks of logits"
 OUTPUTS = ("is_top1", "argmax", "rank", "sum_p_squared", "entropy")
 SOFT_TARGETS = 8, 64
 """Classes of each token that have a target probability."""
+KEPT = 64
+"""Classes of each token that a sampler kept."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,12 @@ def options(tokens: int, vocab: int, device: str) -> dict[str, dict[str, Any]]:
     }
     floors = torch.zeros(tokens, device=device)
     outputs["logit_floor"] = {"logit_floor": floors, "outputs": (), "gradients": ("log_probs",)}
+    kept = torch.randint(vocab, (tokens, min(KEPT, vocab)), device=device)
+    outputs[f"{KEPT} kept_classes"] = {
+        "kept_classes": kept,
+        "outputs": (),
+        "gradients": ("log_probs",),
+    }
     outputs["lse without a target"] = {"outputs": ("lse",), "gradients": ("lse",), "target": None}
     return loss | outputs
 

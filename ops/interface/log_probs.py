@@ -9,6 +9,7 @@ from torch.distributed import ProcessGroup
 
 from cutefce.ops import torch_compat
 from cutefce.ops.interface import checks, heads
+from cutefce.ops.interface.kept_classes import kept_indices, kept_values
 from cutefce.ops.interface.options import OF_TARGET, OUTPUTS, check_arguments, check_outputs
 from cutefce.ops.interface.public_function import runs
 from cutefce.ops.interface.scalars import with_tensors
@@ -62,6 +63,8 @@ def _log_probs(
             "logit_floor: got one with 'mean_logit' in outputs, expected one of them"
         )
     checks.workspace_bytes(workspace)
+    if "kept_classes" in given:
+        return _of_kept_classes(input, linear_weight, target, workspace, outputs, given)
     has_target = target is not None or "target_indices" in given or not outputs
     if not has_target:
         target = _any_target(input, outputs, given)
@@ -85,6 +88,29 @@ def _log_probs(
     others = (found.get(name) for name in OUTPUTS)
     log_probs: Any = own.movedim(0, call.dim) if has_target else None
     return LogProbs(log_probs, *others)
+
+
+def _of_kept_classes(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor | None,
+    workspace: int | str | None,
+    outputs: Sequence[str],
+    given: dict[str, Any],
+) -> LogProbs:
+    """Return the values under a softmax over kept classes, from the log-probabilities of these."""
+    if "mean_logit" in outputs:
+        raise NotImplementedError(
+            "kept_classes: got some with 'mean_logit' in outputs, expected one of them"
+        )
+    is_shared = "group" in given or torch_compat.is_dtensor(linear_weight)
+    indices = kept_indices(target, given, None if is_shared else linear_weight.shape[0])
+    more = {"target_indices": indices, "outputs": ("lse",), "workspace": workspace}
+    every = _log_probs(input, linear_weight, None, **given, **more)
+    assert every.lse is not None
+    found = kept_values(every.log_probs, every.lse, indices)
+    others = (found[name] if name in outputs else None for name in OUTPUTS)
+    return LogProbs(found["log_probs"], *others)
 
 
 def _any_target(input: Tensor, outputs: Sequence[str], given: dict[str, Any]) -> Tensor:
@@ -122,6 +148,7 @@ def linear_log_probs(  # type: ignore[empty-body]
     softcap: float | None = None,
     temperature: Tensor | float = 1.0,
     logit_floor: Tensor | None = None,
+    kept_classes: Tensor | None = None,
     ignore_index: int | None = None,
     gradient: str = "exact",
     samples: int = 256,
@@ -155,6 +182,9 @@ def linear_log_probs(  # type: ignore[empty-body]
             temperature, is below that of their token take no part in the softmax, as if it were
             -inf, and get no gradient.  A target always takes part.  Not with `target_indices` and
             "mean_logit".
+        kept_classes: (..., K) integer classes of truncated sampling, K from 1 to 255, -1 where a
+            token has fewer: the softmax is over these and the target alone.  A class may occur
+            twice.  Not with `target_indices`, `logit_floor` and "mean_logit".
         ignore_index: tokens with this target have values 0 and gradients 0; None is -100.
         gradient: "exact" or "sampled"; with "sampled", entropy has no gradient.
         samples: expected number of entries of a token, at most, with sampled gradients.

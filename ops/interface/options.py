@@ -386,6 +386,7 @@ OTHERS = {
     "out_features": Argument(checks.SIZES),
     "workspace": Argument(checks.BYTES),
     "divergence": Argument(one_of(DIVERGENCES)),
+    "kept_classes": Argument(TENSOR_OR_NONE),
     "beta": Argument(checks.FROM_0_TO_1_OR_NONE),
 }
 """Arguments of public functions that are no options of the loss."""

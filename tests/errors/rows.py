@@ -457,6 +457,52 @@ WRONG: dict[str, list[Row]] = {
             on=FLOORED,
         ),
     ],
+    "kept_classes": [
+        Row(1, TypeError, f"got 1 (int), {OPTIONAL}"),
+        Row(INDICES.float(), TypeError, "got dtype torch.float32, expected integers", on=FLOORED),
+        Row(INDICES.to_sparse(), TypeError, SPARSE, on=FLOORED),
+        Row(INDICES[0], ValueError, "got shape (3,), expected (4, K), K from 1 to 255", on=FLOORED),
+        Row(INDICES[:, :0], ValueError, "got shape (4, 0), expected (4, K)", on=FLOORED),
+        Row(
+            torch.zeros(4, 256).long(),
+            ValueError,
+            "got shape (4, 256), expected (4, K), K from 1 to 255",
+            on=FLOORED,
+        ),
+        Row(
+            torch.zeros(4, 3, device="meta").long(),
+            ValueError,
+            "got device meta, expected that of target, ",
+            on=FLOORED,
+        ),
+        Row(
+            INDICES,
+            NotImplementedError,
+            "got some with target_indices, expected one of them",
+            on=(CLASSES,),
+        ),
+        Row(
+            INDICES,
+            NotImplementedError,
+            "got some with logit_floor, expected one of them",
+            also={"logit_floor": torch.ones(4)},
+            on=FLOORED,
+        ),
+        Row(
+            INDICES,
+            NotImplementedError,
+            "got some with 'mean_logit' in outputs, expected one of them",
+            also={"outputs": ["mean_logit"]},
+            on=FLOORED,
+        ),
+        Row(
+            INDICES,
+            ValueError,
+            "got some without a target, expected None",
+            also={"target": None, "outputs": ["lse"]},
+            on=FLOORED,
+        ),
+    ],
     "denominator": [
         Row("x", TypeError, f"got 'x' (str), {NUMBER}, a tensor or None"),
         Row(True, TypeError, f"got True (bool), {NUMBER}, a tensor or None"),
@@ -886,10 +932,25 @@ WRONG_VALUES: dict[str, list[Row]] = {
     "target": [
         Row(Y + 8, IndexError, "got 10 at token 2, expected 0 <= target < 10", on=INDEXED),
         Row(
+            Y + 8,
+            IndexError,
+            "got 10, expected 0 <= target < 10",
+            also={"kept_classes": INDICES},
+            on=FLOORED,
+        ),
+        Row(
             Y - 1,
             IndexError,
             "got -1 at token 0, expected 0 <= target < 10 or ignore_index=-100",
             on=INDEXED,
+        ),
+    ],
+    "kept_classes": [
+        Row(
+            INDICES + 10,
+            IndexError,
+            "got 10, expected -1 or 0 <= class < 10",
+            on=FLOORED,
         ),
     ],
     "target_indices": [

@@ -41,6 +41,8 @@ TRANSFORMS: dict[str, list[str]] = {
     "all": [*FACTORS, "softcap"],
     "logit_floor": ["logit_floor"],
     "factors and logit_floor": [*FACTORS, "logit_floor"],
+    "kept_classes": ["kept_classes"],
+    "all and kept_classes": [*FACTORS, "softcap", "kept_classes"],
     "all and logit_floor": [*FACTORS, "softcap", "logit_floor"],
 }
 ASKED = {"nothing": (), "all": OUTPUTS, "lse and entropy": ("lse", "entropy")}

@@ -33,6 +33,7 @@ TRANSFORMS = {
     "linear_bias": ["linear_bias"],
     "scale and temperature": ["negative logit_scale", "temperature (N,)"],
     "all": ["linear_bias", "logit_scale", "softcap", "temperature (N,)"],
+    "kept_classes": ["temperature (N,)", "kept_classes"],
     "logit_floor": ["temperature (N,)", "logit_floor"],
 }
 
