@@ -15,6 +15,8 @@ class LogitTransform(NamedTuple):
     """Whether there is a bias b_v of each column; otherwise b is 0."""
     softcap: bool = False
     """Whether logits are capped by tanh, with slope s; implies `row_scale`."""
+    floor: bool = False
+    """Whether logits below that of their row, but for the target's, become -inf."""
 
 
 class RowReductions(NamedTuple):

@@ -37,8 +37,8 @@ SIGNATURES = {
     "divergence beta student_bias teacher_bias logit_scale softcap temperature reduction "
     "ignore_index denominator return_overlap workspace group shards",
     "linear_log_probs": "input linear_weight target target_indices outputs linear_bias logit_scale "
-    "softcap temperature ignore_index gradient samples workspace accumulate_into group shards "
-    "sequence_parallel",
+    "softcap temperature logit_floor kept_classes ignore_index gradient samples workspace "
+    "accumulate_into group shards sequence_parallel",
     "LossOutput": "loss lse",
     "LogProbs": "log_probs lse entropy sum_p_squared mean_logit is_top1 argmax rank",
     "plan": "input linear_weight target reduction label_smoothing gradient samples workspace "

@@ -19,6 +19,8 @@ PLAIN, UNFUSED = "none", "log-probabilities and ranks of logits"
 OUTPUTS = ("is_top1", "argmax", "rank", "sum_p_squared", "entropy")
 SOFT_TARGETS = 8, 64
 """Classes of each token that have a target probability."""
+KEPT = 64
+"""Classes of each token that a sampler kept."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,15 @@ def options(tokens: int, vocab: int, device: str) -> dict[str, dict[str, Any]]:
         "gradients": ("log_probs", "entropy"),
         "temperature": per_token,
     }
+    floors = torch.zeros(tokens, device=device)
+    outputs["logit_floor"] = {"logit_floor": floors, "outputs": (), "gradients": ("log_probs",)}
+    kept = torch.randint(vocab, (tokens, min(KEPT, vocab)), device=device)
+    outputs[f"{KEPT} kept_classes"] = {
+        "kept_classes": kept,
+        "outputs": (),
+        "gradients": ("log_probs",),
+    }
+    outputs["lse without a target"] = {"outputs": ("lse",), "gradients": ("lse",), "target": None}
     return loss | outputs
 
 
@@ -102,8 +113,8 @@ def value(h: Tensor, w: Tensor, y: Tensor, workspace: str | None, given: dict[st
         target = None if "target_indices" in given else y
         result = cutefce.linear_cross_entropy(h, w, target, workspace=workspace, **given)
         return result.loss if isinstance(result, cutefce.LossOutput) else result
-    names = given.pop("gradients")
-    rows = cutefce.linear_log_probs(h, w, y, workspace=workspace, **given)
+    names, target = given.pop("gradients"), given.pop("target", y)
+    rows = cutefce.linear_log_probs(h, w, target, workspace=workspace, **given)
     return sum((getattr(rows, name).mean() for name in names), start=h.new_zeros(()))
 
 

@@ -3,7 +3,8 @@
     u_iv = κ_i (t_iv + b_v)             without softcap
     u_iv = κ_i tanh(s (t_iv + b_v))     with softcap: du/dt = κ_i s (1 - (u/κ_i)²)
 
-`LogitTransform` says which of them is compiled, and which operands there are.
+Logits but the target's that are below a row's floor become -inf.  `LogitTransform` says which of
+them is compiled, and which operands there are.
 """
 
 from typing import Any, NamedTuple
@@ -28,16 +29,27 @@ class Transform(NamedTuple):
     """s"""
 
 
-def transform_argument(options: LogitTransform, rows: Any, columns: Any) -> Transform | None:
+class FlooredTransform(NamedTuple):
+    """The same with floors."""
+
+    row_scale: cute.Tensor | None
+    bias: cute.Tensor | None
+    slope: Float32 | None
+    floor: cute.Tensor
+    """(N,) float32 below which logits but the target's become -inf"""
+
+
+def transform_argument(options: LogitTransform, rows: Any, columns: Any) -> Any:
     """Return the argument to compile a kernel for, None for the identity."""
     if options == IDENTITY:
         return None
     assert options.row_scale or not options.softcap
-    return Transform(
+    own = (
         vector(Float32, rows) if options.row_scale else None,
         vector(Float32, columns) if options.bias else None,
         Float32(1.0) if options.softcap else None,
     )
+    return FlooredTransform(*own, vector(Float32, rows)) if options.floor else Transform(*own)
 
 
 @cute.jit
@@ -49,6 +61,17 @@ def row_scale(operands: Any, row: Int32, rows: Int32) -> Any:
     if row < rows:
         scale = operands.row_scale[row]
     return scale
+
+
+@cute.jit
+def row_floor(operands: Any, row: Int32, rows: Int32) -> Any:
+    """Return the floor of a row, -inf from row `rows` on; None if it is not compiled in."""
+    if cutlass.const_expr(not hasattr(operands, "floor")):
+        return None
+    floor = -Float32.inf
+    if row < rows:
+        floor = operands.floor[row]
+    return floor
 
 
 @cute.jit
@@ -90,6 +113,16 @@ def transform_logit(t: Float32, operands: Any, scale: Any, bias: Any) -> Float32
     elif cutlass.const_expr(scale is not None):
         u *= scale
     return u
+
+
+@cute.jit
+def floored(u: Float32, floor: Any, is_target: Any) -> Float32:
+    """Return a logit, or -inf below its row's floor unless it is the target's; NaN stays."""
+    result = u
+    if cutlass.const_expr(floor is not None):
+        is_out = u < floor and not is_target
+        result = Float32(cutlass.select_(is_out, -Float32.inf, u))
+    return result
 
 
 @cute.jit

@@ -19,7 +19,9 @@ from cutefce.cute_kernels.common.dsl import LOG2_E, exp2, partition
 from cutefce.cute_kernels.common.launch import Signature
 from cutefce.cute_kernels.common.logit_transform import (
     column_bias,
+    floored,
     load_bias,
+    row_floor,
     row_scale,
     softcap_derivative,
     transform_logit,
@@ -180,7 +182,8 @@ class ProjectExpSm100(ProjectExp, MainloopSm100):
                         before_sync()
                         with cute.arch.elect_one():
                             acc_pipe.consumer_release(state)
-                    self.transform(z, rows.transform, scale, biases)
+                    of_row = scale, row_floor(rows.transform, row, scheduler.rows), target - n_start
+                    self.transform(z, rows.transform, of_row, biases)
                     if cutlass.const_expr(self.reducer.options.of_all):
                         self.mask(z, Int32(-1), limit - n_start)
                         of_tile = target - n_start, range(epi_tile_n)
@@ -234,12 +237,14 @@ class ProjectExpSm100(ProjectExp, MainloopSm100):
         return copy, thread_copy.partition_S(epi_tiles)[None, 0, 0, 0, None, None], fragment
 
     @cute.jit
-    def transform(self, z: cute.Tensor, operands: Any, scale: Any, biases: Any) -> None:
-        """Turn raw logits into the model's."""
+    def transform(self, z: cute.Tensor, operands: Any, of_row: Any, biases: Any) -> None:
+        """Turn raw logits into the model's; `of_row` are (κ, floor, column of the target)."""
+        scale, floor, target = of_row
         if cutlass.const_expr(operands is not None):
             for column in cutlass.range_constexpr(self.epi_tile_n):
                 bias = column_bias(biases, column, 0)
-                z[column] = transform_logit(z[column], operands, scale, bias)
+                u = transform_logit(z[column], operands, scale, bias)
+                z[column] = floored(u, floor, target == column)
 
     @cute.jit
     def mask(self, z: cute.Tensor, target: Int32, limit: Int32) -> None:

@@ -14,7 +14,9 @@ from cutefce.cute_kernels.common.dsl import LOG2_E, exp2
 from cutefce.cute_kernels.common.launch import Signature
 from cutefce.cute_kernels.common.logit_transform import (
     column_bias,
+    floored,
     load_bias,
+    row_floor,
     row_scale,
     softcap_derivative,
     transform_logit,
@@ -41,7 +43,7 @@ class ProjectExpSm90(ProjectExpLaunchSm90):
 
     def __init__(self, kernel: spec.ProjectExpSpec) -> None:
         super().__init__(kernel)
-        self.softcap = kernel.transform.softcap
+        self.softcap, self.floor = kernel.transform.softcap, kernel.transform.floor
         self.reducer = RowReducer(kernel.reductions)
         # of accumulators (v, ·, j) of a row, relative to the thread's first one
         self.columns = tuple(8 * j + v for j in range(self.tile[1] // 8) for v in range(2))
@@ -159,6 +161,16 @@ class ProjectExpSm90(ProjectExpLaunchSm90):
                             t = acc[(v, half, j), m_block, 0]
                             u = transform_logit(t, rows.transform, scales[half], bias)
                             acc[(v, half, j), m_block, 0] = u
+        if cutlass.const_expr(self.floor):
+            for m_block in cutlass.range_constexpr(self.m_blocks):
+                for half in cutlass.range_constexpr(2):
+                    row = self.row(consumer.tCcC, m_start, m_block, half)
+                    floor = row_floor(rows.transform, row, scheduler.rows)
+                    target = self.target_column(logits, row) - offset
+                    for j in cutlass.range_constexpr(self.tile[1] // 8):
+                        for v in cutlass.range_constexpr(2):
+                            u = acc[(v, half, j), m_block, 0]
+                            acc[(v, half, j), m_block, 0] = floored(u, floor, target == 8 * j + v)
 
     @cute.jit
     def mask(self, logits: LogitTile, targets_too: bool = True) -> None:

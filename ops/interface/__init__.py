@@ -2,6 +2,7 @@
 
 api.py             linear_cross_entropy: the names of torch
 log_probs.py       linear_log_probs
+kept_classes.py    its values among the classes that a sampler kept
 module.py          LinearCrossEntropyLoss
 plan.py            plan, backend_for, set_strict: how a call would run
 positions.py       losses of K dimensions

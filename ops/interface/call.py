@@ -228,7 +228,11 @@ for overload, budget in (("", "int? workspace=None"), (".preset", "str workspace
     for function, own, results in (
         (loss, "Tensor? target=None, *", "Tensor"),
         (loss_and_lse, "Tensor? target=None, *", "(Tensor loss, Tensor lse)"),
-        (log_probs, "Tensor? target=None, *, str outputs='lse'", "Tensor[]"),
+        (
+            log_probs,
+            "Tensor? target=None, *, str outputs='lse', Tensor? logit_floor=None",
+            "Tensor[]",
+        ),
     ):
         name = f"{function.__name__}{overload}"
         LIBRARY.define(f"{name}({TENSORS}, {own}, {keywords}) -> {results}")

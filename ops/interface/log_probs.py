@@ -7,8 +7,10 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from cutefce.ops.interface import checks
-from cutefce.ops.interface.options import OUTPUTS, check_arguments, check_outputs
+from cutefce.ops import torch_compat
+from cutefce.ops.interface import checks, heads
+from cutefce.ops.interface.kept_classes import kept_indices, kept_values
+from cutefce.ops.interface.options import OF_TARGET, OUTPUTS, check_arguments, check_outputs
 from cutefce.ops.interface.public_function import runs
 from cutefce.ops.interface.scalars import with_tensors
 from cutefce.ops.interface.soft_targets import one_class
@@ -20,7 +22,9 @@ class LogProbs(NamedTuple):
     """Values of each token, of target's shape, 0 for ignored ones; None if not asked for."""
 
     log_probs: Tensor
-    """log p_y, the log-probability of the target; (..., K) of the classes `target_indices`."""
+    """log p_y, the log-probability of the target; (..., K) of the classes `target_indices`.
+
+    None in calls without a target, which its type leaves out for all others."""
     lse: Tensor | None
     """log Σ_v exp(u_v) of the logits u."""
     entropy: Tensor | None
@@ -54,7 +58,16 @@ def _log_probs(
         raise ValueError(
             f"outputs: got {numbers[0]!r} with {classes} classes, expected at most 2^24"
         )
+    if "logit_floor" in given and "mean_logit" in outputs:
+        raise NotImplementedError(
+            "logit_floor: got one with 'mean_logit' in outputs, expected one of them"
+        )
     checks.workspace_bytes(workspace)
+    if "kept_classes" in given:
+        return _of_kept_classes(input, linear_weight, target, workspace, outputs, given)
+    has_target = target is not None or "target_indices" in given or not outputs
+    if not has_target:
+        target = _any_target(input, outputs, given)
     call = localize(input, linear_weight, one_class(target, given), given)
     names = [name for name in OUTPUTS if name in outputs]
     own, lse, entropy, *stored = torch.ops.cutefce.log_probs(
@@ -73,7 +86,53 @@ def _log_probs(
     for name in numbers:
         found[name] = found[name].long()
     others = (found.get(name) for name in OUTPUTS)
-    return LogProbs(own.movedim(0, call.dim), *others)
+    log_probs: Any = own.movedim(0, call.dim) if has_target else None
+    return LogProbs(log_probs, *others)
+
+
+def _of_kept_classes(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor | None,
+    workspace: int | str | None,
+    outputs: Sequence[str],
+    given: dict[str, Any],
+) -> LogProbs:
+    """Return the values under a softmax over kept classes, from the log-probabilities of these."""
+    if "mean_logit" in outputs:
+        raise NotImplementedError(
+            "kept_classes: got some with 'mean_logit' in outputs, expected one of them"
+        )
+    is_shared = "group" in given or torch_compat.is_dtensor(linear_weight)
+    indices = kept_indices(target, given, None if is_shared else linear_weight.shape[0])
+    more = {"target_indices": indices, "outputs": ("lse",), "workspace": workspace}
+    every = _log_probs(input, linear_weight, None, **given, **more)
+    assert every.lse is not None
+    found = kept_values(every.log_probs, every.lse, indices)
+    others = (found[name] if name in outputs else None for name in OUTPUTS)
+    return LogProbs(found["log_probs"], *others)
+
+
+def _any_target(input: Tensor, outputs: Sequence[str], given: dict[str, Any]) -> Tensor:
+    """Return a target (...) for calls of `outputs` that do not depend on it: class 0.
+
+    Raises:
+        ValueError: naming the argument that needs a target.
+    """
+    for name in outputs:
+        if name in OF_TARGET:
+            expected = tuple(name for name in OUTPUTS if name not in OF_TARGET)
+            raise ValueError(f"outputs: got {name!r} without a target, expected some of {expected}")
+    if "logit_floor" in given:
+        raise ValueError("logit_floor: got one without a target, expected None")
+    if "ignore_index" in given:
+        raise ValueError(
+            f"ignore_index: got {given['ignore_index']} without a target, expected None: all "
+            "tokens count"
+        )
+    is_shared = given.get("sequence_parallel", False) and not torch_compat.is_dtensor(input)
+    parts = given["group"].size() if is_shared and "group" in given else 1
+    return torch.zeros(heads.token_shape(input, parts), dtype=torch.long, device=input.device)
 
 
 @runs(_log_probs)
@@ -88,6 +147,8 @@ def linear_log_probs(  # type: ignore[empty-body]
     logit_scale: float = 1.0,
     softcap: float | None = None,
     temperature: Tensor | float = 1.0,
+    logit_floor: Tensor | None = None,
+    kept_classes: Tensor | None = None,
     ignore_index: int | None = None,
     gradient: str = "exact",
     samples: int = 256,
@@ -105,17 +166,25 @@ def linear_log_probs(  # type: ignore[empty-body]
         input: (..., D) hidden states, bfloat16, float16, float32 or float64.
         linear_weight: (V, D), of input's dtype and device.
         target: (...) integer class indices in [0, V), or `ignore_index`; None with
-            `target_indices`.
+            `target_indices`, and in calls that ask for no value of a target.
         target_indices: (..., K) integer classes of each token in the place of target, K from 1 to
             256: log p of each, with gradients for each.  Those equal to `ignore_index` have the
             value 0 and gradients 0; a token that has only such ones is ignored.  Not with
             "is_top1".
         outputs: what is returned beside the log-probabilities: some of "lse", "entropy",
-            "sum_p_squared", "mean_logit", "is_top1", "argmax" and "rank".
+            "sum_p_squared", "mean_logit", "is_top1", "argmax" and "rank".  Without a target they
+            are all that is returned; "is_top1" and "rank" need one.
         linear_bias: as for `linear_cross_entropy`, and so are the other parameters.
         logit_scale: factor of the products of input and linear_weight.
         softcap: bound of the logits; not with "mean_logit".
         temperature: divisor of the logits, a number, or () or (...).
+        logit_floor: (...) of truncated sampling: classes whose logit, after softcap and
+            temperature, is below that of their token take no part in the softmax, as if it were
+            -inf, and get no gradient.  A target always takes part.  Not with `target_indices` and
+            "mean_logit".
+        kept_classes: (..., K) integer classes of truncated sampling, K from 1 to 255, -1 where a
+            token has fewer: the softmax is over these and the target alone.  A class may occur
+            twice.  Not with `target_indices`, `logit_floor` and "mean_logit".
         ignore_index: tokens with this target have values 0 and gradients 0; None is -100.
         gradient: "exact" or "sampled"; with "sampled", entropy has no gradient.
         samples: expected number of entries of a token, at most, with sampled gradients.
@@ -128,9 +197,9 @@ def linear_log_probs(  # type: ignore[empty-body]
     More than eight parameters: they are options of `linear_cross_entropy`.
 
     Returns:
-        The log-probabilities and the outputs.  Log-probabilities, lse and entropy have gradients
-        by input, linear_weight and linear_bias; entropy has none with softcap or with sampled
-        gradients, for which the backward raises NotImplementedError.
+        The log-probabilities, None without a target, and the outputs.  Log-probabilities, lse and
+        entropy have gradients by input, linear_weight and linear_bias; entropy has none with
+        softcap or with sampled gradients, for which the backward raises NotImplementedError.
 
     Raises:
         TypeError, ValueError, NotImplementedError: as `linear_cross_entropy`.

@@ -46,6 +46,8 @@ OF_ALL = {"entropy", "sum_p_squared"}
 """Those of sums over all classes."""
 OF_OTHERS = {"is_top1", "argmax", "rank"}
 """Those of reductions over all classes but the target."""
+OF_TARGET = {"is_top1", "rank"}
+"""Those about one target."""
 
 
 class Kind(enum.Enum):
@@ -205,6 +207,13 @@ class TensorOptions(OperatorRecord):
     target_probs: Tensor | None = argument(
         TENSOR_OR_NONE, None, Kind.ROW, "(N, K) their probabilities, 0 or more"
     )
+    logit_floor: Tensor | None = argument(
+        checks.OF_TOKENS,
+        None,
+        Kind.LOGITS,
+        "(N,) logits below which classes but the target are left out of the softmax",
+        is_public=False,
+    )
     seed: Tensor | None = argument(
         TENSOR_OR_NONE, None, None, "(2,) int32 seed of sampled gradients", is_public=False
     )
@@ -259,7 +268,7 @@ class TensorOptions(OperatorRecord):
         if "target_indices" in given:  # of any integers; kernels read contiguous rows
             given = {name: x.contiguous() for name, x in given.items()}
             given["target_indices"] = given["target_indices"].long()
-        for name in ("token_weights", "temperature"):
+        for name in ("token_weights", "temperature", "logit_floor"):
             x = getattr(self, name)
             if x is not None and x.ndim:
                 given[name] = x.reshape(-1)
@@ -378,6 +387,7 @@ OTHERS = {
     "out_features": Argument(checks.SIZES),
     "workspace": Argument(checks.BYTES),
     "divergence": Argument(one_of(DIVERGENCES)),
+    "kept_classes": Argument(TENSOR_OR_NONE),
     "beta": Argument(checks.FROM_0_TO_1_OR_NONE),
 }
 """Arguments of public functions that are no options of the loss."""

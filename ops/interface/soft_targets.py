@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor
 
 from cutefce.ops.interface import checks, heads
-from cutefce.ops.interface.options import LossOptions, TensorOptions
+from cutefce.ops.interface.options import OF_TARGET, LossOptions, TensorOptions
 
 MAX_CLASSES = 256
 """The most classes of a token."""
@@ -80,11 +80,15 @@ def check_output_classes(
     one = one_class(None, tensors.soft_targets)
     assert indices is not None
     check_indices(indices, h, parts)
-    one_target = [name for name in options.output_names if name in ("is_top1", "rank")]
+    one_target = [name for name in options.output_names if name in OF_TARGET]
     if one_target:
         raise NotImplementedError(
             f"outputs: got {one_target[0]!r} with target_indices, which is about one target; "
             "expected 'argmax'"
+        )
+    if tensors.logit_floor is not None:
+        raise NotImplementedError(
+            "logit_floor: got one with target_indices, expected None, or a target"
         )
     return one
 

@@ -165,6 +165,8 @@ def sampling_unsupported_reason(
     problem: Problem, device: torch.device, options: LossOptions, tensors: TensorOptions
 ) -> str | None:
     """Return why kernels that serve a call cannot sample its gradients, None if they can."""
+    if tensors.logit_floor is not None:
+        return "logit_floor: got one, with which no kernel samples"
     reason = sampling_limit_reason(problem, options.samples, bool(tensors.soft_targets))
     if reason is not None or device.type == "meta":
         return reason

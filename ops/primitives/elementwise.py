@@ -102,6 +102,7 @@ def exponentials_(
     cap: Tensor | None = None,
     of_all: Tensor | None = None,
     of_others: Tensor | None = None,
+    floor: Tensor | None = None,
 ) -> None:
     """Replace `logits` (R, P, C) by their exponentials, 0 at the `target` (R,).
 
@@ -112,14 +113,18 @@ def exponentials_(
     exponentials times 1 - (logit / κ)²; their sums are not.  `of_all` (4, R, P) receives the sums
     over all logits, see `sum_all_`, and `of_others` (3, R, P), of all but the target, the largest
     logit, its vocabulary entry, the lowest of equal ones, and how many are above `reference`.
+    Logits below `floor` (R,), but for the target's, count as -inf.
     More than eight parameters: fused kernels take tensors.
     """
-    if of_all is not None:
-        sum_all_(of_all, logits)
     _, blocks, width = logits.shape
     columns = start + torch.arange(blocks * width, device=logits.device).view(blocks, width)
+    is_target = target[:, None, None] == columns
+    if floor is not None:
+        logits.masked_fill_((logits < floor[:, None, None]) & ~is_target, -torch.inf)
+    if of_all is not None:
+        sum_all_(of_all, logits)
     # the target's logit, rounded as by a GEMM, must not become the reference of the others
-    logits.masked_fill_(target[:, None, None] == columns, -torch.inf)
+    logits.masked_fill_(is_target, -torch.inf)
     reference = reference[:, None]
     if of_others is not None:
         of_others[0], indices = logits.max(2)

@@ -249,6 +249,7 @@ class PortableProjection(SoftTargetSteps):
         in_place = run is exponentials_ and exps is not None and exps.dtype == reference.dtype
         scratch = reference.new_empty(0 if in_place else min(tokens, self.tiles.tile_rows), width)
         cap = None if targets.logits is None else targets.logits.cap
+        floor = None if targets.logits is None else targets.logits.floor
         # one more than there are tiles: a graph compiler specializes on a single element
         starts = torch.arange(first, last + width, width, device=h.device)
         for rows in blocks(tokens, self.tiles.tile_rows):
@@ -277,6 +278,7 @@ class PortableProjection(SoftTargetSteps):
                     None if cap is None or exps is None else cap[rows],
                     None if part is None else part.of_all,
                     None if part is None else part.of_others,
+                    None if floor is None else floor[rows],
                 )
 
 

@@ -19,7 +19,7 @@ from cutefce.cute_kernels.process_cache import process_cache
 from cutefce.ops.primitives.portable_projection import PartialSums
 from cutefce.ops.rows.selection import ROW_BLOCK, CountedRows
 
-Transform = tuple[Tensor | None, Tensor | None, float | None]
+Transform = tuple[Any, ...]
 """What makes logits of products: see `LogitMap.columns`."""
 
 ROWS, BLOCK = ROW_BLOCK, 256
@@ -98,6 +98,7 @@ def _project(
     row_scale,
     bias,
     slope,
+    floor,
     count,
     skipped,
     tokens,
@@ -120,6 +121,7 @@ def _project(
     HAS_SCALE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_CAP: tl.constexpr,
+    HAS_FLOOR: tl.constexpr,
     HAS_COUNT: tl.constexpr,
 ):
     """Compute tiles (ROWS, BLOCK) of exponentials of the columns [first, last), one after another.
@@ -154,6 +156,12 @@ def _project(
             z *= tl.load(row_scale + rows, mask=exists, other=1.0)[:, None]
         if not IS_WHOLE:
             z = tl.where((classes < last)[None, :], z, float("-inf"))
+        y = tl.load(target + rows, mask=exists, other=-1) - (first + column * BLOCK)
+        y = tl.where((y < 0) | (y >= BLOCK), -1, y).to(tl.int32)
+        if HAS_FLOOR:
+            lowest = tl.load(floor + rows, mask=exists, other=float("-inf"))
+            is_out = (z < lowest[:, None]) & (own[None, :] != y[:, None])
+            z = tl.where(is_out, float("-inf"), z)
         place = rows.to(tl.int64) * sums_pitch + column
         if OF_ALL:
             most, at = tl.max(z, 1, return_indices=True)
@@ -166,8 +174,6 @@ def _project(
             tl.store(of_all + 2 * of_all_plane + place, d, mask=exists)
             tl.store(of_all + 3 * of_all_plane + place, tl.sum(x * x, 1), mask=exists)
         # the target's logit, rounded as by a GEMM, must not become the reference of the others
-        y = tl.load(target + rows, mask=exists, other=-1) - (first + column * BLOCK)
-        y = tl.where((y < 0) | (y >= BLOCK), -1, y).to(tl.int32)
         z = tl.where(own[None, :] == y[:, None], float("-inf"), z)
         r = tl.load(reference + rows, mask=exists, other=0.0)
         if OF_OTHERS:
@@ -227,7 +233,7 @@ def project(
     tiles = ceil_div(tokens, ROWS) * ceil_div(columns, BLOCK)
     # a tile of exponentials beside the next one's operands takes more memory than other GPUs share
     stores_tiles = exps is not None and features == HOPPER_FEATURES and is_aligned(exps)
-    row_scale, bias, slope = transform
+    row_scale, bias, slope, *floors = transform
     of_all, of_others = (None, None) if out is None else (out.of_all, out.of_others)
     arguments: Any = (
         device.operand(h, [ROWS, features]),
@@ -249,6 +255,7 @@ def project(
         none if row_scale is None else row_scale,
         none if bias is None else bias,
         slope or 0.0,
+        floors[0] if floors else none,
         none if counted is None else counted.count,
         0 if counted is None else counted.first,
         tokens,
@@ -274,6 +281,7 @@ def project(
         HAS_SCALE=row_scale is not None,
         HAS_BIAS=bias is not None,
         HAS_CAP=slope is not None,
+        HAS_FLOOR=bool(floors),
         HAS_COUNT=counted is not None,
         num_stages=STAGES,
         num_warps=WARPS,

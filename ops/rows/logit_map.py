@@ -1,6 +1,7 @@
 """The logit transform of a call: from products of hidden states and weight to its logits."""
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ class LogitMap:
         u_iv = κ_i tanh(s (t_iv + b_v))     with a softcap
 
     Of a logit scale a, a bias β, a softcap c and temperatures T_i, these are κ_i = a / T_i, or
-    c / T_i with a softcap; b = β / a; s = a / c.
+    c / T_i with a softcap; b = β / a; s = a / c.  Of truncated sampling there are floors, too.
     """
 
     row_scale: Tensor | None
@@ -29,6 +30,10 @@ class LogitMap:
     """() or (N,) a / T, which is du/dt without the softcap's part of it; None for 1."""
     scale: float
     """a"""
+    floor: Tensor | None = None
+    """(N,) below which logits u but the target's count as -inf; None for none.
+
+    What sums or stores exponentials applies it: it knows the targets."""
 
     @staticmethod
     def of(
@@ -39,8 +44,11 @@ class LogitMap:
         if bias is not None:
             bias = bias.to(dtype)
             bias = bias / scale if scale != 1 else bias.contiguous()
+        floor = tensors.logit_floor
+        floor = None if floor is None else floor.to(dtype).contiguous()
         if tensors.temperature is None and not options.transforms_logits:
-            return bias if bias is None else LogitMap(None, bias, None, None, scale)
+            is_identity = bias is None and floor is None
+            return None if is_identity else LogitMap(None, bias, None, None, scale, floor)
         if tensors.temperature is None:
             inverse = torch.ones((), dtype=dtype, device=y.device)
         else:
@@ -48,7 +56,8 @@ class LogitMap:
         factor = inverse * scale
         row_scale = factor if cap is None else inverse * cap
         slope = None if cap is None else scale / cap
-        return LogitMap(row_scale.expand(y.shape).contiguous(), bias, slope, factor, scale)
+        row_scale = row_scale.expand(y.shape).contiguous()
+        return LogitMap(row_scale, bias, slope, factor, scale, floor)
 
     @property
     def cap(self) -> Tensor | None:
@@ -57,11 +66,12 @@ class LogitMap:
 
     def rows(self, rows: slice | Tensor) -> "LogitMap":
         """Return the map of some of the tokens."""
-        scale, factor = self.row_scale, self.factor
+        scale, factor, floor = self.row_scale, self.factor, self.floor
         return replace(
             self,
             row_scale=scale if scale is None else scale[rows],
             factor=factor if factor is None or not factor.ndim else factor[rows],
+            floor=floor if floor is None else floor[rows],
         )
 
     def part(self, rows: slice, columns: slice) -> "LogitMap":
@@ -69,9 +79,14 @@ class LogitMap:
         part = self.rows(rows)
         return part if self.bias is None else replace(part, bias=self.bias[columns])
 
-    def columns(self, first: int, last: int) -> tuple[Tensor | None, Tensor | None, float | None]:
-        """Return κ (N,), b of the columns [first, last), and s: what a launch is given."""
-        return self.row_scale, None if self.bias is None else self.bias[first:last], self.slope
+    def columns(self, first: int, last: int) -> tuple[Any, ...]:
+        """Return what a launch is given: κ (N,), b of the columns [first, last), and s.
+
+        Floors (N,) follow, if there are any.
+        """
+        bias = None if self.bias is None else self.bias[first:last]
+        own = self.row_scale, bias, self.slope
+        return own if self.floor is None else (*own, self.floor)
 
     def apply_(self, t: Tensor) -> None:
         """Replace raw logits t (N, V) by the model's."""

@@ -105,7 +105,8 @@ class RowSelection:
 
     def take_options(self, tensors: TensorOptions) -> TensorOptions:
         """Return options with the values of the tokens, but for soft targets."""
-        given = {"token_weights": tensors.token_weights, "temperature": tensors.temperature}
+        names = "token_weights", "temperature", "logit_floor"
+        given = {name: getattr(tensors, name) for name in names}
         taken = {name: self.take(x) for name, x in given.items() if x is not None and x.ndim}
         return replace(tensors, **taken) if taken else tensors
 

@@ -283,8 +283,8 @@ def variant_of(targets: Targets | None) -> KernelVariant:
     logits, names = targets.logits, targets.options.output_names
     transform = IDENTITY
     if logits is not None:
-        given = logits.row_scale is not None, logits.bias is not None, logits.slope is not None
-        transform = LogitTransform(*given)
+        operands = logits.row_scale, logits.bias, logits.slope, logits.floor
+        transform = LogitTransform(*(x is not None for x in operands))
     others = targets.options.reduces_others
     reductions = RowReductions("entropy" in names, "sum_p_squared" in names, others)
     return KernelVariant(transform, reductions)

@@ -11,6 +11,7 @@ from cutefce.cute_kernels.integers import ceil_div, round_up
 from cutefce.cute_kernels.spec.gemm import ProjectExpSpec
 from cutefce.cute_kernels.variant import IDENTITY, LogitTransform
 from cutefce.cute_kernels.workspace import Semaphore
+from tests.support.outputs import floors
 
 SLOPE = 0.3
 """s of a softcap."""
@@ -72,14 +73,24 @@ class Case:
         biases = torch.randn(vocab, generator=generator)
         self.row_scale = scales if transform.row_scale else torch.ones(tokens)
         self.bias = biases if transform.bias else torch.zeros(vocab)
-        operands = (
+        operands: tuple[Any, ...] = (
             scales.numpy() if transform.row_scale else None,
             biases.numpy() if transform.bias else None,
             SLOPE if transform.softcap else None,
         )
+        self.floor = torch.full((tokens,), -torch.inf)
+        if transform.floor:
+            operands = *operands, self.floor.numpy()
         self.transform = None if transform == IDENTITY else operands
         self.rows, self.own = torch.arange(tokens), (self.y - first).clamp(0)
+        if transform.floor:
+            self.draw_floors()
         self.reference = self.logits()[0][self.rows, self.own].float()
+
+    def draw_floors(self) -> None:
+        """Choose floors of rows with a target, far from their logits."""
+        self.floor.fill_(-torch.inf)
+        self.floor[:] = torch.where(self.y >= 0, floors(self.logits()[0]).float(), -torch.inf)
 
     def repeat_row(self) -> None:
         """Make all rows equal; every fifth target is the class of the largest logit."""
@@ -90,10 +101,15 @@ class Case:
         self.reference = self.logits()[0][self.rows, self.own].float()
 
     def logits(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return logits u and the derivative of tanh, 1 without softcap, in float64."""
+        """Return logits u and the derivative of tanh, 1 without softcap, in float64.
+
+        Those below floors, but for targets', are -inf.
+        """
         z = self.h.double() @ self.w.double().t() + self.bias.double()
         tanh = torch.tanh(z * float(np.float32(SLOPE))) if self.softcap else z
         scaled = self.row_scale.double()[:, None] * tanh
+        is_target = torch.arange(len(self.w)) == (self.y - self.first)[:, None]
+        scaled.masked_fill_((scaled < self.floor.double()[:, None]) & ~is_target, -torch.inf)
         return scaled, 1 - tanh**2 if self.softcap else torch.ones_like(z)
 
     def others(self) -> torch.Tensor:

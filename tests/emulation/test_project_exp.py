@@ -200,6 +200,7 @@ def test_rows_have_the_same_bits_anywhere(given: tuple[GemmConfig, KernelVariant
 
 ALL_TRANSFORMS = LogitTransform(row_scale=True, bias=True, softcap=True)
 SOFTCAP = LogitTransform(row_scale=True, softcap=True)
+FLOORED = SCALE_AND_BIAS._replace(floor=True)
 TRANSFORMS = {
     "all": (PINGPONG, ALL_TRANSFORMS),
     "all, of a pair": (TWO_CTA, ALL_TRANSFORMS),
@@ -208,6 +209,9 @@ TRANSFORMS = {
     "bias": (TWO_CTA, LogitTransform(bias=True)),
     "scale and bias": (SINGLE_CTA, LogitTransform(row_scale=True, bias=True)),
     "softcap": (SINGLE_CTA, SOFTCAP),
+    "floor": (PINGPONG, LogitTransform(floor=True)),
+    "floor, cooperative": (COOPERATIVE, ALL_TRANSFORMS._replace(floor=True)),
+    "floor, of a pair": (TWO_CTA, ALL_TRANSFORMS._replace(floor=True)),
 }
 
 
@@ -253,6 +257,8 @@ REDUCTIONS = {
     "all, of a pair": (TWO_CTA, KernelVariant(SCALE_AND_BIAS, ALL_REDUCTIONS)),
     "all, shared tiles": (TALL, KernelVariant(SCALE_AND_BIAS, ALL_REDUCTIONS)),
     "all, no transform": (COOPERATIVE, KernelVariant(reductions=ALL_REDUCTIONS)),
+    "all, floor": (PINGPONG, KernelVariant(FLOORED, ALL_REDUCTIONS)),
+    "all, floor, of a pair": (TWO_CTA, KernelVariant(FLOORED, ALL_REDUCTIONS)),
     "entropy": (TWO_CTA, KernelVariant(SCALE_AND_BIAS, RowReductions(entropy=True))),
     "sum_squares": (TWO_CTA, KernelVariant(SCALE_AND_BIAS, RowReductions(sum_squares=True))),
     "of_others": (SINGLE_CTA, KernelVariant(SCALE_AND_BIAS, RowReductions(of_others=True))),
@@ -277,6 +283,8 @@ def test_row_reductions(given: tuple[GemmConfig, KernelVariant]) -> None:
         case.row_scale[1::2] = 2.0**-5  # rows to which all columns contribute
     case.y[:3] = 5000 + own
     case.own = (case.y - 5000).clamp(0)
+    if transform.floor:
+        case.draw_floors()
     case.reference[:] = case.logits()[0][case.rows, case.own].float()
     launch = case.launch(kernel, vocab_splits=3)
     launch.run(run, kernel, clusters=1)

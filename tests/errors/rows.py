@@ -17,6 +17,7 @@ LOG_PROBS = "log_probs", "operator of log_probs"
 K = "loss of K dimensions"
 INDEXED = *LOSSES, *LOG_PROBS, K
 """The calls whose target is class indices."""
+FLOORED = ("log_probs",)
 SOFT_LOSS, CLASSES = "loss of soft targets", "log_probs of classes"
 SOFT = SOFT_LOSS, CLASSES
 """Those with `target_indices`."""
@@ -428,6 +429,80 @@ WRONG: dict[str, list[Row]] = {
         Row(trained(), ValueError, f"{TRAINED} temperature.detach()"),
         *of_one_position(4, "expected () or (4, 2)"),
     ],
+    "logit_floor": [
+        Row(1.0, TypeError, f"got 1.0 (float), {OPTIONAL}"),
+        Row(torch.ones(4).long(), TypeError, f"got dtype torch.int64, {FLOATS}", on=FLOORED),
+        Row(torch.ones(4).to_sparse(), TypeError, SPARSE, on=FLOORED),
+        Row(torch.ones(4, device="meta"), ValueError, ELSEWHERE, on=FLOORED),
+        Row(torch.ones(3), ValueError, "got shape (3,), expected (4,)", on=FLOORED),
+        Row(trained(4), ValueError, f"{TRAINED} logit_floor.detach()", on=FLOORED),
+        Row(
+            torch.ones(4),
+            NotImplementedError,
+            "got one with target_indices, expected None, or a target",
+            on=(CLASSES,),
+        ),
+        Row(
+            torch.ones(4),
+            NotImplementedError,
+            "got one with 'mean_logit' in outputs, expected one of them",
+            also={"outputs": ["mean_logit"]},
+            on=FLOORED,
+        ),
+        Row(
+            torch.ones(4),
+            ValueError,
+            "got one without a target, expected None",
+            also={"target": None, "outputs": ["lse"]},
+            on=FLOORED,
+        ),
+    ],
+    "kept_classes": [
+        Row(1, TypeError, f"got 1 (int), {OPTIONAL}"),
+        Row(INDICES.float(), TypeError, "got dtype torch.float32, expected integers", on=FLOORED),
+        Row(INDICES.to_sparse(), TypeError, SPARSE, on=FLOORED),
+        Row(INDICES[0], ValueError, "got shape (3,), expected (4, K), K from 1 to 255", on=FLOORED),
+        Row(INDICES[:, :0], ValueError, "got shape (4, 0), expected (4, K)", on=FLOORED),
+        Row(
+            torch.zeros(4, 256).long(),
+            ValueError,
+            "got shape (4, 256), expected (4, K), K from 1 to 255",
+            on=FLOORED,
+        ),
+        Row(
+            torch.zeros(4, 3, device="meta").long(),
+            ValueError,
+            "got device meta, expected that of target, ",
+            on=FLOORED,
+        ),
+        Row(
+            INDICES,
+            NotImplementedError,
+            "got some with target_indices, expected one of them",
+            on=(CLASSES,),
+        ),
+        Row(
+            INDICES,
+            NotImplementedError,
+            "got some with logit_floor, expected one of them",
+            also={"logit_floor": torch.ones(4)},
+            on=FLOORED,
+        ),
+        Row(
+            INDICES,
+            NotImplementedError,
+            "got some with 'mean_logit' in outputs, expected one of them",
+            also={"outputs": ["mean_logit"]},
+            on=FLOORED,
+        ),
+        Row(
+            INDICES,
+            ValueError,
+            "got some without a target, expected None",
+            also={"target": None, "outputs": ["lse"]},
+            on=FLOORED,
+        ),
+    ],
     "denominator": [
         Row("x", TypeError, f"got 'x' (str), {NUMBER}, a tensor or None"),
         Row(True, TypeError, f"got True (bool), {NUMBER}, a tensor or None"),
@@ -534,6 +609,13 @@ WRONG: dict[str, list[Row]] = {
         Row("batchmean", ValueError, "got 'batchmean', expected one of ('mean', 'sum', 'none')"),
     ],
     "ignore_index": [
+        Row(
+            -1,
+            ValueError,
+            "got -1 without a target, expected None: all tokens count",
+            also={"target": None, "outputs": ["lse"]},
+            on=("log_probs",),
+        ),
         Row("3", TypeError, f"got '3' (str), {INTEGER}"),
         Row(True, TypeError, f"got True (bool), {INTEGER}"),
         Row(1.5, TypeError, f"got 1.5 (float), {INTEGER}"),
@@ -673,6 +755,14 @@ WRONG: dict[str, list[Row]] = {
             "one of them",
             also={"softcap": 3.0},
             but=OPERATORS,
+        ),
+        Row(
+            ["lse", "rank"],
+            ValueError,
+            "got 'rank' without a target, expected some of ('lse', 'entropy', 'sum_p_squared', "
+            "'mean_logit', 'argmax')",
+            also={"target": None},
+            on=("log_probs",),
         ),
         Row(
             ["argmax"],
@@ -851,10 +941,25 @@ WRONG_VALUES: dict[str, list[Row]] = {
     "target": [
         Row(Y + 8, IndexError, "got 10 at token 2, expected 0 <= target < 10", on=INDEXED),
         Row(
+            Y + 8,
+            IndexError,
+            "got 10, expected 0 <= target < 10",
+            also={"kept_classes": INDICES},
+            on=FLOORED,
+        ),
+        Row(
             Y - 1,
             IndexError,
             "got -1 at token 0, expected 0 <= target < 10 or ignore_index=-100",
             on=INDEXED,
+        ),
+    ],
+    "kept_classes": [
+        Row(
+            INDICES + 10,
+            IndexError,
+            "got 10, expected -1 or 0 <= class < 10",
+            on=FLOORED,
         ),
     ],
     "target_indices": [

@@ -39,15 +39,21 @@ TRANSFORMS: dict[str, list[str]] = {
     "softcap": ["softcap"],
     "factors": FACTORS,
     "all": [*FACTORS, "softcap"],
+    "logit_floor": ["logit_floor"],
+    "factors and logit_floor": [*FACTORS, "logit_floor"],
+    "kept_classes": ["kept_classes"],
+    "all and kept_classes": [*FACTORS, "softcap", "kept_classes"],
+    "all and logit_floor": [*FACTORS, "softcap", "logit_floor"],
 }
 ASKED = {"nothing": (), "all": OUTPUTS, "lse and entropy": ("lse", "entropy")}
 ASKED |= {name: (name,) for name in OUTPUTS}
 CLASSES = {"a class": None, "2 classes": 2, "7 classes": 7}
+OR_NONE = CLASSES | {"no class": 0}
 
 
 @pairwise(
     names=TRANSFORMS,
-    classes=CLASSES,
+    classes=OR_NONE,
     outputs=ASKED,
     kind=UPSTREAMS,
     dtype=DTYPES,
@@ -79,9 +85,9 @@ def test_each_output(
     float32=True,
     emulated=1,
     layout=WINDOWS,
-    names={"plain": [], "factors": FACTORS, "all": TRANSFORMS["all"]},
+    names={name: TRANSFORMS[name] for name in ("plain", "factors", "all", "all and logit_floor")},
     outputs=[("lse",), ("entropy",), OUTPUTS],
-    classes=CLASSES,
+    classes=OR_NONE,
 )
 def test_every_layout(
     layout: Layout,
@@ -107,7 +113,7 @@ SIZE = st.integers(1, 70)
 CALLS = st.fixed_dictionaries(
     {
         "names": st.sampled_from(list(TRANSFORMS.values())),
-        "classes": st.sampled_from([None, 3]),
+        "classes": st.sampled_from([None, 0, 3]),
         "outputs": st.sets(st.sampled_from(OUTPUTS)),
         "sizes": st.tuples(SIZE, SIZE, SIZE | st.just(1030)),
         "ignored": st.sampled_from([0.0, 0.5, 1.0]),
@@ -328,7 +334,7 @@ def test_hooks_unpack_what_is_saved_once(device: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("names", [FACTORS, []], ids=["factors", "plain"])
-@pytest.mark.parametrize("classes", [None, 5], ids=["a class", "5 classes"])
+@pytest.mark.parametrize("classes", [None, 5, 0], ids=["a class", "5 classes", "no class"])
 def test_compiled_equals_eager(
     classes: int | None, names: list[str], small_tiles: PortableTiles, device: str
 ) -> None:

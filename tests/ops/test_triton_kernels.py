@@ -13,6 +13,7 @@ from cutefce.cute_kernels.integers import ceil_div
 from cutefce.ops.primitives.elementwise import exponentials_
 from cutefce.ops.primitives.portable_projection import PartialSums
 from cutefce.ops.rows.selection import CountedRows
+from tests.support.outputs import floors
 from tests.support.tiers import rest_slow
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -22,6 +23,7 @@ DTYPE = (
 pytest.importorskip("triton")
 kernels = pytest.importorskip("cutefce.ops.primitives.triton_kernels")
 
+OPTIONS = ["", "scale floor", "scale bias cap", "scale", "bias"]
 SIZES = [(130, 64, 300), (1, 72, 256), (70, 128, 600), (128, 64, 100)]
 """Tokens, hidden and classes: tiles that are partly or wholly in range."""
 
@@ -44,7 +46,7 @@ def operands(sizes: tuple[int, int, int], std: float = 1.0) -> tuple[Tensor, Ten
 
 def logits(h: Tensor, w: Tensor, transform: Any) -> Tensor:
     """Return the transformed logits u (N, V) in float32."""
-    row_scale, bias, slope = transform
+    row_scale, bias, slope = transform[:3]
     u = h.float() @ w.float().t()
     if bias is not None:
         u = u + bias
@@ -69,13 +71,14 @@ def expected(
     tiles, start = padded.view(len(u), -1, block), torch.zeros((), dtype=torch.int64, device=DEVICE)
     cap = transform[0] if transform[2] is not None else None
     more = out.get("sums"), out.get("references"), None, cap
-    exponentials_(tiles, start, reference, y, *more, out.get("of_all"), out.get("of_others"))
+    rest = out.get("of_all"), out.get("of_others"), *transform[3:]
+    exponentials_(tiles, start, reference, y, *more, *rest)
     return padded[:, : u.shape[1]]
 
 
 @pytest.mark.parametrize("sizes", rest_slow(SIZES))
 @pytest.mark.parametrize("std", [1.0, 60.0])
-@pytest.mark.parametrize("options", rest_slow(["", "scale bias cap", "scale", "bias"]))
+@pytest.mark.parametrize("options", rest_slow(OPTIONS, default=2))
 def test_exponentials_and_sums(sizes: tuple[int, int, int], std: float, options: str) -> None:
     torch.manual_seed(0)
     h, w, y = operands(sizes, std)
@@ -83,8 +86,10 @@ def test_exponentials_and_sums(sizes: tuple[int, int, int], std: float, options:
     count = ceil_div(classes, kernels.BLOCK)
     row_scale = torch.rand(tokens, device=DEVICE) + 0.5 if "scale" in options else None
     bias = torch.randn(classes, device=DEVICE) if "bias" in options else None
-    transform = row_scale, bias, 0.3 if "cap" in options else None
+    transform: Any = (row_scale, bias, 0.3 if "cap" in options else None)
     u = logits(h, w, transform)
+    if "floor" in options:
+        transform = (*transform, floors(u))
     reference = target_logit(u, y)
     want = {
         "sums": torch.empty(tokens, count, device=DEVICE),

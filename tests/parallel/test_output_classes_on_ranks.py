@@ -33,10 +33,14 @@ TRANSFORMS = {
     "linear_bias": ["linear_bias"],
     "scale and temperature": ["negative logit_scale", "temperature (N,)"],
     "all": ["linear_bias", "logit_scale", "softcap", "temperature (N,)"],
+    "kept_classes": ["temperature (N,)", "kept_classes"],
+    "logit_floor": ["temperature (N,)", "logit_floor"],
 }
 
 
-@each_value(names=TRANSFORMS, classes={"a class": None, "6": 6}, sequence_parallel=[False, True])
+@each_value(
+    names=TRANSFORMS, classes={"a class": None, "6": 6, "none": 0}, sequence_parallel=[False, True]
+)
 def test_values_equal_one_process(
     names: list[str], classes: int | None, sequence_parallel: bool, ranks: Ranks
 ) -> None:

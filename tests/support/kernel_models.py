@@ -50,7 +50,7 @@ from cutefce.cute_kernels.spec.sampling import (
     SortSamplesSpec,
     SparseRowsSpec,
 )
-from cutefce.cute_kernels.variant import SUM_ONLY
+from cutefce.cute_kernels.variant import SUM_ONLY, LogitTransform
 from cutefce.cute_kernels.workspace import (
     Coefficient,
     Move,
@@ -105,13 +105,13 @@ def model_of(kernel: KernelSpec) -> Callable[..., None]:
 
 Replacement = Callable[[KernelSpec], Callable[..., None]]
 """From a kernel to what is launched instead."""
-Transform = tuple[Tensor | None, Tensor | None, float | None]
-"""κ (N,), b (V,) and s of a logit transform; None for what it lacks."""
+Transform = tuple[Any, ...]
+"""κ (N,), b (V,) and s of a logit transform, None for what it lacks, and floors (N,) if any."""
 
 
 def transformed(t: Tensor, transform: Transform | None) -> Tensor:
     """Return the model's logits for raw ones (N, V)."""
-    row_scale, bias, slope = transform or (None, None, None)
+    row_scale, bias, slope = (transform or (None, None, None))[:3]
     u = t if bias is None else t + bias
     u = u if slope is None else torch.tanh(slope * u)
     return u if row_scale is None else row_scale[:, None] * u
@@ -119,7 +119,7 @@ def transformed(t: Tensor, transform: Transform | None) -> Tensor:
 
 def _check(kernel: Any, transform: Transform | None) -> None:
     given = transform or (None, None, None)
-    assert kernel.transform == tuple(operand is not None for operand in given)
+    assert kernel.transform == LogitTransform(*(operand is not None for operand in given))
 
 
 def _select_rows(
@@ -243,7 +243,7 @@ def _target_logit(
     index = torch.where(in_vocab, target, 0)
     logit[:] = (h.float() * w[index].float()).sum(1)
     if transform is not None:
-        row_scale, bias, slope = transform
+        row_scale, bias, slope = transform[:3]
         own = row_scale, None if bias is None else bias[index, None], slope
         logit[:] = transformed(logit[:, None], own)[:, 0]
     logit.clamp_(min=LOWEST_LOGIT)
@@ -286,7 +286,11 @@ def _project_exp(
         return
     assert reference is not None and target is not None
     columns = torch.arange(first, first + len(w))
-    masked = u.masked_fill(target[:, None] == columns, -torch.inf)
+    is_target = target[:, None] == columns
+    if kernel.transform.floor:
+        assert transform is not None
+        u.masked_fill_((u < transform[3][:, None]) & ~is_target, -torch.inf)
+    masked = u.masked_fill(is_target, -torch.inf)
     relative = masked - reference[:, None]
     if sums is not None:
         sums.fill_(-torch.inf)
@@ -322,7 +326,7 @@ def _project_exp(
         stored = relative.exp()
         if kernel.transform.softcap:
             assert transform is not None and transform[0] is not None
-            stored *= 1 - (u / transform[0][:, None]) ** 2
+            stored *= (1 - (u / transform[0][:, None]) ** 2).clamp(min=0)
         stored[~inside] = 0
         exps[rows, :width] = stored[rows, :width].to(exps.dtype)
         if not kernel.only_flagged:

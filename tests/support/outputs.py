@@ -20,6 +20,7 @@ from tests.support.reference import are_same, distance
 
 OUTPUTS = "lse", "entropy", "sum_p_squared", "mean_logit", "is_top1", "argmax", "rank"
 DIFFERENTIABLE = "log_probs", "lse", "entropy"
+FLOOR, KEPT = "logit_floor", "kept_classes"
 UPSTREAMS = "random", "of sum 0", "of one class", "0"
 """Kinds of upstream gradients of the log-probabilities of a token."""
 
@@ -37,8 +38,36 @@ class RowValues(NamedTuple):
     rank: Tensor
 
 
-def row_values(u: Tensor, index: Tensor) -> RowValues:
-    """Return the outputs of logits u (N, V) and classes (N,) or (N, K); 0 for ignored tokens."""
+def kept_logits(
+    u: Tensor,
+    index: Tensor,
+    logit_floor: Tensor | None = None,
+    kept_classes: Tensor | None = None,
+    **_: Any,
+) -> Tensor:
+    """Return logits (N, V) of targets and of what is kept: others are -inf.
+
+    That are those not below floors (N,), or kept classes (N, K).
+    """
+    if logit_floor is None and kept_classes is None:
+        return u
+    if kept_classes is not None:
+        is_kept = torch.zeros(len(u), u.shape[1] + 1, dtype=torch.bool, device=u.device)
+        is_kept = is_kept.scatter(1, kept_classes % (u.shape[1] + 1), True)[:, :-1]
+        is_kept |= (index == -100)[:, None]
+    else:
+        assert logit_floor is not None
+        is_kept = u >= logit_floor[:, None]
+    is_target = index[:, None] == torch.arange(u.shape[1], device=u.device)
+    return u.masked_fill(~(is_kept | is_target), -torch.inf)
+
+
+def row_values(u: Tensor, index: Tensor, **options: Any) -> RowValues:
+    """Return the outputs of logits u (N, V) and classes (N,) or (N, K); 0 for ignored tokens.
+
+    Of `options` it takes those that leave out classes.
+    """
+    u = kept_logits(u, index, **options)
     counts = index != -100
     active = counts if index.ndim == 1 else counts.any(1)
     chosen = torch.where(counts, index, 0).view(len(index), -1)
@@ -50,7 +79,7 @@ def row_values(u: Tensor, index: Tensor) -> RowValues:
         largest = torch.where(is_top1, chosen[:, 0], largest)
     values = (
         u.logsumexp(1),
-        -(p * log_p).sum(1),
+        -(p * log_p.masked_fill(p == 0, 0)).sum(1),
         p.square().sum(1),
         u.mean(1),
         is_top1,
@@ -71,7 +100,7 @@ class ValuesCase:
 
     own: OptionsCase
     index: Tensor
-    """The class (N,) of each token, or K classes (N, K)."""
+    """The class (N,) of each token, or K classes (N, K); class 0 in calls without a target."""
     outputs: tuple[str, ...]
     upstream: dict[str, Tensor]
     """Those of results by name: log_probs, of the index's shape, lse (N,), entropy (N,)."""
@@ -86,6 +115,8 @@ class ValuesCase:
         """Return what a call of cutefce returns."""
         name = "target" if self.index.ndim == 1 else "target_indices"
         given = {name: self.index, "outputs": self.outputs, **self.own.with_leaves((*leaves,))}
+        if "log_probs" not in self.upstream:
+            del given[name]
         return cutefce.linear_log_probs(leaves[0], leaves[1], **given, **more)
 
     def ours(self, **more: Any) -> Results:
@@ -112,7 +143,7 @@ class ValuesCase:
     def exact(self) -> Results:
         """Return values and gradients in float64."""
         leaves = [leaf.detach().double().requires_grad_() for leaf in self.own.leaves]
-        values = row_values(self.own.logits((*leaves,)), self.index)
+        values = row_values(self.own.logits((*leaves,)), self.index, **self.own.options)
         return values, torch.autograd.grad(self.total(values), leaves)
 
     def unfused(self, *, rounded: bool) -> Results:
@@ -121,14 +152,15 @@ class ValuesCase:
         Products of the forward are `rounded` to the inputs' dtype, or are float32.
         """
         t = products(self.own, rounded)
-        values = row_values(model_logits(t, **self.own.options), self.index)
+        values = row_values(model_logits(t, **self.own.options), self.index, **self.own.options)
         (dt,) = torch.autograd.grad(self.total(values), t)
         return values, gradients_of_products(self.own, dt, rounded)
 
     def check(self, got: Results) -> None:
         """Assert that errors are those of the unfused form, or a few roundings of its values."""
         forms = got, self.exact(), self.unfused(rounded=True), self.unfused(rounded=False)
-        names = [name for name in ("log_probs", *self.outputs) if name not in OUTPUTS[4:]]
+        asked = ("log_probs",) * ("log_probs" in self.upstream) + self.outputs
+        names = [name for name in asked if name not in OUTPUTS[4:]]
         rows = [(name, *(getattr(x, name).detach() for x, _ in forms)) for name in names]
         # log p is a difference of logits of this size, a rounding of which is not relative
         case = self.own.case
@@ -157,7 +189,8 @@ class ValuesCase:
         self, name: str, size: float, got: Tensor, want: Tensor, other: Tensor, wide: Tensor
     ) -> float:
         """Return the error that a gradient may have."""
-        several, entropy = self.index.ndim == 2, "entropy" in self.upstream
+        several = self.index.ndim == 2 or KEPT in self.own.options
+        entropy = "entropy" in self.upstream
         dtype = self.own.case.h.dtype
         eps, norm, narrow = torch.finfo(dtype).eps, float(want.norm()), dtype.itemsize == 2
         cancels = size if several or entropy else 0.0
@@ -169,6 +202,9 @@ class ValuesCase:
         if several and name != "dx" and (dtype == torch.bfloat16 or entropy):
             # parts of other classes, if stored, are rounded three times, not twice
             allowed = 1.5**0.5 * distance(other, want)
+        if "log_probs" not in self.upstream and name == "dw":
+            # no target's part, which has one rounding: exponentials and hidden states have one each
+            allowed = 2**0.5 * distance(other, want)
         if several and name == "dbias":  # few roundings, which need not be average ones
             return allowed + distance(want.to(dtype), want)
         if several and not entropy:
@@ -182,7 +218,7 @@ class ValuesCase:
         """
         case, index = self.own.case, self.index.view(len(self.index), -1)
         t = products(self.own, False).double().detach().requires_grad_()
-        u = model_logits(t, **self.own.options)
+        u = kept_logits(model_logits(t, **self.own.options), self.index, **self.own.options)
         (du,) = torch.autograd.grad(self.total(row_values(u, self.index)), u, retain_graph=True)
         p = u.detach().softmax(1)
         # classes of the index have a part of their own, which is not made of their exponential
@@ -199,6 +235,7 @@ class ValuesCase:
         active = ~self.ignored
         wide = torch.promote_types(self.own.case.h.dtype, torch.float32)
         margin = 64 * torch.finfo(wide).eps * float(u.abs().max()) if u.numel() else 0.0
+        u = kept_logits(u, self.index, **self.own.options)
         largest = u.amax(1)
         if "argmax" in self.outputs:
             found = u.gather(1, values.argmax[:, None])[:, 0]
@@ -227,6 +264,31 @@ class ValuesCase:
                 assert torch.equal(values.is_top1, (values.rank == 0) & active)
 
 
+def floors(u: Tensor) -> Tensor:
+    """Return floors (N,) of logits u (N, V) that are far from all of them, and some infinite ones.
+
+    They are in the largest gap of a token's logits: no rounding decides which classes are left.
+    """
+    top = u.sort(1, descending=True).values
+    gaps = top[:, :-1] - top[:, 1:]
+    if not gaps.numel():
+        return torch.full_like(u[:, 0], -torch.inf)
+    largest = gaps.argmax(1, keepdim=True)
+    result = (top.gather(1, largest) + top.gather(1, largest + 1))[:, 0] / 2
+    result[::7], result[3::7] = -torch.inf, torch.inf
+    return result
+
+
+def kept_of(u: Tensor, index: Tensor) -> Tensor:
+    """Return up to 9 classes (N, 9) of logits u (N, V), of every other token with the target."""
+    kept = torch.randint(u.shape[1], (len(u), 9)).to(u.device)
+    kept[:, 4] = kept[:, 0]  # twice
+    kept[::2, 7] = torch.where(index < 0, -1, index)[::2]
+    kept[1::3, 2:] = -1
+    kept[2::7] = -1
+    return kept
+
+
 def values_case(
     names: list[str],
     classes: int | None,
@@ -235,19 +297,25 @@ def values_case(
     outputs: tuple[str, ...] = (),
     **more: Any,
 ) -> ValuesCase:
-    """Draw a case of `options_case` with a class, or K `classes`, of each token.
+    """Draw a case of `options_case` with a class, or K `classes`, of each token; none if 0.
 
     Upstream gradients are of a `kind` of `UPSTREAMS`.  What a call refuses is left out of the
     `outputs`.  Half of the single classes have the largest logit.  Of several a few occur twice; a
     fifth are ignored, all of a tenth of the tokens.
     """
-    x, (tokens, _, vocab) = options_case(names, *sizes, **more), sizes
-    refused = {"is_top1", "rank"} if classes else set()
+    drawn = [name for name in names if name not in (FLOOR, KEPT)]
+    x, (tokens, _, vocab) = options_case(drawn, *sizes, **more), sizes
+    refused = set() if classes is None else {"is_top1", "rank"}
     refused |= {"mean_logit"} if "softcap" in x.options else set()
-    outputs = (*(name for name in outputs if name not in refused),)
     device, index = x.case.h.device, x.case.y
     if classes is None and tokens:
         u = model_logits(x.case.h.double() @ x.case.w.double().t(), **x.options)
+        if FLOOR in names:
+            x.options[FLOOR] = floors(u).to(torch.promote_types(x.case.h.dtype, torch.float32))
+            refused.add("mean_logit")
+        if KEPT in names:
+            x.options[KEPT] = kept_of(u, index)
+            refused.add("mean_logit")
         index[::2] = torch.where(index[::2] == -100, -100, u.argmax(1)[::2])
     elif classes:
         index = torch.randint(vocab, (tokens, classes))
@@ -256,6 +324,9 @@ def values_case(
         index[torch.rand(tokens, classes) < 0.2] = -100
         index[torch.rand(tokens) < 0.1] = -100
         index = index.to(device)
+    elif classes == 0:
+        index = torch.zeros_like(index)
+    outputs = (*(name for name in outputs if name not in refused),)
     counts = (index != -100).cpu()
     values = torch.randn(index.shape, dtype=torch.float64) * counts
     if kind == "0":
@@ -266,7 +337,9 @@ def values_case(
     elif classes and kind == "of one class":
         values[:, 1:] *= 1e-6
         values[::2] = values[::2].flip(1)
-    upstream = {"log_probs": values}
+    upstream = {} if classes == 0 else {"log_probs": values}
+    if classes == 0 and "lse" not in outputs:  # what is differentiated
+        outputs = ("lse", *outputs)
     for name in outputs:
         if name in DIFFERENTIABLE and not (name == "entropy" and "softcap" in x.options):
             upstream[name] = torch.randn(tokens, dtype=torch.float64)

@@ -22,13 +22,15 @@ from cutefce.ops.primitives import triton_rows, triton_weight
 
 POINTERS = {
     **dict.fromkeys(("reference", "sums", "references", "of_all", "of_others"), "*fp32"),
-    **dict.fromkeys(("row_scale", "bias", "scale", "coefficient", "factor", "row"), "*fp32"),
+    **dict.fromkeys(
+        ("row_scale", "bias", "floor", "scale", "coefficient", "factor", "row"), "*fp32"
+    ),
     **dict.fromkeys(("exps", "out", "table"), "*bf16"),
     **{"x": "*fp32", "kept": "*i16", "low": "*u8"},
     **{"target": "*i64", "index": "*i64", "bounds": "*i32", "count": "*i32", "slope": "fp32"},
 }
 """Types of operands; others are int32."""
-OPTIONS = ("OF_ALL", "OF_OTHERS", "HAS_SCALE", "HAS_BIAS", "HAS_CAP", "HAS_COUNT")
+OPTIONS = ("OF_ALL", "OF_OTHERS", "HAS_SCALE", "HAS_BIAS", "HAS_CAP", "HAS_FLOOR", "HAS_COUNT")
 PROJECTIONS = {"sums": ("SUMS",), "sums, stored, all options": ("SUMS", "STORES", *OPTIONS)}
 ROWS = {
     "kept": ("HAS_X", "JOINS", "SPLITS"),

@@ -1,0 +1,98 @@
+"""Log-probabilities under a softmax over the classes that a sampler kept.
+
+They are made of those under the softmax of all classes: with P = Σ_{c kept} p_c, log p_y - log P.
+The target is one of the kept classes.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cutefce.ops.interface import checks
+from cutefce.ops.interface.options import LossOptions
+from cutefce.ops.interface.soft_targets import MAX_CLASSES
+from cutefce.ops.parallel.dtensor import replicated
+
+NONE = -1
+"""What fills up the classes of a token that has fewer than others."""
+IGNORED = LossOptions().ignore_index
+
+
+def kept_indices(target: Tensor | None, given: dict[str, Any], vocab: int | None) -> Tensor:
+    """Return the target and each other kept class of the tokens once, (..., K + 1).
+
+    Places of no class are `IGNORED`.  `kept_classes` and `ignore_index` are taken out of the
+    arguments by name.  `vocab` classes are known; None for a rank's weight.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError, IndexError: naming the argument.
+    """
+    kept: Tensor = given.pop("kept_classes")
+    ignored = given.pop("ignore_index", None)
+    for name in ("target_indices", "logit_floor"):
+        if name in given:
+            raise NotImplementedError(f"kept_classes: got some with {name}, expected one of them")
+    if target is None:
+        raise ValueError("kept_classes: got some without a target, expected None")
+    checks.check_layout("kept_classes", kept)
+    for name, x in (("target", target), ("kept_classes", kept)):
+        if not checks.has_integers(x):
+            raise TypeError(f"{name}: got dtype {x.dtype}, expected integers")
+    y, kept = replicated("target", target).long(), replicated("kept_classes", kept)
+    checks.check_device("kept_classes", kept, y, "target")
+    kept = kept.long()
+    fits = kept.ndim == y.ndim + 1 and kept.shape[:-1] == y.shape
+    if not fits or not 1 <= kept.shape[-1] < MAX_CLASSES:
+        raise ValueError(
+            f"kept_classes: got shape {tuple(kept.shape)}, expected "
+            f"({''.join(f'{size}, ' for size in y.shape)}K), K from 1 to {MAX_CLASSES - 1}"
+        )
+    is_ignored = y == (IGNORED if ignored is None else ignored)
+    y = y.masked_fill(is_ignored, NONE)
+    if vocab is not None and y.is_cpu and not torch.compiler.is_compiling():
+        _check_classes("target", y, ~is_ignored, vocab, "0 <= target")
+        _check_classes("kept_classes", kept, (kept != NONE) & ~is_ignored[..., None], vocab)
+    kept = kept.sort(dim=-1).values
+    again = torch.zeros_like(kept, dtype=torch.bool)
+    again[..., 1:] = kept[..., 1:] == kept[..., :-1]
+    left_out = again | (kept == NONE) | (kept == y[..., None]) | is_ignored[..., None]
+    y = y.masked_fill(is_ignored, IGNORED)
+    return torch.cat([y[..., None], kept.masked_fill(left_out, IGNORED)], -1)
+
+
+def _check_classes(
+    name: str, x: Tensor, counts: Tensor, vocab: int, expected: str = "-1 or 0 <= class"
+) -> None:
+    """Raise IndexError for the first class of x, where it counts, that is outside [0, vocab)."""
+    wrong = x[counts & ((x < 0) | (x >= vocab))]
+    if len(wrong):
+        raise IndexError(f"{name}: got {int(wrong[0])}, expected {expected} < {vocab}")
+
+
+def kept_values(log_p: Tensor, lse: Tensor, indices: Tensor) -> dict[str, Tensor]:
+    """Return log-probabilities and outputs (...) of the target under a softmax of kept classes.
+
+    `log_p` (..., K + 1) and lse (...) are those of all classes; `indices` are `kept_indices`.
+    """
+    counts = indices != IGNORED
+    active = counts[..., 0]
+    # a token without classes has the values 0: its own place stands for one
+    counts = torch.cat([torch.ones_like(counts[..., :1]), counts[..., 1:]], -1)
+    log_p = log_p.masked_fill(~counts, -torch.inf)
+    total = log_p.logsumexp(-1)
+    log_p = log_p - total[..., None]
+    p, own, others = log_p.exp(), log_p[..., 0], log_p[..., 1:]
+    largest = others.amax(-1)
+    lowest = indices[..., 1:].masked_fill(others < largest[..., None], torch.iinfo(torch.long).max)
+    is_top1 = own >= largest
+    found = {
+        "log_probs": own,
+        "lse": lse + total,
+        "entropy": -(p * log_p.masked_fill(p == 0, 0)).sum(-1),
+        "sum_p_squared": p.square().sum(-1).detach(),
+        "is_top1": is_top1,
+        "argmax": torch.where(is_top1, indices[..., 0], lowest.amin(-1)),
+        "rank": (others > own[..., None]).sum(-1),
+    }
+    return {name: torch.where(active, x, torch.zeros_like(x)) for name, x in found.items()}
