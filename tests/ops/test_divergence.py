@@ -55,6 +55,17 @@ forms = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
+def moved(options: dict[str, Any], device: str) -> dict[str, Any]:
+    """Return options on a device; their values, or those of pairs, may be tensors."""
+
+    def to(x: Any) -> Any:
+        if isinstance(x, tuple):
+            return tuple(map(to, x))
+        return x.to(device) if isinstance(x, Tensor) else x
+
+    return {name: to(x) for name, x in options.items()}
+
+
 KINDS = [
     (torch.bfloat16, "JSD, mostly student"),
     (torch.float16, "JSD"),
@@ -108,13 +119,7 @@ def test_shapes(
 @pairwise(options=OPTIONS, plan=[*PLANS], form=[*FORMS])
 def test_options(options: dict[str, Any], plan: str, form: str, device: str) -> None:
     case = heads(60, (16, 12), 133, dtype=torch.float64, device=device, logit_std=2, biases=True)
-
-    def move(x: Any) -> Any:
-        return (
-            tuple(map(move, x)) if isinstance(x, tuple) else getattr(x, "to", lambda _: x)(device)
-        )
-
-    options = {name: move(value) for name, value in options.items()} | FORMS[form]
+    options = moved(options, device) | FORMS[form]
     with planned(plan):
         for got, truth in zip(ours(case, **options), expected(case, **options), strict=True):
             assert distance(got, truth) <= 1e-12 * float(truth.norm())
@@ -125,6 +130,7 @@ def test_overlaps(
     options: dict[str, Any], reduction: str, plan: str, form: str, device: str
 ) -> None:
     """Of every divergence, and 1 less total variation; some classes are excluded."""
+    options = moved(options, device) | FORMS[form]
     case = heads(60, (16, 12), 133, dtype=torch.float64, device=device, logit_std=2, biases=True)
     with torch.no_grad():
         for bias in case.biases.values():
@@ -135,9 +141,7 @@ def test_overlaps(
             case.target,
             return_overlap=True,
             reduction=reduction,
-            **case.biases,
-            **options,
-            **FORMS[form],
+            **(case.biases | options),
         )
     p, q = (model_logits(case, side, **options).softmax(-1) for side in (0, 1))
     counts = case.target != -100
