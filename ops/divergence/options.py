@@ -29,7 +29,7 @@ class Divergence(OperatorRecord):
     divergence: str = argument(STRING)
     """One of `DIVERGENCES`; a JSD whose beta is 0 or 1 is one of the others by now."""
     beta: float = argument(NUMBER)
-    """β, the teacher's share of the JSD's mixture; 1/2 of total variation, and unread of a KL."""
+    """β, the teacher's share of the JSD's mixture; unread of the others."""
     reduction: str = argument(STRING)
     """"mean", "sum" or "none"."""
     ignore_index: int = argument(INTEGER)
@@ -62,7 +62,9 @@ class Divergence(OperatorRecord):
         return FIRST.get(self.divergence)
 
     def share(self, index: int) -> float:
-        """Return the share of a side in the JSD's mixture; of total variation, 1/2."""
+        """Return the share of a side in the JSD's mixture, or the factor 1/2 of tv's derivative."""
+        if self.divergence == "tv":
+            return 0.5
         return self.beta if index == TEACHER else 1 - self.beta
 
     def values(self, stats: Tensor) -> Tensor:
@@ -77,9 +79,9 @@ class Divergence(OperatorRecord):
     def boost(self, index: int) -> float:
         """Return the power of 2 that a side's factors in float16 are multiplied by.
 
-        Those of a JSD are at most twice the share of the side times the share's logarithm, and so
-        are those of total variation, 1/4.  Those that hold a difference of logits are not bounded,
-        and the others are 1 at most.
+        Those of a JSD are at most twice the share of the side times the share's logarithm; those of
+        total variation, 1/4 at most, are below this for 1/2.  Those that hold a difference of
+        logits are not bounded, and the others are 1 at most.
         """
         if self.first is None:
             share = self.share(index)

@@ -30,8 +30,8 @@ class RowKernel:
     arch: str
     options: Divergence
     numbers: Tensor
-    """(4,) the shares of a JSD or of total variation that the kernel's a and b have, each 1 of a KL
-    divergence, and what the factors of a, and those of b, are multiplied by."""
+    """(4,) the shares of the kernel's a and b in a JSD's mixture, or 1/2 twice, the factor of total
+    variation's derivative, or 1 twice of a KL; what factors of a, and of b, are multiplied by."""
 
     @staticmethod
     def of(
