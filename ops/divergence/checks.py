@@ -130,7 +130,7 @@ def checked_form(divergence: str, beta: float | None) -> tuple[str, float]:
     A JSD whose share leaves out one side is another divergence.
 
     Raises:
-        ValueError: for a share of a KL.
+        ValueError: for a `beta` beside a divergence other than "jsd".
     """
     if beta is not None and divergence != "jsd":
         raise ValueError(
