@@ -78,11 +78,30 @@ def linear_divergence(
 
 @overload
 def linear_divergence(
-    *arguments: Any, return_overlap: bool, **options: Any
+    student_input: Tensor,
+    student_weight: Tensor,
+    teacher_input: Tensor,
+    teacher_weight: Tensor,
+    target: Tensor | None = None,
+    *,
+    divergence: str = "forward_kl",
+    beta: float | None = None,
+    student_bias: Tensor | None = None,
+    teacher_bias: Tensor | None = None,
+    logit_scale: Any = 1.0,
+    softcap: Any = None,
+    temperature: Any = 1.0,
+    reduction: str = "mean",
+    ignore_index: int | None = None,
+    denominator: Tensor | float | None = None,
+    return_overlap: Literal[True],
+    workspace: int | str | None = None,
+    group: ProcessGroup | None = None,
+    shards: Sequence[int] | None = None,
 ) -> DivergenceOutput: ...
 
 
-@runs(_divergence)  # type: ignore[misc]
+@runs(_divergence)
 def linear_divergence(  # type: ignore[empty-body]
     student_input: Tensor,
     student_weight: Tensor,
