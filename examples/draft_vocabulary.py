@@ -9,6 +9,8 @@ them.  The teacher accepts by its probabilities over all classes: these are comp
 that are 0 for the classes it lacks.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -30,11 +32,7 @@ def draft_loss(
         teacher_weight: (V, D_t) of its head, without gradient.
         classes: (C,) the teacher's classes that the draft has.
     """
-    any_target = classes.new_zeros(hidden.shape[:-1])
-    found = cutefce.linear_log_probs(
-        teacher_hidden, teacher_weight, any_target, outputs=("argmax",)
-    )
-    assert found.argmax is not None
+    found: Any = cutefce.linear_log_probs(teacher_hidden, teacher_weight, outputs=("argmax",))
     counts = torch.isin(found.argmax, classes)
     return cutefce.linear_divergence(
         hidden, weight, teacher_hidden, teacher_weight[classes], counts, divergence="tv"
@@ -46,7 +44,8 @@ def acceptance_rates(
 ) -> Tensor:
     """Return (...) how often the teacher accepts what the draft proposes; has gradients.
 
-    The arguments are those of `draft_loss`.
+    The arguments are those of `draft_loss`.  The draft's weight is copied among rows of 0, (V, D):
+    memory of that copy and its gradient, and the time of products with all V classes.
     """
     every = weight.new_zeros(len(teacher_weight), weight.shape[1]).index_copy(0, classes, weight)
     bias = weight.new_full((len(every),), -torch.inf).index_fill(0, classes, 0)
