@@ -33,7 +33,7 @@ def prepare(shard: VocabShard, x: LossCall, plan: Plan) -> LossInputs:
     check_soft_values(x.y, options, tensors, vocab)
     y = without_weightless(x.y.long(), options, tensors).contiguous()
     counted = shard.counted(y, ignored) if problem.selects_rows else y
-    chunk = plan.layout.chunk if plan.in_forward else y.shape[0]
+    chunk = plan.layout.chunk if plan.in_chunks else y.shape[0]
     tokens = plan.tokens, plan.cost_model.sorts
     selection = select_rows(problem, y, counted, ignored, tokens, chunk)
     if selection is not None:
@@ -60,11 +60,12 @@ def resume(shard: VocabShard, x: LossCall, saved: Saved) -> LossInputs:
     backward does not read them.
     """
     h, w, selection = x.h, x.w, saved.selection
-    if not saved.plan.in_forward:
+    if not saved.plan.in_chunks:
         h = shard.gather_hidden(h)
         if selection is not None and not selection.is_on_device:
             h = h.index_select(0, selection.order)
-    if saved.plan.cost_model.kernel_problem.arch is not None:
+    problem = saved.plan.cost_model.kernel_problem
+    if problem.arch is not None or problem.triton:
         w = with_aligned_rows(w)  # hooks of saved tensors may restore another layout
     inputs = _operands(shard, h, w, copy(saved.targets), x.tensors, saved.plan, selection)
     inputs.class_row = saved.class_row

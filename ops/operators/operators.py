@@ -128,7 +128,7 @@ def _loss_forward(plan: Plan, x: LossCall) -> tuple[Tensor, Tensor]:
     same = {}  # one device has nobody to agree with
     if x.sharding.group is not None:
         same = agreed_forward(x)
-        if any(x.step.gradients):  # a forward alone has one chunk, whatever the budget
+        if any(x.step.gradients):  # a forward alone has one chunk on ranks, whatever the budget
             same["workspace"] = x.step.budget
             same["workspace, as (strategy, chunk)"] = [plan.strategy, plan.chunk]
     shard = shard_of(x.sharding, x.h, x.w, **same)
@@ -165,7 +165,7 @@ def run_forward(inputs: LossInputs, plan: Plan) -> tuple[Tensor, RowStats, Saved
     """Return the reduced loss, the statistics, and what is saved with them."""
     loss, stats, memory = programs.forward(inputs, plan)
     targets = inputs.targets
-    targets.drop_forward(keeps_soft=not plan.in_forward)
+    targets.drop_forward(keeps_soft=not plan.in_chunks)
     return loss, stats, Saved(plan, memory, targets, inputs.selection, None, inputs.class_row)
 
 
@@ -209,7 +209,7 @@ def loss_backward(
         soft, upstream = classes.take(upstream)
         inputs.targets.parts = inputs.targets.parts._replace(soft=soft)
     of_chunks = None
-    if plan.in_forward and plan.problem.grad_hidden:
+    if plan.in_chunks and plan.problem.grad_hidden:
         inputs.targets.selection = None  # all rows of the sums are defined
         selection, of_chunks = None, selection
     dx, dw, dbias = programs.backward(plan, memory, inputs, upstream, rows, of_chunks)

@@ -197,6 +197,7 @@ class PortableProjection(SoftTargetSteps):
         active = targets.active
         row_sum, reference = joined(partial.sums, partial.references, 1)
         row_sum = torch.where(active, row_sum, 0)  # that of an ignored row may be NaN
+        reference = torch.where(active, reference, torch.inf)  # or not written at all
         distance = torch.where(active, reference - target_logit, 0)
         # exp(r - ρ) - 1, which is exactly 0 where the target's logit is the reference
         excess = row_sum + torch.expm1(-distance)

@@ -171,7 +171,7 @@ class CostModel:
             case Kind.GEMM_WEIGHT:
                 own = self._weight(p, step, rows, columns, x)
             case Kind.KEEP_HIDDEN | Kind.FINISH_HIDDEN if step.low and not self.is_fused:
-                own = rows_bytes(of, rows, few_low_bits(p.hidden) if x.in_forward else x.low_bits)
+                own = rows_bytes(of, rows, few_low_bits(p.hidden) if x.in_chunks else x.low_bits)
         if p.soft and of.device == "cpu":  # gathers the weight's rows of one token at least
             elements = p.soft * p.hidden
             block = min(soft_block_rows(elements, p.sums, of.device), rows)

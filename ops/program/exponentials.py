@@ -89,7 +89,7 @@ def project(call: Call, s: Step) -> None:
 def leave_out_entries(call: Call, s: Step) -> None:
     """Clear exponentials of a chunk's window that become entries, which all columns' sums tell."""
     x = call.part(s.rows)
-    is_window = call.program.in_forward and s.columns != (0, x.w.shape[0])
+    is_window = call.program.in_chunks and s.columns != (0, x.w.shape[0])
     if is_window and x.targets.soft is not None:
         x.primitives.projection.put_soft(None, exps_of(call, s), s.columns[0], x.targets)
 
@@ -131,7 +131,7 @@ def finish_loss(call: Call, s: Step) -> None:
     """Join the statistics of chunks, and return what the reduction asks for."""
     targets, every = call.inputs.targets, call.values.pop("all")
     excess = call.values.pop("excess", None)
-    if call.program.in_forward:
+    if call.program.in_chunks:
         if excess is not None and targets.soft is not None:
             targets.soft.excess = torch.cat(excess)
         if "class logits" in call.values:
@@ -150,7 +150,7 @@ def coefficients(call: Call, s: Step) -> None:
     if "last factors" in s.writes:
         return
     x, stats = call.part(s.rows), call.values["stats"]
-    if not call.program.in_forward:
+    if not call.program.in_chunks:
         given: Any = x.h.dtype, x.targets, stats, call.values["upstream"]
         is_late = len(s.writes) > 1 or s.final
         made = x.primitives.gradients.scaling(*given, in_reference=is_late)
@@ -181,7 +181,7 @@ def entries(call: Call, s: Step) -> None:
             add_soft_rows(rows_of(call, s, s.writes[0]), values, x.targets, x.w)
         return
     exps = exps_of(call, s)
-    if call.program.in_forward:
+    if call.program.in_chunks:
         values = x.targets.soft_entries(call.values["stats"], x.h.dtype)
     else:
         assert scaling is not None
@@ -199,7 +199,7 @@ def scale_exps(call: Call, s: Step) -> None:
     dX's product may have multiplied them.
     """
     x, own = call.part(s.rows), call.values["scaling"]
-    coefficients = own.dx if call.program.in_forward else own
+    coefficients = own.dx if call.program.in_chunks else own
     target, scale = coefficients.target, scale_of(call)
     if "known" in call.values:
         target = target * call.values["known"]

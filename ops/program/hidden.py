@@ -36,7 +36,7 @@ def gemm_hidden(call: Call, s: Step) -> None:
     sums = Sums(rows_of(call, s, s.writes[0])) if len(s.writes) == 1 else sums_of(call, s.writes)
     selection = call.values.pop("far rows") if s.repairs else x.targets.selection
     more: Any = {"accumulate": s.adds, "selection": selection}
-    more["in_windows"] = s.columns != (0, x.w.shape[0]) and not call.program.in_forward
+    more["in_windows"] = s.columns != (0, x.w.shape[0]) and not call.program.in_chunks
     if call.program.scales_exps and call.program.problem.grad_weight:
         more["factor"] = scale_of(call)
     call.values["is scaled"] = gradients.add_hidden(sums, exps, w, **more)
@@ -70,7 +70,7 @@ def keep_hidden(call: Call, s: Step) -> None:
 
 def finish_hidden(call: Call, s: Step) -> None:
     """Round dX."""
-    if call.program.in_forward:
+    if call.program.in_chunks:
         finish_chunks(call, s)
         return
     x, name = call.inputs, "sums" if "sums" in s.reads else "dx"

@@ -38,8 +38,8 @@ class Layout:
     """Columns before these whose exponentials lie in the memory of dW."""
     low_bits: int = 0
     """Bits of kept sums beside the 16 in a gradient's memory; 0: sums have their own dtype."""
-    in_forward: bool = False
-    """Whether the forward has chunks, and forms the gradients of one after the other."""
+    in_chunks: bool = False
+    """Whether the forward has chunks of tokens; it forms their gradients, if any are wanted."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def windows_of(p: LossProblem, x: Layout, block: int) -> Iterator[Window]:
 
     Those of a chunk are stored for its gradients if they are one.
     """
-    if x.in_forward:
+    if x.in_chunks:
         cut = even_windows(0, p.vocab * p.needs_gradients, x.window, block)
         yield from (Window(columns, x.window >= p.vocab) for columns in cut)
         return
@@ -114,7 +114,7 @@ def scales_exps(p: LossProblem, x: Layout) -> bool:
 
     Entries among narrow exponentials that the forward has stored are rounded once, with them.
     """
-    is_stored = x.in_forward or x.aliased + x.kept > 0
+    is_stored = x.in_chunks or x.aliased + x.kept > 0
     return p.scales_exps or (p.soft > 0 and p.keeps_sums and is_stored)
 
 

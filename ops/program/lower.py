@@ -33,17 +33,17 @@ class Lowering(Emitter):
     """The steps of a loss and of its gradients."""
 
     def __init__(self, p: LossProblem, x: Layout, cost_model: "CostModel", brief: bool) -> None:
-        program = Program(p, x.in_forward, x.low_bits)
+        program = Program(p, x.in_chunks, x.low_bits)
         program.gradients, program.token_bytes = p.gradient_bytes(), token_bytes(p)
         super().__init__(program, brief=brief)
         self.p, self.x, self.cost_model = p, x, cost_model
         self.every = (0, p.tokens)
-        self.in_forward = x.in_forward
-        is_kept = self.in_forward and p.keeps_sums and p.needs_gradients
+        self.in_chunks = x.in_chunks
+        is_kept = self.in_chunks and p.keeps_sums and p.needs_gradients
         assert x.low_bits or not is_kept, "sums are in pieces"
         self.parts: list[str] = []
         """Partial sums, which tell until the loss which rows are far."""
-        self.has_windows = self.in_forward and x.window < p.vocab
+        self.has_windows = self.in_chunks and x.window < p.vocab
         """Whether a chunk has its columns one window after the other, which a frozen weight can."""
         self.windows = list(windows_of(p, x, cost_model.block))
         if brief:
@@ -104,7 +104,7 @@ class Lowering(Emitter):
         if n.home is None and not n.is_stored:
             name = next((self.exps(kept) for kept in self.stored if kept.home is None), "exps")
         columns = n.width if n.home is not None else round_up(n.width, self.cost_model.block)
-        tokens = self.x.chunk if self.in_forward else self.p.tokens
+        tokens = self.x.chunk if self.in_chunks else self.p.tokens
         return self.buffer(name, tokens, columns, self.p.item, n.home, n.offset)
 
     def gather(
@@ -113,7 +113,7 @@ class Lowering(Emitter):
         """Emit a copy of hidden states; without selection or factors the input itself is read."""
         if not (self.p.selects or factors):
             return ()
-        tokens = self.x.chunk if self.in_forward else self.p.tokens
+        tokens = self.x.chunk if self.in_chunks else self.p.tokens
         self.buffer(name, tokens, self.p.hidden, self.p.item, home)
         self.emit(Kind.GATHER, (*self.order, *factors), (name,), rows)
         return (name,)
@@ -142,7 +142,7 @@ class Lowering(Emitter):
         if p.every_class:
             self.outside("class_row", 1, p.hidden + 1, p.sums)
             self.emit(Kind.CLASS_ROW, (), ("class_row",), self.every)
-        if self.in_forward:
+        if self.in_chunks:
             for rows in self.some(chunks_of(p, self.x)):
                 self.chunk(rows)
         else:
@@ -266,7 +266,7 @@ class Lowering(Emitter):
     def hidden_sums(self) -> tuple[str, ...]:
         """Name the sums of dX: in the memory of dX, or in scratch."""
         p = self.p
-        if self.in_forward:
+        if self.in_chunks:
             return (self.buffer("sums", self.x.chunk, p.hidden, p.sums),)
         low = self.low("low of sums", p.tokens) if self.keeps_hidden else ()
         item = p.item if self.keeps_hidden else p.sums
@@ -304,7 +304,7 @@ class Lowering(Emitter):
 
     def list_targets(self, states: Sequence[str], factors: str) -> None:
         """Emit the lists of the tokens of each class."""
-        self.outside("listed", 1, self.cost_model.listed_targets(self.p, self.in_forward), 1)
+        self.outside("listed", 1, self.cost_model.listed_targets(self.p, self.in_chunks), 1)
         self.emit(Kind.LIST_TARGETS, (*self.order, *states, factors), ("listed",), self.every)
 
     def add_weight(
@@ -324,7 +324,7 @@ class Lowering(Emitter):
         listed = ("listed",) if flags["final"] else ()
         reads = (*self.order, self.exps(n), *states, factors, *listed)
         reads += tuple(name for name in every if name not in reads)
-        if self.in_forward and not p.adds_in_forward:
+        if self.in_chunks and not p.adds_in_forward:
             out = self.weight_sums()
         else:
             out, flags["adds"] = self.rows_of_dw(*n.columns), flags["adds"] or p.into > 0
@@ -353,7 +353,7 @@ class Lowering(Emitter):
     def backward(self) -> None:
         """Emit the steps of the backward."""
         self.steps = self.program.backward
-        if self.in_forward:
+        if self.in_chunks:
             self.finish_chunks()
         else:
             self.gradients()

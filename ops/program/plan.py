@@ -9,7 +9,7 @@ from cutefce.cute_kernels.problem import LOW_BITS
 from cutefce.ops.costs.budget import predicted
 from cutefce.ops.costs.device import Device
 from cutefce.ops.program.cost_model import CostModel
-from cutefce.ops.program.layout import Layout, most_again, most_aliased
+from cutefce.ops.program.layout import Layout, most_again, most_aliased, windows_of
 from cutefce.ops.program.place import peak, saved_bytes
 from cutefce.ops.program.problem import LossProblem
 from cutefce.ops.program.search import Costed, fastest_within
@@ -48,21 +48,22 @@ class Plan(Costed):
 
     @property
     def strategy(self) -> str:
-        """One of "windows", "gradients_in_forward" and "sampled"."""
+        """One of "windows", "gradients_in_forward", "sampled" and "no_gradients"."""
         if self.problem.samples:
             return "sampled"
-        has_gradients = self.in_forward and self.problem.needs_gradients
-        return "gradients_in_forward" if has_gradients else "windows"
+        if not self.problem.needs_gradients:
+            return "no_gradients"
+        return "gradients_in_forward" if self.in_chunks else "windows"
 
     @property
-    def in_forward(self) -> bool:
-        """Whether the forward has chunks of tokens, and forms their gradients."""
-        return self.layout.in_forward
+    def in_chunks(self) -> bool:
+        """Whether the forward has chunks of tokens; it forms their gradients, if any are wanted."""
+        return self.layout.in_chunks
 
     @property
     def adds_in_forward(self) -> bool:
         """Whether gradients in forward add dW to the caller's buffer."""
-        return self.in_forward and self.problem.adds_in_forward
+        return self.in_chunks and self.problem.adds_in_forward
 
     @property
     def tokens(self) -> int:
@@ -75,27 +76,25 @@ class Plan(Costed):
         return min(self.layout.chunk, max(self.tokens, 1))
 
     def __str__(self) -> str:
-        if not self.problem.needs_gradients:
-            cost = predicted(self.workspace_bytes, self.seconds, self.budget)
-            return f"no gradients, chunks of {self.chunk} tokens: {cost}"
         name, x, is_sampled = self.strategy.replace("_", " "), self.layout, self.problem.samples > 0
         cost = predicted(self.workspace_bytes, self.seconds, None if is_sampled else self.budget)
         if is_sampled:
             more = "; fewer samples take less, another workspace does not"
             return f"{name} gradients: {cost}" + more * (self.budget is not None)
         vocab = max(self.problem.vocab, 1)
-        columns = str(min(x.window, vocab))
-        if x.in_forward:
-            size = (
-                f"chunks of {self.chunk} tokens"
-                + ", dW in the caller's buffer" * self.adds_in_forward
-            )
+        size = f"chunks of {self.chunk} tokens" if self.chunk < self.tokens else "one chunk"
+        if x.in_chunks or not self.problem.needs_gradients:
+            size += ", dW in the caller's buffer" * self.adds_in_forward
+            at_a_time = x.window if x.in_chunks else vocab
         else:
-            kept, aliased = min(x.kept / vocab, 1), x.aliased / vocab
-            size = f"{kept:.0%} kept" + f", {aliased:.0%} in the memory of dW" * (aliased > 0)
-            again = 1 - kept - aliased
-            size += f", {again:.0%} computed again" * (again > 0.005)
-        return f"{name}, {size}, {columns} columns at a time: {cost}"
+            windows = windows_of(self.problem, x, self.cost_model.block)
+            again = [window.width for window in windows if not window.is_stored]
+            size = f"{min(x.kept / vocab, 1):.0%} kept"
+            size += f", {x.aliased / vocab:.0%} in the memory of dW" * (x.aliased > 0)
+            size += f", {min(sum(again) / vocab, 1):.0%} computed again" * bool(again)
+            at_a_time = max(again, default=vocab)
+        size += f", {at_a_time} columns at a time" * (at_a_time < vocab)
+        return f"{name}, {size}: {cost}"
 
 
 def planned(p: LossProblem, x: Layout, cost_model: CostModel, device: Device) -> Plan:
@@ -119,7 +118,7 @@ def plan(
     no slower plan, nor one that takes less memory; of a few tokens, within 2 %.  `like` fixes the
     strategy and, if gradients are formed in the forward, the tokens of a chunk.
     """
-    if like is not None and like.in_forward:
+    if like is not None and like.in_chunks:
         every = round_up(p.vocab, cost_model.block)
         window = like.window if like.window < p.vocab else every
         low = _low_bits(p, ceil_div(p.tokens, like.chunk), p.into > 0 and not p.adds_in_forward)
@@ -132,15 +131,15 @@ def plan(
 def _families(p: LossProblem, cost_model: CostModel, may_chunk: bool) -> Iterator[Sequence[Layout]]:
     """Yield layouts of which each takes more memory, and less time, than the one before.
 
-    The first and the last may not: one stores nothing, so that other factors are needed, and one
-    computes nothing again.
+    The second and the last may not: one stores the first exponentials, so that other factors are
+    needed, and one computes nothing again.
     """
     block, tokens = cost_model.block, max(p.tokens, 1)
     every = round_up(p.vocab, block)
     widths = [width for width in cost_model.windows if width < p.vocab] or [every]
     if not p.needs_gradients and not p.ranks:
         sizes = sorted({round_up(ceil_div(tokens, count), ROWS) for count in _counts(tokens)})
-        chunks = [Layout(size, every, in_forward=True) for size in sizes if size < tokens]
+        chunks = [Layout(size, every, in_chunks=True) for size in sizes if size < tokens]
         yield [*chunks, Layout(tokens, widths[0])]
         return
     if not (p.needs_gradients and p.stores):
@@ -199,6 +198,6 @@ def _chunks(p: LossProblem, every: int, skips_far: bool) -> Iterator[Sequence[La
         low = _low_bits(p, count, p.into > 0 and not p.adds_in_forward)
         if size >= min(LEAST_CHUNK, tokens):
             for window in windows:
-                chunks = Layout(size, window, low_bits=low, in_forward=True)
+                chunks = Layout(size, window, low_bits=low, in_chunks=True)
                 families.setdefault((low, window), []).append(chunks)
     yield from families.values()

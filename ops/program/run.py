@@ -94,7 +94,7 @@ class Call(Interpreter[LossInputs]):
 
     def part(self, rows: Range) -> LossInputs:
         """Return the operands of some tokens, whose losses are not reduced."""
-        if not self.program.in_forward:
+        if not self.program.in_chunks:
             return self.inputs
         found = self.parts.get(rows)
         if found is None:

@@ -138,8 +138,8 @@ class Program:
 
     problem: Any
     """What was lowered."""
-    in_forward: bool = False
-    """Whether gradients are formed in the forward, chunk by chunk."""
+    in_chunks: bool = False
+    """Whether the forward has chunks of tokens; it forms their gradients, if any are wanted."""
     low_bits: int = 0
     """Bits of kept sums beside 16."""
     buffers: dict[str, Buffer] = field(default_factory=dict)

@@ -14,7 +14,7 @@ from cutefce.ops.rows.scaling import Scaling
 def rows_of(call: Call, s: Step, name: str, columns: int | None = None) -> Tensor:
     """Return the rows of a buffer of a chunk that a step has."""
     view = call.view(name, columns)
-    return view[: s.rows[1] - s.rows[0]] if call.program.in_forward else view
+    return view[: s.rows[1] - s.rows[0]] if call.program.in_chunks else view
 
 
 def states_of(call: Call, s: Step) -> Tensor:

@@ -38,7 +38,7 @@ from cutefce.ops.rows.targets import Targets
 def list_targets(call: Call, s: Step) -> None:
     """List the terms of targets and of every class in dW."""
     x, gradients = call.inputs, call.inputs.primitives.gradients
-    if call.program.in_forward:
+    if call.program.in_chunks:
         call.values["listed"] = None
         if gradients.lists_targets:
             target = call.values["target"]
@@ -67,7 +67,7 @@ def list_targets(call: Call, s: Step) -> None:
 def gemm_weight(call: Call, s: Step) -> None:
     """Write or add a window's rows of dW."""
     states, exps = states_of(call, s), exps_of(call, s)
-    if not call.program.in_forward:
+    if not call.program.in_chunks:
         weight: WeightGradient = call.values["weight"]
         weight.finish(*s.columns, exps, states)
         return
@@ -130,7 +130,7 @@ def bias(call: Call, s: Step) -> None:
     # others hold no numbers
     rows = x.primitives.gradients.rows_of_products(exps)
     exps = row_range(exps, 0, rows)
-    if call.program.in_forward:
+    if call.program.in_chunks:
         sums = weighted_sum(exps, row_range(scaling.dx.scale, 0, rows))
         out.copy_(out + sums if s.adds else sums)
         if s.final:
@@ -148,7 +148,7 @@ def bias(call: Call, s: Step) -> None:
 def finish_bias(call: Call, s: Step) -> None:
     """Finish the gradient of the bias, in the dtype of sums."""
     x, dbias = call.inputs, call.view(s.reads[0]).view(-1)
-    if call.program.in_forward:
+    if call.program.in_chunks:
         call.values["dbias"] = dbias * call.values["upstream"]
         return
     scaling = call.values["scaling"]

@@ -267,8 +267,8 @@ def test_accumulation_is_measured_in_backward_and_forward(
     assert [row["implementation"] for row in rows] == ["GEMMs", "dW, then added", *names]
     for row in rows[1:]:
         assert row["dx_error"] < 1e-4 and row["dw_error"] < 1e-4 and row["predicted_mib"] > 0
-    in_forward = [row for row in rows if "caller's buffer" in row.get("plan", "")]
-    assert all(row["implementation"].startswith("forward") for row in in_forward)
+    in_chunks = [row for row in rows if "caller's buffer" in row.get("plan", "")]
+    assert all(row["implementation"].startswith("forward") for row in in_chunks)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without a GPU")

@@ -78,7 +78,7 @@ def random_layout(draw: random.Random, p: LossProblem) -> Layout:
     if p.can_chunk and p.tokens > 1 and draw.random() < 0.4:
         has_windows = not (p.grad_weight or p.grad_bias) and draw.random() < 0.5
         columns = window if has_windows else p.vocab
-        return Layout(draw.randint(1, p.tokens), columns, low_bits=low, in_forward=True)
+        return Layout(draw.randint(1, p.tokens), columns, low_bits=low, in_chunks=True)
     if not (p.stores and p.needs_gradients):
         return Layout(p.tokens, window)
     most = most_aliased(p, window, 256)
@@ -180,11 +180,11 @@ def of_llama(mib: int | str | None, frozen: bool = False, **options: Any) -> Any
 def test_the_ends_of_the_budget() -> None:
     everything, default, least = of_llama("max"), of_llama(None), of_llama("min")
     assert everything.layout.kept >= 131072 and default == everything
-    assert not least.in_forward and least.layout.aliased > 0
+    assert not least.in_chunks and least.layout.aliased > 0
     assert least.workspace_bytes <= 135 * MIB and least.seconds <= 1.28 * PRODUCTS
-    assert of_llama(900).in_forward and of_llama(900).seconds <= 1.09 * PRODUCTS
+    assert of_llama(900).in_chunks and of_llama(900).seconds <= 1.09 * PRODUCTS
     assert 0 < of_llama(1024).layout.kept < 65536 and of_llama(1024).seconds <= 1.07 * PRODUCTS
-    assert not of_llama(1024, reduction="none").in_forward, "losses have gradients of their own"
+    assert not of_llama(1024, reduction="none").in_chunks, "losses have gradients of their own"
 
 
 @pytest.mark.parametrize(("mib", "most"), [(110, 0.8), (140, 0.75), (300, 0.7)])
@@ -193,7 +193,7 @@ def test_a_frozen_head_takes_two_products_in_little_memory(
     mib: int, most: float, reduction: str
 ) -> None:
     found = of_llama(mib, frozen=True, reduction=reduction)
-    assert found.in_forward and found.workspace_bytes <= mib * MIB
+    assert found.in_chunks and found.workspace_bytes <= mib * MIB
     assert found.seconds <= most * PRODUCTS
 
 
@@ -201,7 +201,7 @@ def test_windows_inside_chunks_need_kernels_that_skip_rows() -> None:
     p = LossProblem(8192, 4096, 131072, grad_weight=False, selects=True)
     for arch in ("sm_90a", "sm_100a"):
         layouts = [plan(p, cost_model_of(p, arch), GPU, mib * MIB).layout for mib in (80, 140, 300)]
-        assert any(x.in_forward and x.window < p.vocab for x in layouts) == (arch == "sm_90a")
+        assert any(x.in_chunks and x.window < p.vocab for x in layouts) == (arch == "sm_90a")
 
 
 def test_a_buffer_whose_upstream_gradient_is_known_needs_no_sums() -> None:

@@ -42,7 +42,7 @@ class Layout:
     """How one call runs; the defaults store nothing."""
 
     in_chunks: bool = False
-    """Whether the forward has chunks of tokens, and forms their gradients."""
+    """Whether the forward has chunks of tokens; it forms their gradients, if any are wanted."""
     aliased: int = 0
     """Columns whose exponentials have the memory of dW: the first ones."""
     kept: int = 0
@@ -108,7 +108,7 @@ def plan_of(layout: Layout, request: PlanRequest, device: torch.device) -> Plan:
         low = 0
     if in_chunks:
         window = layout.window if 0 < layout.kept < p.vocab else every
-        x = program_layout.Layout(chunk, window, low_bits=low, in_forward=True)
+        x = program_layout.Layout(chunk, window, low_bits=low, in_chunks=True)
     else:
         most = program_layout.most_aliased(p, cost_model.block, cost_model.block)
         aliased = min(layout.aliased, most)

@@ -176,7 +176,7 @@ class ValuesCase:
                 allowed += 4 * torch.finfo(torch.float32).eps * (1 + norm)
             assert error <= allowed, f"{name}: error {error:.3g}, allowed {allowed:.3g}"
         of_exps = [0.0] * 3
-        if narrow and "entropy" in self.upstream:
+        if narrow and ("entropy" in self.upstream or "log_probs" not in self.upstream):
             of_exps = self._errors_of_exponentials()
         every = zip(("dx", "dw", "dbias"), of_exps, *(x for _, x in forms), strict=False)
         for name, of_exp, *results in every:
@@ -190,6 +190,7 @@ class ValuesCase:
     ) -> float:
         """Return the error that a gradient may have."""
         several = self.index.ndim == 2 or KEPT in self.own.options
+        has_target = "log_probs" in self.upstream
         entropy = "entropy" in self.upstream
         dtype = self.own.case.h.dtype
         eps, norm, narrow = torch.finfo(dtype).eps, float(want.norm()), dtype.itemsize == 2
@@ -202,7 +203,7 @@ class ValuesCase:
         if several and name != "dx" and (dtype == torch.bfloat16 or entropy):
             # parts of other classes, if stored, are rounded three times, not twice
             allowed = 1.5**0.5 * distance(other, want)
-        if "log_probs" not in self.upstream and name == "dw":
+        if not has_target and name == "dw":
             # no target's part, which has one rounding: exponentials and hidden states have one each
             allowed = 2**0.5 * distance(other, want)
         if several and name == "dbias":  # few roundings, which need not be average ones
@@ -224,9 +225,16 @@ class ValuesCase:
         # classes of the index have a part of their own, which is not made of their exponential
         du = du.scatter(1, index.clamp(0), 0.0)
         of_p, of_product = (torch.rand(2, *u.shape).to(u) - 0.5) * torch.finfo(case.h.dtype).eps
-        errors = (du - self.upstream["entropy"][:, None] * p) * of_p + du * of_product
-        (dt,) = torch.autograd.grad(u, t, errors)
-        of_bias = dt.sum(0) / self.own.options.get("logit_scale", 1.0)
+        of_entropy = self.upstream.get("entropy", u.new_zeros(len(u)))
+        by_p = du - of_entropy[:, None] * p
+        (dt,) = torch.autograd.grad(u, t, by_p * of_p + du * of_product, retain_graph=True)
+        of_bias = dt.sum(0)
+        if "log_probs" not in self.upstream:
+            # without parts of targets a class may have one large exponential, rounded by the most
+            eps = torch.finfo(case.h.dtype).eps
+            (most,) = torch.autograd.grad(u, t, (by_p.abs() + du.abs()) * eps / 2)
+            of_bias = torch.maximum(of_bias.abs(), most.abs().amax(0))
+        of_bias = of_bias / self.own.options.get("logit_scale", 1.0)
         gradients = dt @ case.w.double(), dt.t() @ case.h.double(), of_bias
         return [float(x.norm()) for x in gradients]
 

@@ -149,7 +149,7 @@ def prepared(
     )
     tiles = primitives.config
     cost_model = CostModel(replace(p, arch=None), tiles, (tiles.window,))
-    layout = Layout(chunk, window, kept, 0, way.low_bits, in_forward=way.chunks > 0)
+    layout = Layout(chunk, window, kept, 0, way.low_bits, in_chunks=way.chunks > 0)
     return inputs, Plan(problem, layout, cost_model), selection
 
 
@@ -167,7 +167,7 @@ def run(
         loss, upstream = selection.restore(loss), selection.take(upstream)
     if not plan.problem.needs_gradients:
         return loss, stats, None, None
-    of_chunks = selection if plan.in_forward else None
+    of_chunks = selection if plan.in_chunks else None
     if of_chunks is not None:
         inputs.targets.selection = None  # all rows of the sums are defined
     dx, dw, _ = programs.backward(plan, saved.by_home, inputs, upstream, stats, of_chunks)
