@@ -235,7 +235,8 @@ def test_all_runs_every_experiment_of_one_gpu() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without a GPU")
 def test_the_table_of_the_readme_is_measured_alone(tmp_path: Path, tiny: None) -> None:
     run(tmp_path, "quick")
-    rows = read(tmp_path / "cpu" / "peers.jsonl")[1]
+    assert [path.name for path in tmp_path.rglob("*.jsonl")] == ["peers_quick.jsonl"]
+    rows = read(tmp_path / "cpu" / "peers_quick.jsonl")[1]
     names = [row["implementation"] for row in rows]
     assert names[:3] == ["GEMMs", "unfused", "cutefce max"] and names[-1] == "absent"
     table = figures.results(tmp_path / "cpu", (TINY, replace(TINY, tokens=47)))
