@@ -32,8 +32,7 @@ def main(
     if without_kernels:
         dispatch._device_unsupported_reason = lambda *_: "kernels are switched off"
     end = math.inf if minutes is None else time.monotonic() + 60 * minutes
-    suffix = "_without_kernels" if without_kernels else ""
-    context.obj = Output(output, resume, end, suffix)
+    context.obj = Output(output, resume, end, without_kernels)
 
 
 experiments = *suite.EXPERIMENTS, *suite.GPU_EXPERIMENTS, causal_lms, parallel

@@ -366,8 +366,8 @@ def test_the_training_step_of_the_readme_is_committed() -> None:
 def test_pages_say_that_figures_are_of_an_older_version_as_long_as_they_are() -> None:
     """Delete the sentences about it once everything is measured with one version."""
     is_of_several = len(origins(RESULTS / "nvidia_h200")) > 1
-    pages = README, DOCS / "distillation.md", INTERNALS / "method.md", INTERNALS / "benchmarks.md"
-    for page in pages:
+    user_pages = (DOCS / f"{name}.md" for name in ("distillation", "memory", "options"))
+    for page in (README, *user_pages, INTERNALS / "method.md", INTERNALS / "benchmarks.md"):
         text = " ".join(page.read_text().split())
         assert ("an older version" in text) == is_of_several, names(page)
 

@@ -56,6 +56,7 @@ class Row:
 @gpu_only
 def command(output: Output, /, repeats: int | None) -> None:
     """The forward on a GPU, and steps of few tokens, against the plain GEMMs."""
+    output.require_kernels()
     output.record("forward", per_shape(SHAPES, functools.partial(run, repeats=repeats)))
 
 
@@ -86,7 +87,6 @@ def run(shape: Shape, repeats: int | None) -> list[Row]:
 def _calls(shape: Shape) -> dict[str, Call]:
     h, w, y = random_inputs(shape, "cuda")
     z = h.new_empty(shape.tokens, shape.vocab)
-    cutefce.set_strict(True)
 
     def loss() -> None:
         with torch.no_grad():

@@ -1,12 +1,14 @@
-"""Other fused linear cross entropies, as their documentation says to call them.
+"""cutefce at its budgets, and other fused linear cross entropies, as their documentation says.
 
-Each runs with its defaults, and a second time where an option accumulates gradients in float32
-instead of the inputs' dtype.  A peer that is not installed, fails, or is wrong gives a row with the
-reason.  There are three tables:
+Each of the others runs with its defaults, and a second time where an option accumulates gradients
+in float32 instead of the inputs' dtype.  A peer that is not installed, fails, or is wrong gives a
+row with the reason.  There are three tables:
 
 peers                 both gradients; the peers of the README at every head, all at the first
 peers_frozen_head     dX alone, at the first head: the weight has no gradient
 peers_ignored_rows    both gradients, at the first head, a part of the targets ignored at random
+
+`quick` writes the README's part of the first to a table of its own, peers_quick.
 
 Before anything is timed, every peer runs all of its steps in its own subprocess, most of them at
 once: a peer may crash, or leave the GPU unusable for its process, and what it compiles is cached on
@@ -235,9 +237,9 @@ def command(
 @click.command("quick")
 @click.pass_obj
 def quick(output: Output, /) -> None:
-    """The README's table on this machine's GPU, in minutes."""
+    """The README's table on this machine's GPU, in minutes; it replaces no rows of `peers`."""
     peers = {(shape, step.PLAIN): README_PEERS for shape in README_SHAPES[DEVICE]}
-    record(output, {"peers": Comparison(peers, README_WORKSPACES)}, None)
+    record(output, {"peers_quick": Comparison(peers, README_WORKSPACES)}, None)
 
 
 def record(output: Output, files: Mapping[str, Comparison], repeats: int | None) -> None:

@@ -109,7 +109,7 @@ class Row:
 @click.pass_obj
 def command(output: Output, /, models: tuple[str, ...], repeats: int | None) -> None:
     """Training steps of whole models, with the library's own loss and with fused ones."""
-    cutefce.set_strict(DEVICE == "cuda")  # a portable path would measure something else
+    output.require_kernels()
     names = [MODELS[model] for model in models or MODELS]
     output.record(
         "training_step",

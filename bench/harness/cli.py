@@ -12,6 +12,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+import cutefce
 from bench.harness.problems import Shape, sizes_of
 from bench.harness.records import Measurement, collect, folder_name
 from bench.harness.timing import MAX_ROUNDS, MIN_ROUNDS, SECONDS
@@ -28,13 +29,20 @@ class Output:
     resume: bool
     end: float
     """When `time.monotonic` says so, no further measurement begins."""
-    suffix: str = ""
-    """The end of the folder's name."""
+    without_kernels: bool = False
+    """Whether ours are switched off; results have a folder of their own."""
 
     @property
     def folder(self) -> Path:
         """The folder of this machine's GPU model."""
-        return self.root / f"{folder_name()}{self.suffix}"
+        return self.root / f"{folder_name()}{'_without_kernels' if self.without_kernels else ''}"
+
+    def require_kernels(self) -> None:
+        """Make a GPU's portable path an error, which would measure something else.
+
+        It is none where kernels are switched off.
+        """
+        cutefce.set_strict(DEVICE == "cuda" and not self.without_kernels)
 
     def record(self, name: str, measurements: Sequence[Measurement], **more: Any) -> None:
         """Run the measurements, write their rows to `name`.jsonl and .csv, and print them."""

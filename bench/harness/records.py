@@ -47,6 +47,10 @@ SOURCES = (
     *(Path(__file__).parents[1] / name for name in ("harness", "experiments")),
 )
 """Folders whose sources decide what a measurement gives."""
+OUT_OF_MEMORY = "out_of_memory"
+"""Keys of the measurements that ran out of memory, in a header."""
+FILE_OF_A_PART = re.compile(r"_(quick|\d+x\d+x\d+_bfloat16)$")
+"""The end of the name of a file with some of an experiment's shapes; rows do not have the dtype."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +83,8 @@ def collect(
     """Run the measurements in order, writing the .jsonl file `path` after each; return all rows.
 
     `more` is added to the header.  With `resume`, measurements that `path` has are not repeated,
-    if it was written by the same versions and sources.  One that runs out of memory has no rows.
+    if it was written by the same versions and sources.  One that runs out of memory has no rows;
+    the header has its key.
 
     Raises:
         click.ClickException: if one is left at `end`, by `time.monotonic`.
@@ -87,9 +92,10 @@ def collect(
     today = datetime.now(timezone.utc).date().isoformat()
     header = {"date": today, "device": device_name(), "versions": _versions(), **more}
     rows: list[Row] = []
+    too_large: list[Row] = []
     if resume and path.exists():
         old_header, old_rows = read(path)
-        rows = old_rows if {**old_header, "date": today} == header else []
+        rows = old_rows if conditions(old_header) == conditions(header) else []
     for number, measurement in enumerate(measurements, 1):
         key = measurement.key
         label = f"{path.stem} {number}/{len(measurements)} "
@@ -102,9 +108,10 @@ def collect(
         begin = time.perf_counter()
         try:
             rows += [dataclasses.asdict(row) for row in measurement.run()]
-            write(path, header, rows)
         except torch.OutOfMemoryError:
+            too_large.append(key)
             click.echo(f"{label}: out of memory")
+        write(path, {**header, OUT_OF_MEMORY: too_large}, rows)
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()  # child processes need the memory
@@ -118,24 +125,40 @@ def read(path: Path) -> tuple[Row, list[Row]]:
     return header, rows
 
 
+def conditions(header: Row) -> Row:
+    """Return a header without the date and what ran out of memory."""
+    return {name: x for name, x in header.items() if name not in ("date", OUT_OF_MEMORY)}
+
+
+def precedence(path: Path, header: Row) -> tuple[bool, str, bool]:
+    """Return the rank of a file: of those with the same measurement the highest counts.
+
+    What `quick` wrote counts if there is nothing else.  A shape that was given on the command line
+    has a file of its own; of two files of one date the one of all shapes counts.
+    """
+    is_part = FILE_OF_A_PART.search(path.stem)
+    return not path.stem.endswith("_quick"), str(header["date"]), not is_part
+
+
 def newest(folder: Path, experiment: str, **columns: Any) -> tuple[Row, list[Row]]:
     """Return header and rows of the newest file of an experiment that has rows with these columns.
 
-    A shape that was given on the command line has a file of its own; of two files of one date the
-    one of all shapes counts.
+    `precedence` says which file counts.
 
     Raises:
         LookupError: if no file has such rows.
     """
-    paths = [folder / f"{experiment}.jsonl", *sorted(folder.glob(f"{experiment}_[0-9]*.jsonl"))]
-    found = []
-    for header, rows in map(read, filter(Path.exists, paths)):
+    found = {}
+    for path in sorted(folder.glob(f"{experiment}*.jsonl")):
+        if path.stem != experiment and FILE_OF_A_PART.sub("", path.stem) != experiment:
+            continue
+        header, rows = read(path)
         some = [row for row in rows if columns.items() <= row.items()]
         if some:
-            found.append((header, some))
+            found[precedence(path, header)] = header, some
     if not found:
         raise LookupError(f"{folder.name}: no rows of {experiment} with {columns}")
-    return max(found, key=lambda one: str(one[0]["date"]))
+    return found[max(found)]
 
 
 def write(path: Path, header: Row, rows: list[Row]) -> None:
@@ -145,7 +168,7 @@ def write(path: Path, header: Row, rows: list[Row]) -> None:
     temporary.write_text("".join(json.dumps(line) + "\n" for line in (header, *rows)))
     os.replace(temporary, path)
     with temporary.open("w", newline="") as file:
-        table = csv.DictWriter(file, rows[0])
+        table = csv.DictWriter(file, rows[0] if rows else ())
         table.writeheader()
         table.writerows({name: _cell(value) for name, value in row.items()} for row in rows)
     os.replace(temporary, path.with_suffix(".csv"))

@@ -7,7 +7,7 @@ import click
 
 from bench.experiments.peers import README_SHAPES
 from bench.harness.cli import Output
-from bench.harness.records import read
+from bench.harness.records import OUT_OF_MEMORY, read
 from bench.report.figures import results
 from bench.report.sections import GPU_ONLY, SECTIONS
 from bench.report.tables import fields
@@ -62,7 +62,10 @@ def text_of(folder: Path, pictures: Sequence[Path]) -> str:
             missing.append(f"`{run}`")
         for path in paths:
             header, rows = read(path)
-            parts += [f"## {path.stem}", f"`{run}`, {header['date']}.", "\n".join(section(rows))]
+            parts += [f"## {path.stem}", f"`{run}`, {header['date']}."]
+            parts += ["\n".join(section(rows))] if rows else []
+            for key in header.get(OUT_OF_MEMORY, ()):
+                parts.append(f"Out of memory: {', '.join(f'{k} {v}' for k, v in key.items())}.")
             if path.with_suffix(".png") in pictures:
                 parts.append(f"![{path.stem}]({path.stem}.png)")
     if missing:

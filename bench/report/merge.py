@@ -5,7 +5,7 @@ from pathlib import Path
 import click
 
 from bench.harness.cli import Output
-from bench.harness.records import Row, read, write
+from bench.harness.records import OUT_OF_MEMORY, Row, conditions, read, write
 from bench.report.compare import row_key
 
 
@@ -38,13 +38,14 @@ def joined(paths: list[Path]) -> tuple[Row, list[Row]]:
     keys = set(map(row_key, rows))
     for path in paths[1:]:
         other, more = read(path)
-        if {**header, "date": ""} != {**other, "date": ""}:
+        if conditions(header) != conditions(other):
             raise click.ClickException(
                 f"{path}: got {other}, expected the versions of {paths[0]}: {header}"
             )
         for row in more:
             if row_key(row) in keys:
                 raise click.ClickException(f"{path}: got a measurement twice: {row_key(row)}")
-        header, rows = other, rows + more
+        too_large = [key for one in (header, other) for key in one.get(OUT_OF_MEMORY, ())]
+        header, rows = {**other, OUT_OF_MEMORY: too_large}, rows + more
         keys.update(map(row_key, more))
     return header, rows

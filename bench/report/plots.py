@@ -32,6 +32,8 @@ def draw(folder: Path) -> list[Path]:
     for name, plot in plots.items():
         for path in sorted(folder.glob(f"{name}*.jsonl")):
             header, rows = read(path)
+            if not rows:  # everything ran out of memory
+                continue
             figure = Figure(figsize=(9, 5), layout="constrained")
             plot(figure, rows)
             figure.suptitle(f"{header['device']}, {header['date']}")

@@ -21,10 +21,10 @@ ROW = {
 }
 
 
-def write(folder: Path, *rows: dict[str, Any]) -> Path:
-    folder.mkdir(parents=True)
-    lines = ({"device": "some gpu"}, *rows)
-    (folder / "forward.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+def write(folder: Path, *rows: dict[str, Any], name: str = "forward", **header: Any) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = ({"device": "some gpu", "date": "2026-01-02", **header}, *rows)
+    (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return folder
 
 
@@ -42,7 +42,6 @@ def write(folder: Path, *rows: dict[str, Any]) -> Path:
         ({"peak_mib": 203.0}, ["peak_mib was 200.000, is 203.000"]),
         ({"peak_mib": 2.0}, []),
         ({"peak_mib": None, "note": "failed"}, ["peak_mib was 200.000, is inf"]),
-        ({"tokens": 1, "ratio_to_gemm": 9.0}, []),
     ],
     ids=str,
 )
@@ -80,6 +79,42 @@ def test_which_rows_are_compared(columns: dict[str, Any], grown: bool, tmp_path:
     assert bool(found) == grown
 
 
+def test_measurements_are_found_in_any_file_of_an_experiment(tmp_path: Path) -> None:
+    shape = "peers_8192x4096x131072_bfloat16"
+    committed = write(tmp_path / "old", ROW, name=shape)
+    write(committed, {**ROW, "ratio_to_gemm": 9.0}, name="peers", date="2026-01-01")
+    write(committed, {**ROW, "ratio_to_gemm": 9.0}, name="peers_quick", date="2026-01-03")
+    for name in ("peers", "peers_quick", shape):
+        new = write(tmp_path / name, {**ROW, "ratio_to_gemm": 1.2}, name=name)
+        (text,) = regressions(new, committed)
+        assert text.startswith("peers: implementation") and "was 0.950, is 1.200" in text
+
+
+def test_shapes_that_rows_do_not_have_are_compared_by_file(tmp_path: Path) -> None:
+    row = {name: x for name, x in ROW.items() if name != "tokens"}
+    small, large = (f"parallel_2_ranks_{n}x8x8_bfloat16" for n in (8, 16))
+    committed = write(tmp_path / "old", {**row, "peak_mib": 900.0}, name=large)
+    write(committed, row, name=small)
+    new = write(tmp_path / "new", {**row, "peak_mib": 900.0}, name=large)
+    assert regressions(new, committed) == []
+
+
+def test_nothing_to_compare_is_an_error(tmp_path: Path) -> None:
+    new = write(tmp_path / "new", {**ROW, "tokens": 1})
+    (text,) = regressions(new, write(tmp_path / "old", ROW))
+    assert "nothing was compared" in text
+
+
+@pytest.mark.parametrize("tokens", [8192, 1])
+def test_to_run_out_of_memory_is_worse(tokens: int, tmp_path: Path) -> None:
+    """What has not run before is no regression."""
+    other = {**ROW, "tokens": 2}
+    committed = write(tmp_path / "old", ROW, other)
+    new = write(tmp_path / "new", other, out_of_memory=[{"tokens": tokens}])
+    named = "forward: implementation cutefce, tokens 8192: runs out of memory now"
+    assert regressions(new, committed) == ([named] if tokens == 8192 else [])
+
+
 def test_committed_results_do_not_differ_from_themselves() -> None:
     for folder in RESULTS.iterdir():
         assert regressions(folder, folder) == []
@@ -103,12 +138,14 @@ def test_the_command_fails_where_something_grew(
 def test_parts_are_merged_unless_they_overlap_or_differ_in_version(tmp_path: Path) -> None:
     parts = [tmp_path / name for name in ("first", "second", "again")]
     for part, tokens in zip(parts, (1, 2, 2), strict=True):
-        write(part / "some_gpu", {**ROW, "tokens": tokens})
+        too_large = [{"tokens": 9}] if tokens == 1 else []
+        write(part / "some_gpu", {**ROW, "tokens": tokens}, out_of_memory=too_large)
     merge = ["--output", str(tmp_path / "merged"), "merge"]
     run = CliRunner().invoke
     assert run(main, [*merge, *map(str, parts[:2])]).exit_code == 0
     header, rows = read(tmp_path / "merged" / "some_gpu" / "forward.jsonl")
-    assert header == {"device": "some gpu"} and [row["tokens"] for row in rows] == [1, 2]
+    assert header["device"] == "some gpu" and header["out_of_memory"] == [{"tokens": 9}]
+    assert [row["tokens"] for row in rows] == [1, 2]
     result = run(main, [*merge, *map(str, parts)])
     assert result.exit_code == 1 and "got a measurement twice" in result.output
     path = parts[1] / "some_gpu" / "forward.jsonl"

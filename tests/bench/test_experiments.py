@@ -4,7 +4,9 @@ import csv
 import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
+import click
 import pytest
 import torch
 from click.testing import CliRunner, Result
@@ -13,6 +15,7 @@ from torch import Tensor
 pytest.importorskip("matplotlib")
 pytest.importorskip("tokenizers")
 
+import cutefce
 from bench.__main__ import main
 from bench.experiments import (
     accumulation,
@@ -26,7 +29,7 @@ from bench.experiments import (
     suite,
     training_step,
 )
-from bench.harness import problems, reference
+from bench.harness import cli, problems, reference
 from bench.harness.problems import Shape
 from bench.harness.records import read
 from bench.report import figures, markdown
@@ -184,6 +187,40 @@ def test_a_command_stops_in_time_and_is_resumed(tmp_path: Path, tiny: None) -> N
     assert result.exit_code == 0 and "stability 1/1 vocab 512: already recorded" in result.output
 
 
+def test_an_experiment_that_fails_does_not_end_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @click.command("broken")
+    def broken() -> None:
+        raise ArithmeticError("losses differ")
+
+    @click.command("next")
+    def following() -> None:
+        click.echo("the next one runs")
+
+    modules = (SimpleNamespace(command=command) for command in (broken, following))
+    monkeypatch.setattr(suite, "EXPERIMENTS", tuple(modules))
+    monkeypatch.setattr(suite, "GPU_EXPERIMENTS", ())
+    result = CliRunner().invoke(main, ["--output", str(tmp_path), "all"])
+    assert result.exit_code == 1
+    assert "ArithmeticError: losses differ" in result.output
+    assert result.output.index("the next one runs") < result.output.index("Error: failed")
+    assert "said above: broken" in result.output
+
+
+@pytest.mark.parametrize("without_kernels", [False, True])
+def test_a_portable_path_is_no_error_where_kernels_are_switched_off(
+    without_kernels: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    strict: list[bool] = []
+    monkeypatch.setattr(cutefce, "set_strict", strict.append)
+    monkeypatch.setattr(cli, "DEVICE", "cuda")
+    output = cli.Output(tmp_path, False, math.inf, without_kernels)
+    output.require_kernels()
+    assert strict == [not without_kernels]
+    assert output.folder.name.endswith("_without_kernels") == without_kernels
+
+
 def test_all_runs_every_experiment_of_one_gpu() -> None:
     run = {module.command for module in (*suite.EXPERIMENTS, *suite.GPU_EXPERIMENTS)}
     apart = {"all", "quick", "parallel", "causal-lms", "report", "figures", "compare", "merge"}
@@ -198,7 +235,8 @@ def test_all_runs_every_experiment_of_one_gpu() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without a GPU")
 def test_the_table_of_the_readme_is_measured_alone(tmp_path: Path, tiny: None) -> None:
     run(tmp_path, "quick")
-    rows = read(tmp_path / "cpu" / "peers.jsonl")[1]
+    assert [path.name for path in tmp_path.rglob("*.jsonl")] == ["peers_quick.jsonl"]
+    rows = read(tmp_path / "cpu" / "peers_quick.jsonl")[1]
     names = [row["implementation"] for row in rows]
     assert names[:3] == ["GEMMs", "unfused", "cutefce max"] and names[-1] == "absent"
     table = figures.results(tmp_path / "cpu", (TINY, replace(TINY, tokens=47)))

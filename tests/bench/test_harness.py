@@ -130,9 +130,14 @@ def test_what_runs_out_of_memory_has_no_rows(
         Measurement({"size": 1}, too_much),
         Measurement({"size": 2}, lambda: [Row(2, 1.5, (1.0, 2.0))]),
     ]
-    rows = collect(tmp_path / "data.jsonl", measurements, resume=False)
-    assert [row["size"] for row in rows] == [2]
-    assert "data 1/2 size 1: out of memory" in capsys.readouterr().out
+    path = tmp_path / "data.jsonl"
+    for resume in (False, True):
+        rows = collect(path, measurements, resume)
+        assert [row["size"] for row in rows] == [2]
+        assert read(path)[0]["out_of_memory"] == [{"size": 1}]
+        assert "data 1/2 size 1: out of memory" in capsys.readouterr().out
+    assert collect(path, measurements[:1], resume=False) == [], "its file has no rows"
+    assert read(path)[0]["out_of_memory"] == [{"size": 1}]
 
 
 def test_the_newest_rows_with_the_columns_are_found(tmp_path: Path) -> None:
@@ -141,11 +146,13 @@ def test_the_newest_rows_with_the_columns_are_found(tmp_path: Path) -> None:
         write(tmp_path / f"{name}.jsonl", {"date": date}, rows)
 
     put("peers", "2026-01-02", 1, 2)
-    put("peers_2x3", "2026-01-03", 2)
+    put("peers_2x3x4_bfloat16", "2026-01-03", 2)
     put("peers_frozen_head", "2026-01-04", 1, 2)
-    put("peers_1x3", "2026-01-02", 1)
+    put("peers_1x3x4_bfloat16", "2026-01-02", 1)
+    put("peers_quick", "2026-01-05", 1, 4)
     assert newest(tmp_path, "peers", size=1)[1] == [{"size": 1, "name": "peers"}]
-    assert newest(tmp_path, "peers", size=2)[1] == [{"size": 2, "name": "peers_2x3"}]
+    assert newest(tmp_path, "peers", size=2)[1] == [{"size": 2, "name": "peers_2x3x4_bfloat16"}]
+    assert newest(tmp_path, "peers", size=4)[1] == [{"size": 4, "name": "peers_quick"}]
     assert len(newest(tmp_path, "peers_frozen_head")[1]) == 2
     with pytest.raises(LookupError, match="no rows of peers"):
         newest(tmp_path, "peers", size=3)

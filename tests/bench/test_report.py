@@ -75,6 +75,22 @@ def test_the_report_says_which_records_are_of_other_sources(tmp_path: Path) -> N
     assert "\n\n".join(said) in markdown.text_of(tmp_path, [])
 
 
+def test_the_report_says_what_ran_out_of_memory(tmp_path: Path) -> None:
+    header: dict[str, Any] = {
+        "date": "2026-01-01",
+        "device": "some gpu",
+        "versions": {"torch": "2"},
+    }
+    header["out_of_memory"] = [{"tokens": 64, "hidden": 16}]
+    for name in ("peers", "stability"):
+        write(tmp_path / f"{name}.jsonl", header, [])
+    assert plots.draw(tmp_path) == []
+    text = markdown.text_of(tmp_path, [])
+    for name in ("peers", "stability"):
+        said = f"## {name}\n\n`python -m bench {name}`, 2026-01-01.\n\nOut of memory: tokens 64"
+        assert f"{said}, hidden 16." in text
+
+
 REPORTS = sorted(RESULTS.glob("*/report.md"))
 
 
