@@ -177,6 +177,7 @@ def test_a_kernel_that_fails_is_never_launched_here(
     assert dispatch.device_unsupported_reason(DEVICE, torch.float16) is None
 
 
+@pytest.mark.slow
 def test_a_part_is_checked_once_with_all_that_is_listed(
     folder: Path,
     fake_gpu: FakeGpu,

@@ -164,6 +164,7 @@ def test_models_of_the_kernels_pass(
     worker.check_small(runner, dtype, runner.listed_configs()[index], parts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", rest_slow(["bfloat16", "float16"]))
 @pytest.mark.parametrize("arch", rest_slow({arch.name: arch for arch in ARCHS}))
 def test_trials_launch_nothing_that_was_not_compiled_ahead(

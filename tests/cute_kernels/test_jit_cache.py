@@ -255,6 +255,7 @@ def test_without_a_cache_folder_kernels_serve_their_process(
     assert not list(folder.iterdir())
 
 
+@pytest.mark.slow
 def test_every_kernel_has_its_own_key(folder: Path) -> None:
     from cutefce.autotune_cache.tuning.runner import Runner
     from cutefce.cute_kernels.arch import ARCHS

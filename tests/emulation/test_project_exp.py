@@ -142,6 +142,7 @@ def test_only_flagged_blocks_are_stored_again(config: GemmConfig) -> None:
     assert launch.semaphores[Semaphore.REPAIR_FLAGS :].tolist() == [0, 1, 0, 1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", rest_slow([SWAPPED, TALL, SHARED]))
 def test_exponentials_have_the_same_bits_in_any_tiles(config: GemmConfig) -> None:
     """So a repair with other tiles changes no row but those that it is for."""
@@ -322,6 +323,7 @@ def test_sums_of_all_columns_do_not_depend_on_the_target(config: GemmConfig) -> 
     assert (of_all == of_all[:, :1]).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", rest_slow([PINGPONG, TALL, SHARED, SHARED_ALONE, TWO_CTA]))
 def test_samples(config: GemmConfig) -> None:
     """Ragged tokens and columns, an ignored row, and sums of the launch without samples."""

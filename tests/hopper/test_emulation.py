@@ -529,6 +529,7 @@ def test_selected_rows(size: tuple[int, int], ignored: float) -> None:
     assert torch.equal(counts.long(), (count - firsts).clamp(0, chunk))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", rest_slow([70, 0, 1, 64]))
 def test_moved_rows(count: int) -> None:
     kernels, tokens, hidden = kernels_of(PINGPONG), 90, 264
@@ -675,6 +676,7 @@ def nan_memory() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("nan_memory")
 def test_row_blocks_that_end_inside_a_k_tile(
     small_tiles: PortableTiles, monkeypatch: pytest.MonkeyPatch

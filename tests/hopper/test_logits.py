@@ -62,6 +62,7 @@ def check_sums(sums: Tensor, logits: Tensor) -> None:
     torch.testing.assert_close(lse, logits.logsumexp(1), rtol=1e-6, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", rest_slow([1e4, 1.0]))
 @pytest.mark.parametrize("cap", rest_slow([0.1, None]))
 def test_logits_of_a_model(

@@ -302,6 +302,7 @@ def test_lists_of_classes(undefined: str | None) -> None:
     torch.testing.assert_close(values.double(), want[ranks, classes], rtol=1e-6, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("given", rest_slow([(1, 1, 20), (0, 1, 512), (1, 1, 512), (0, 2, 20)]))
 def test_hidden_gradient(given: tuple[int, int, int]) -> None:
     """Long sums too, which warps share, and rows in another order."""
@@ -319,6 +320,7 @@ def test_hidden_gradient(given: tuple[int, int, int]) -> None:
     torch.testing.assert_close(got.double(), want, rtol=1.01 * 2**-8, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "given", rest_slow([(torch.float16, 1, 512, 328), (torch.bfloat16, 4, 16, 1096)])
 )

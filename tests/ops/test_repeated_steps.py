@@ -99,6 +99,7 @@ def calls_of_any_kinds(device: str) -> dict[str, Call]:
     return calls
 
 
+@pytest.mark.slow
 def test_calls_of_any_kinds_take_turns(device: str) -> None:
     """Each call has the results that it has alone, in whatever order the calls come."""
     calls = calls_of_any_kinds(device)

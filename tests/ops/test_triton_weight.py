@@ -28,7 +28,7 @@ FIRST = 20
 sizes = pytest.mark.parametrize("sizes", rest_slow(SIZES), ids=str)
 
 
-@pytest.fixture(autouse=True, params=[True, False], ids=["descriptors", "addresses"])
+@pytest.fixture(autouse=True, params=rest_slow({"descriptors": True, "addresses": False}))
 def a_small_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     features = tiles.HOPPER_FEATURES if request.param else 32
     monkeypatch.setattr(kernels, "device_of", lambda _: tiles.Device(3, features, request.param))
