@@ -105,7 +105,8 @@ def log_probs(
 
     Returns:
         log-probabilities, (...) or (..., K), lse and entropy (0 if not asked for), which have
-        gradients; then those of `ops.rows.outputs.stat_rows`.  All are 0 for ignored tokens.
+        gradients; then those of `ops.rows.outputs.stat_rows` and `ops.rows.top_classes.top_rows`.
+        All are 0 for ignored tokens.
     """
     arguments = {"outputs": "lse", **arguments, "reduction": OUTPUTS}
     result, more = _evaluate(input, linear_weight, target, workspace, arguments, with_stats=True)
@@ -230,7 +231,7 @@ for overload, budget in (("", "int? workspace=None"), (".preset", "str workspace
         (loss_and_lse, "Tensor? target=None, *", "(Tensor loss, Tensor lse)"),
         (
             log_probs,
-            "Tensor? target=None, *, str outputs='lse', Tensor? logit_floor=None",
+            "Tensor? target=None, *, str outputs='lse', int top_k=0, Tensor? logit_floor=None",
             "Tensor[]",
         ),
     ):

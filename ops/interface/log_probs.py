@@ -39,6 +39,10 @@ class LogProbs(NamedTuple):
     """int64: the class of the largest logit; the target if `is_top1`."""
     rank: Tensor | None
     """int64: how many logits are above the target's; 0 if `is_top1`."""
+    top_log_probs: Tensor | None = None
+    """(..., k) the largest log-probabilities of all classes, in descending order."""
+    top_classes: Tensor | None = None
+    """(..., k) int64: their classes."""
 
 
 def _log_probs(
@@ -53,11 +57,7 @@ def _log_probs(
     outputs, workspace = given.pop("outputs", ()), given.pop("workspace", None)
     check_outputs(outputs)
     numbers = [name for name in ("argmax", "rank") if name in outputs]
-    if numbers and linear_weight.shape[0] > 1 << 24:  # a class is a float32
-        classes = linear_weight.shape[0]
-        raise ValueError(
-            f"outputs: got {numbers[0]!r} with {classes} classes, expected at most 2^24"
-        )
+    _check_numbers(numbers, given, linear_weight.shape[0])
     if "logit_floor" in given and "mean_logit" in outputs:
         raise NotImplementedError(
             "logit_floor: got one with 'mean_logit' in outputs, expected one of them"
@@ -65,7 +65,8 @@ def _log_probs(
     checks.workspace_bytes(workspace)
     if "kept_classes" in given:
         return _of_kept_classes(input, linear_weight, target, workspace, outputs, given)
-    has_target = target is not None or "target_indices" in given or not outputs
+    is_asked = len(outputs) > 0 or "top_k" in given
+    has_target = target is not None or "target_indices" in given or not is_asked
     if not has_target:
         target = _any_target(input, outputs, given)
     call = localize(input, linear_weight, one_class(target, given), given)
@@ -78,7 +79,8 @@ def _log_probs(
         workspace=workspace,
         **with_tensors(call.options, call.h),
     )
-    rows = dict(zip(stat_rows(names), stored, strict=True))
+    rows = dict(zip(stat_rows(names), stored, strict=False))
+    top = stored[len(rows) :]
     rows |= {"lse": lse, "entropy": entropy}  # those that have gradients
     found = {name: rows[name].movedim(0, call.dim) for name in names}
     if "is_top1" in found:
@@ -87,7 +89,22 @@ def _log_probs(
         found[name] = found[name].long()
     others = (found.get(name) for name in OUTPUTS)
     log_probs: Any = own.movedim(0, call.dim) if has_target else None
-    return LogProbs(log_probs, *others)
+    values = LogProbs(log_probs, *others)
+    if not top:
+        return values
+    of_k = torch.stack([row.movedim(0, call.dim) for row in top], -1)
+    top_log_probs, classes = of_k.chunk(2, -1)
+    return values._replace(top_log_probs=top_log_probs, top_classes=classes.long())
+
+
+def _check_numbers(outputs: Sequence[str], given: dict[str, Any], classes: int) -> None:
+    """Raise ValueError unless `outputs` and `top_k` can be numbers of so many classes."""
+    named, top_k = [f"outputs: got {name!r}" for name in outputs], given.get("top_k", 0)
+    named += [f"top_k: got {top_k}"] * (top_k > 0)
+    if named and classes > 1 << 24:  # a class is a float32
+        raise ValueError(f"{named[0]} with {classes} classes, expected at most 2^24")
+    if top_k > classes and "group" not in given:
+        raise ValueError(f"top_k: got {top_k} with {classes} classes, expected at most {classes}")
 
 
 def _of_kept_classes(
@@ -103,6 +120,8 @@ def _of_kept_classes(
         raise NotImplementedError(
             "kept_classes: got some with 'mean_logit' in outputs, expected one of them"
         )
+    if "top_k" in given:
+        raise NotImplementedError("kept_classes: got some with top_k, expected one of them")
     is_shared = "group" in given or torch_compat.is_dtensor(linear_weight)
     indices = kept_indices(target, given, None if is_shared else linear_weight.shape[0])
     more = {"target_indices": indices, "outputs": ("lse",), "workspace": workspace}
@@ -143,6 +162,7 @@ def linear_log_probs(  # type: ignore[empty-body]
     *,
     target_indices: Tensor | None = None,
     outputs: Sequence[str] = (),
+    top_k: int = 0,
     linear_bias: Tensor | None = None,
     logit_scale: float = 1.0,
     softcap: float | None = None,
@@ -174,6 +194,8 @@ def linear_log_probs(  # type: ignore[empty-body]
         outputs: what is returned beside the log-probabilities: some of "lse", "entropy",
             "sum_p_squared", "mean_logit", "is_top1", "argmax" and "rank".  Without a target they
             are all that is returned; "is_top1" and "rank" need one.
+        top_k: how many of the largest log-probabilities and their classes are returned, from 0 to
+            32, without gradients.  Not with `kept_classes`.
         linear_bias: as for `linear_cross_entropy`, and so are the other parameters.
         logit_scale: factor of the products of input and linear_weight.
         softcap: bound of the logits; not with "mean_logit".

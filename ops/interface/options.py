@@ -48,6 +48,8 @@ OF_OTHERS = {"is_top1", "argmax", "rank"}
 """Those of reductions over all classes but the target."""
 OF_TARGET = {"is_top1", "rank"}
 """Those about one target."""
+MAX_TOP = 32
+"""Largest classes of a token that are returned, at most."""
 
 
 class Kind(enum.Enum):
@@ -89,6 +91,14 @@ class LossOptions(OperatorRecord):
         checks.STRINGS, "", Kind.REDUCTION, 'names, of reduction "outputs"', is_public=False
     )
 
+    top_k: int = argument(
+        INTEGER.of(lambda x: 0 <= x <= MAX_TOP, f"an integer from 0 to {MAX_TOP}"),
+        0,
+        Kind.REDUCTION,
+        'how many of the largest classes are returned, with reduction "outputs"',
+        is_public=False,
+    )
+
     @property
     def is_scalar(self) -> bool:
         """Whether the loss is a scalar, so that every token's loss has one upstream gradient."""
@@ -112,7 +122,7 @@ class LossOptions(OperatorRecord):
     @property
     def reduces_others(self) -> bool:
         """Whether they need reductions over all classes but the target."""
-        return not OF_OTHERS.isdisjoint(self.output_names)
+        return self.top_k > 0 or not OF_OTHERS.isdisjoint(self.output_names)
 
     @property
     def scales_exps(self) -> bool:

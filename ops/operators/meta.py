@@ -20,7 +20,7 @@ def loss_forward(h: Tensor, w: Tensor, y: Tensor, *arguments: Any) -> tuple[Tens
     rows = NUM_STATS
     if options.reduction == OUTPUTS:
         shape = 2 + tensors.output_classes, tokens
-        rows += len(stat_rows(options.output_names))
+        rows += len(stat_rows(options.output_names)) + 2 * options.top_k
     loss = h.new_empty(shape, dtype=dtype)
     return loss, h.new_empty((rows, tokens), dtype=dtype)
 

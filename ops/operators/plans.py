@@ -160,7 +160,8 @@ def request_of(x: LossCall) -> PlanRequest:
             kernel_problem, ranks=ranks, sequence_parallel=sharding.sequence_parallel
         )
     is_served = kernel_problem.arch is not None
-    if is_served and options_unsupported_reason(kernel_problem, h.device, tensors) is not None:
+    reason = options_unsupported_reason(kernel_problem, h.device, tensors)
+    if is_served and (reason is not None or options.top_k):
         is_served = False
         kernel_problem = replace(kernel_problem, arch=None, triton=triton_serves(h, w))
     problem = _loss_problem(x, kernel_problem, buffer)

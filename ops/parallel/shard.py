@@ -125,6 +125,10 @@ class VocabShard:
         parts = iter(self.all_gather(given).permute(2, 1, 0).contiguous())
         return PartialOutputs(*(None if x is None else next(parts) for x in own))
 
+    def join_columns(self, x: Tensor) -> Tensor:
+        """Return the x (N, K) of all ranks, side by side (N, R K)."""
+        return self.all_gather(x).transpose(0, 1).flatten(1)
+
     def dx_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype in which a rank finishes its part of dX, for inputs of `dtype`.
 

@@ -44,6 +44,7 @@ from cutefce.ops.rows.outputs import PartialOutputs
 from cutefce.ops.rows.selection import CountedRows, RowSelection
 from cutefce.ops.rows.statistics import RowStats, reduce_losses
 from cutefce.ops.rows.targets import Targets
+from cutefce.ops.rows.top_classes import top_logits
 
 
 @dataclass(frozen=True)
@@ -169,6 +170,44 @@ class PortableProjection(SoftTargetSteps):
             return found
         largest, column, above = partial.of_others
         return found._replace(other=largest - target_logit[:, None], column=column, above=above)
+
+    def top_logits(
+        self, h: Tensor, w: Tensor, partial: Partials, target_logit: Tensor, targets: Targets
+    ) -> tuple[Tensor, Tensor]:
+        """Return the k largest logits of each token and their classes, (N, k) both.
+
+        See `cutefce.ops.rows.top_classes`; `partial` has the reductions of all columns of w.
+        """
+
+        def logits_of_blocks(chosen: Tensor, rows: slice) -> Tensor:
+            own = None if targets.logits is None else targets.logits.rows(rows)
+            return self._logits_of_blocks(h[rows], w, chosen, own)
+
+        largest = partial.of_others[0]
+        return top_logits(largest, self.block, target_logit, targets, logits_of_blocks)
+
+    @property
+    def block(self) -> int:
+        """Columns of which `project_exp` returns partial sums."""
+        return self.tiles.reference_block
+
+    def _logits_of_blocks(
+        self, h: Tensor, w: Tensor, chosen: Tensor, logits: LogitMap | None
+    ) -> Tensor:
+        """Return the logits (R, M, B) of h (R, D) and the blocks of w (V, D) that are `chosen`.
+
+        Each token chooses its own, (R, M); beyond the last class logits are -inf.  The rows of a
+        block are few, and known on the host alone: a GPU is synchronized.
+        """
+        dtype = sum_dtype(h.dtype)
+        result = h.new_full((*chosen.shape, self.block), -torch.inf, dtype=dtype)
+        for number, columns in enumerate(blocks(len(w), self.block)):
+            rows, places = (chosen == number).nonzero(as_tuple=True)
+            u = h.new_empty(len(rows), columns.stop - columns.start, dtype=dtype)
+            own = None if logits is None else logits.part(rows, columns)
+            logits_into(u, h[rows], w[columns], own)
+            result[rows, places, : u.shape[1]] = u
+        return result
 
     def gather_partials(self, partial: Partials, gather: Callable[[Tensor], Tensor]) -> Partials:
         """Return the row sums of all vocabulary shards.

@@ -15,6 +15,7 @@ from cutefce.ops.rows.outputs import reduce_outputs, stat_rows
 from cutefce.ops.rows.scaling import as_probabilities
 from cutefce.ops.rows.statistics import RowStats, reduce_losses, returned_rows
 from cutefce.ops.rows.targets import OUTPUTS
+from cutefce.ops.rows.top_classes import top_rows
 
 
 def gather(call: Call, s: Step) -> None:
@@ -117,10 +118,17 @@ def reduce(call: Call, s: Step) -> None:
             part = part if x.ranks is None else x.ranks.partial_outputs(part)
         classes = targets.index + targets.first
         more = reduce_outputs(part, classes, targets.class_logits, outputs)
+    top = None
+    if targets.options.top_k:
+        found = projection.top_logits(x.h, x.w, partial, logit, targets)
+        # each rank has a part of the classes
+        found = found if x.ranks is None else map(x.ranks.join_columns, found)
+        top = top_rows(*found, stats, targets)
     if x.h.dtype == torch.float16:
         stats = as_probabilities(stats)
-    if more is not None:
-        stats = RowStats(torch.cat([stats.rows, more]))
+    others = [rows for rows in (stats.rows, more, top) if rows is not None]
+    if len(others) > 1:
+        stats = RowStats(torch.cat(others))
     call.values |= {"stats": stats, "partial": partial, "loss": loss}
     call.values.setdefault("all", []).append(stats.rows)
     if targets.soft is not None and targets.soft.excess is not None:

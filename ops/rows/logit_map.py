@@ -74,8 +74,8 @@ class LogitMap:
             floor=floor if floor is None else floor[rows],
         )
 
-    def part(self, rows: slice, columns: slice) -> "LogitMap":
-        """Return the map of slices of tokens and classes."""
+    def part(self, rows: slice | Tensor, columns: slice) -> "LogitMap":
+        """Return the map of some of the tokens and a slice of the classes."""
         part = self.rows(rows)
         return part if self.bias is None else replace(part, bias=self.bias[columns])
 
