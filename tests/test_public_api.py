@@ -36,11 +36,12 @@ SIGNATURES = {
     "linear_divergence": "student_input student_weight teacher_input teacher_weight target "
     "divergence beta student_bias teacher_bias logit_scale softcap temperature reduction "
     "ignore_index denominator return_overlap workspace group shards",
-    "linear_log_probs": "input linear_weight target target_indices outputs linear_bias logit_scale "
-    "softcap temperature logit_floor kept_classes ignore_index gradient samples workspace "
-    "accumulate_into group shards sequence_parallel",
+    "linear_log_probs": "input linear_weight target target_indices outputs top_k linear_bias "
+    "logit_scale softcap temperature logit_floor kept_classes ignore_index gradient samples "
+    "workspace accumulate_into group shards sequence_parallel",
     "LossOutput": "loss lse",
-    "LogProbs": "log_probs lse entropy sum_p_squared mean_logit is_top1 argmax rank",
+    "LogProbs": "log_probs lse entropy sum_p_squared mean_logit is_top1 argmax rank "
+    "top_log_probs top_classes",
     "plan": "input linear_weight target reduction label_smoothing gradient samples workspace "
     "accumulate_into grad_output target_indices target_probs group shards sequence_parallel "
     "others",

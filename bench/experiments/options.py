@@ -94,6 +94,8 @@ def options(tokens: int, vocab: int, device: str) -> dict[str, dict[str, Any]]:
         "outputs": (),
         "gradients": ("log_probs",),
     }
+    outputs["top 8"] = {"outputs": (), "top_k": 8, "gradients": ("log_probs",)}
+    outputs["rank and top 8"] = {"outputs": ("rank",), "top_k": 8, "gradients": ("log_probs",)}
     outputs["lse without a target"] = {"outputs": ("lse",), "gradients": ("lse",), "target": None}
     return loss | outputs
 

@@ -25,12 +25,17 @@ def row_block_bytes(device: str) -> int:
     return (1 if device == "cpu" else 128) << 20
 
 
-def partial_sums(p: Problem, config: WindowConfig, rows: int, columns: int) -> int:
-    """Return how many numbers a row has of partial sums, and of their references."""
+def partial_sums(
+    p: Problem, config: WindowConfig, rows: int, columns: int, reductions: int = 0
+) -> int:
+    """Return how many numbers a row has of partial sums, and of their references.
+
+    Beside each there are so many `reductions`.
+    """
     if p.arch is None:
-        return 2 * ceil_div(columns, config.reference_block)
+        return (2 + reductions) * ceil_div(columns, config.reference_block)
     affordable = PARTIAL_BYTES // (p.accumulator_bytes * max(rows, 1))
-    return max(1, min(ceil_div(columns, NARROWEST_TILE), affordable))
+    return (1 + reductions) * max(1, min(ceil_div(columns, NARROWEST_TILE), affordable))
 
 
 def rows_bytes(p: Problem, rows: int, low_bits: int = 0) -> int:

@@ -57,7 +57,8 @@ def _log_probs(
     outputs, workspace = given.pop("outputs", ()), given.pop("workspace", None)
     check_outputs(outputs)
     numbers = [name for name in ("argmax", "rank") if name in outputs]
-    _check_numbers(numbers, given, linear_weight.shape[0])
+    if numbers or "top_k" in given:
+        _check_numbers(numbers, given, linear_weight.shape[0])
     if "logit_floor" in given and "mean_logit" in outputs:
         raise NotImplementedError(
             "logit_floor: got one with 'mean_logit' in outputs, expected one of them"
@@ -101,7 +102,7 @@ def _check_numbers(outputs: Sequence[str], given: dict[str, Any], classes: int) 
     """Raise ValueError unless `outputs` and `top_k` can be numbers of so many classes."""
     named, top_k = [f"outputs: got {name!r}" for name in outputs], given.get("top_k", 0)
     named += [f"top_k: got {top_k}"] * (top_k > 0)
-    if named and classes > 1 << 24:  # a class is a float32
+    if classes > 1 << 24:  # a class is a float32
         raise ValueError(f"{named[0]} with {classes} classes, expected at most 2^24")
     if top_k > classes and "group" not in given:
         raise ValueError(f"top_k: got {top_k} with {classes} classes, expected at most {classes}")
@@ -121,7 +122,9 @@ def _of_kept_classes(
             "kept_classes: got some with 'mean_logit' in outputs, expected one of them"
         )
     if "top_k" in given:
-        raise NotImplementedError("kept_classes: got some with top_k, expected one of them")
+        raise NotImplementedError(
+            f"top_k: got {given['top_k']} with kept_classes, expected 0, or no kept_classes"
+        )
     is_shared = "group" in given or torch_compat.is_dtensor(linear_weight)
     indices = kept_indices(target, given, None if is_shared else linear_weight.shape[0])
     more = {"target_indices": indices, "outputs": ("lse",), "workspace": workspace}

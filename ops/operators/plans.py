@@ -24,14 +24,14 @@ from cutefce.ops.primitives.dispatch import (
     triton_serves,
     try_compiler,
 )
-from cutefce.ops.primitives.portable_projection import is_dense
+from cutefce.ops.primitives.portable_projection import is_dense, planes
 from cutefce.ops.primitives.select_rows import has_aligned_rows
 from cutefce.ops.program.cost_model import Copies, CostModel
 from cutefce.ops.program.layout import Layout
 from cutefce.ops.program.plan import Plan, plan
 from cutefce.ops.program.problem import LossProblem, Upstream
 from cutefce.ops.program.weight import can_add_in_place
-from cutefce.ops.rows.targets import OUTPUTS
+from cutefce.ops.rows.targets import OUTPUTS, reductions_of
 from cutefce.ops.sampling.cost_model import SampledCostModel
 from cutefce.ops.sampling.kernels import is_in_place
 
@@ -152,7 +152,7 @@ def request_of(x: LossCall) -> PlanRequest:
     buffer = tensors.accumulate_into if step.grad_weight else None
     wide = tensors.weight_cast is not None or buffer is not None
     # copies of a tile of logits that options make in plain torch
-    copies = max(int(options.softcap is not None), 2 * options.reduces_all)
+    copies = max(int(options.softcap is not None), 2 * options.reduces_rows)
     if wide or copies:
         kernel_problem = replace(kernel_problem, wide_grad_weight=wide, tile_copies=copies)
     if sharding.group is not None:
@@ -160,8 +160,10 @@ def request_of(x: LossCall) -> PlanRequest:
             kernel_problem, ranks=ranks, sequence_parallel=sharding.sequence_parallel
         )
     is_served = kernel_problem.arch is not None
-    reason = options_unsupported_reason(kernel_problem, h.device, tensors)
-    if is_served and (reason is not None or options.top_k):
+    # no kernel of row sums in CuTe has those of blocks of classes, as Triton's has
+    if is_served and (
+        options.top_k or options_unsupported_reason(kernel_problem, h.device, tensors) is not None
+    ):
         is_served = False
         kernel_problem = replace(kernel_problem, arch=None, triton=triton_serves(h, w))
     problem = _loss_problem(x, kernel_problem, buffer)
@@ -198,6 +200,8 @@ def _loss_problem(x: LossCall, of: Problem, buffer: Tensor | None) -> LossProble
         soft=soft if soft > 1 else 0,
         returns_classes=soft > 1 and options.reduction == OUTPUTS,
         scales_exps=options.scales_exps,
+        reductions=reductions_of(options).planes if of.arch else planes(options),
+        top_k=options.top_k,
         stores=can_keep(of.dtype),
         selects=of.selects_rows,
         grad_hidden_item=of.accumulator_bytes if in_group else 0,

@@ -9,6 +9,7 @@ cute_rowwise.py            launches of the kernels: row-wise steps of both
 triton_projection.py       from hidden states to exponentials on Triton's kernels
 triton_gradients.py        those from exponentials to gradients
 triton_kernels.py          Triton: exponentials
+triton_blocks.py           Triton: logits of the blocks of classes that tokens choose
 triton_rows.py             Triton: what is done to rows between GEMMs, and to their results
 triton_weight.py           Triton: products of dW, which it rounds or keeps
 primitives.py              one implementation of both

@@ -29,6 +29,7 @@ from torch import Tensor
 from cutefce.cute_kernels.config import PortableTiles
 from cutefce.cute_kernels.integers import ceil_div
 from cutefce.ops.dtypes import sum_dtype
+from cutefce.ops.interface.options import LossOptions
 from cutefce.ops.primitives.elementwise import (
     can_fuse,
     exponentials,
@@ -63,8 +64,8 @@ class PartialSums:
     def empty(like: Tensor, count: int, targets: Targets) -> "PartialSums":
         """Return uninitialized sums of `count` parts, with the dtype and rows of `like` (N,)."""
         options, size = targets.options, (len(like), count)
-        of_all = like.new_empty((4, *size)) if options.reduces_all else None
-        of_others = like.new_empty((3, *size)) if options.reduces_others else None
+        of_all = like.new_empty((OF_ALL, *size)) if options.reduces_all else None
+        of_others = like.new_empty((OF_OTHERS, *size)) if options.reduces_others else None
         sums, references = like.new_empty((2, *size))
         return PartialSums(sums, references, of_all, of_others)
 
@@ -83,6 +84,14 @@ class PartialSums:
 
 
 Partials: TypeAlias = Any
+
+OF_ALL, OF_OTHERS = 4, 3
+"""Reductions of a part of the classes, those of all and those of all but the target."""
+
+
+def planes(options: LossOptions) -> int:
+    """Return how many numbers `PartialSums` have beside sums and references."""
+    return OF_ALL * options.reduces_all + OF_OTHERS * options.reduces_others
 
 
 class PortableProjection(SoftTargetSteps):

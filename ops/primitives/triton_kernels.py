@@ -78,6 +78,12 @@ def load_tile(
 
 
 @triton.jit
+def softcapped(z, slope):
+    """Return tanh(z slope)."""
+    return 1 - 2 / (tl.exp2(z * slope * 2.8853900817779268) + 1)
+
+
+@triton.jit
 def _project(
     h,
     h_pitch,
@@ -150,7 +156,7 @@ def _project(
         if HAS_BIAS:
             z += tl.load(bias + column * BLOCK + own, mask=classes < last, other=0.0)[None, :]
         if HAS_CAP:
-            z = 1 - 2 / (tl.exp2(z * slope * 2.8853900817779268) + 1)  # tanh(z slope)
+            z = softcapped(z, slope)
             derivative = 1 - z * z
         if HAS_SCALE:
             z *= tl.load(row_scale + rows, mask=exists, other=1.0)[:, None]

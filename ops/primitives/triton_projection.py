@@ -12,6 +12,8 @@ from cutefce.cute_kernels.config import PortableTiles
 from cutefce.ops.primitives import triton_kernels as kernels
 from cutefce.ops.primitives.portable_projection import PartialSums, PortableProjection
 from cutefce.ops.primitives.select_rows import with_aligned_rows
+from cutefce.ops.primitives.triton_blocks import logits_of_blocks
+from cutefce.ops.rows.logit_map import LogitMap
 from cutefce.ops.rows.selection import CountedRows
 from cutefce.ops.rows.statistics import RowStats
 from cutefce.ops.rows.targets import Targets, launch_transform
@@ -40,6 +42,16 @@ class TritonProjection(PortableProjection):
         transform = launch_transform(targets, window) or (None, None, None)
         own = targets.index, exps, out, transform, self.counted
         kernels.project(h, w, window, reference, *own)
+
+    @property
+    def block(self) -> int:
+        return kernels.BLOCK
+
+    def _logits_of_blocks(
+        self, h: Tensor, w: Tensor, chosen: Tensor, logits: LogitMap | None
+    ) -> Tensor:
+        transform = (None, None, None) if logits is None else logits.columns(0, len(w))
+        return logits_of_blocks(h, w, chosen, transform)
 
     def repair_stored_exps(
         self,

@@ -31,6 +31,7 @@ from cutefce.ops.program.lower import lower
 from cutefce.ops.program.predicted_time import seconds
 from cutefce.ops.program.problem import LossProblem
 from cutefce.ops.program.steps import Kind, Program, Step
+from cutefce.ops.rows.top_classes import COMPUTED_BYTES
 
 MADE_BYTES = 33
 """Bytes of a soft target while it is sorted, or put."""
@@ -128,7 +129,7 @@ class CostModel:
 
     def partial_sums(self, p: LossProblem, rows: int, columns: int) -> int:
         """Return how many numbers PROJECT writes for a row, of so many rows and columns."""
-        return partial_sums(self.kernel_problem, self.tiles, rows, columns)
+        return partial_sums(self.kernel_problem, self.tiles, rows, columns, p.reductions)
 
     def few_low_bits(self, p: LossProblem) -> int:
         """Return 4, or 8 where two columns of a byte would be of two rows."""
@@ -156,7 +157,11 @@ class CostModel:
             case Kind.REDUCE:
                 parts = sum(name.startswith("partial") for name in step.reads)
                 sums = rows * partial_sums(of, self.tiles, rows, p.vocab) * p.sums
-                own = sums * ((parts > 1) + (of.arch is None))
+                joined = rows * self.partial_sums(p, rows, p.vocab) * p.sums
+                largest = sums // 2 if p.top_k else 0
+                computed = rows * p.top_k * self.block * p.sums
+                searched = largest + min(computed, COMPUTED_BYTES)
+                own = joined * (parts > 1) + max(sums * (of.arch is None), searched)
             case Kind.TARGET_LOGIT if step.rows[0] == 0:  # makes the soft targets of all tokens
                 own = p.tokens * p.soft * (MADE_BYTES - 8 - 2 * p.sums)
             case Kind.ENTRIES | Kind.SCALE_EXPS:

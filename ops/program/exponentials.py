@@ -120,10 +120,10 @@ def reduce(call: Call, s: Step) -> None:
         more = reduce_outputs(part, classes, targets.class_logits, outputs)
     top = None
     if targets.options.top_k:
-        found = projection.top_logits(x.h, x.w, partial, logit, targets)
-        # each rank has a part of the classes
-        found = found if x.ranks is None else map(x.ranks.join_columns, found)
-        top = top_rows(*found, stats, targets)
+        values, numbers = projection.top_logits(x.h, x.w, partial, logit, targets)
+        if x.ranks is not None:  # each has a part of the classes
+            values, numbers = x.ranks.join_columns(values), x.ranks.join_columns(numbers)
+        top = top_rows(values, numbers, stats, targets)
     if x.h.dtype == torch.float16:
         stats = as_probabilities(stats)
     others = [rows for rows in (stats.rows, more, top) if rows is not None]

@@ -15,8 +15,9 @@ from cutefce.ops.program.problem import LossProblem
 from cutefce.ops.program.search import Costed, fastest_within
 from cutefce.ops.program.steps import Program
 
-LEAST_CHUNK = 512
-"""Tokens below which a chunk's products wait for the weight to be read."""
+LEAST_CHUNK, LEAST_SEARCHED = 512, 2048
+"""Tokens below which a chunk's products wait for the weight to be read; and of a search for the
+largest classes, which reads parts of it again."""
 CHUNK_WINDOWS = 16384, 65536
 """Widths of windows inside chunks of a frozen weight."""
 ROWS = 256
@@ -138,7 +139,9 @@ def _families(p: LossProblem, cost_model: CostModel, may_chunk: bool) -> Iterato
     every = round_up(p.vocab, block)
     widths = [width for width in cost_model.windows if width < p.vocab] or [every]
     if not p.needs_gradients and not p.ranks:
-        sizes = sorted({round_up(ceil_div(tokens, count), ROWS) for count in _counts(tokens)})
+        least = LEAST_SEARCHED if p.top_k else LEAST_CHUNK
+        counts = _counts(tokens, least)
+        sizes = sorted({round_up(ceil_div(tokens, count), ROWS) for count in counts})
         chunks = [Layout(size, every, in_chunks=True) for size in sizes if size < tokens]
         yield [*chunks, Layout(tokens, widths[0])]
         return
@@ -176,10 +179,10 @@ def _low_bits(p: LossProblem, additions: int, is_exact: bool = False) -> int:
     return LOW_BITS[is_exact or additions > SHORT_SUMS or p.hidden % 2]
 
 
-def _counts(tokens: int) -> list[int]:
-    """Return numbers of chunks, from one to those of the fewest tokens."""
+def _counts(tokens: int, least: int = LEAST_CHUNK) -> list[int]:
+    """Return numbers of chunks, from one to those of the fewest tokens, which are `least`."""
     counts = [1]
-    while counts[-1] < ceil_div(tokens, LEAST_CHUNK):
+    while counts[-1] < ceil_div(tokens, least):
         counts.append(counts[-1] + ceil_div(counts[-1], 6))
     return counts
 

@@ -43,6 +43,10 @@ class LossProblem:
     """Whether these terms come with the upstream gradient, that of several classes' outputs."""
     scales_exps: bool = False
     """Whether exponentials have factors of their own in the backward, as for entropy's gradient."""
+    reductions: int = 0
+    """Numbers beside each partial sum, of which outputs are made."""
+    top_k: int = 0
+    """Classes of the largest logits that are outputs of a token."""
     stores: bool = True
     """Whether exponentials may be stored before log-sum-exps are known: float16 lacks the range."""
     selects: bool = False

@@ -12,4 +12,5 @@ blocks.py          blocks of rows
 logit_map.py       from raw logits to the model's
 kept_sums.py       Sums: in their own dtype, or in 24 or 20 bits
 outputs.py         entropy and other outputs, from row reductions
+top_classes.py     the classes of the largest logits, from those of blocks of classes
 """

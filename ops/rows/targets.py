@@ -280,14 +280,17 @@ def variant_of(targets: Targets | None) -> KernelVariant:
     """Return what kernels must be compiled with for the options of a call."""
     if targets is None or (targets.logits is None and not targets.options.outputs):
         return PLAIN
-    logits, names = targets.logits, targets.options.output_names
-    transform = IDENTITY
+    logits, transform = targets.logits, IDENTITY
     if logits is not None:
         operands = logits.row_scale, logits.bias, logits.slope, logits.floor
         transform = LogitTransform(*(x is not None for x in operands))
-    others = targets.options.reduces_others
-    reductions = RowReductions("entropy" in names, "sum_p_squared" in names, others)
-    return KernelVariant(transform, reductions)
+    return KernelVariant(transform, reductions_of(targets.options))
+
+
+def reductions_of(options: LossOptions) -> RowReductions:
+    """Return what kernels reduce logits to beside their sums, for the outputs of a call."""
+    names = options.output_names
+    return RowReductions("entropy" in names, "sum_p_squared" in names, options.reduces_others)
 
 
 def launch_transform(targets: Targets, window: tuple[int, int]) -> tuple[Any, ...] | None:

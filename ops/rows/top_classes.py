@@ -14,7 +14,7 @@ from cutefce.ops.rows.blocks import blocks
 from cutefce.ops.rows.statistics import RowStats
 from cutefce.ops.rows.targets import Targets
 
-COMPUTED_BYTES = 16 << 20
+COMPUTED_BYTES = 32 << 20
 """Logits that are computed again at a time; those of one token at least."""
 
 
@@ -48,10 +48,12 @@ def top_logits(
     for rows in blocks(len(logit), size):
         u, first = logits_of_blocks(chosen[rows], rows), chosen[rows] * block
         if targets.logits is not None and targets.logits.floor is not None:
-            columns = first[:, :, None] + torch.arange(block, device=u.device)
+            own_place = (targets.index[rows, None] - first)[:, :, None]
             is_out = u < targets.logits.floor[rows, None, None]
-            u.masked_fill_(is_out & (columns != targets.index[rows, None, None]), -torch.inf)
+            is_out &= torch.arange(block, device=u.device) != own_place
+            u.masked_fill_(is_out, -torch.inf)
         found, places = u.flatten(1).topk(min(k, computed), 1, sorted=False)
+        del u  # freed before the next ones are allocated
         found_classes = first.gather(1, places // block) + places % block
         absent = 0, k - found.shape[1]
         values[rows] = F.pad(found, absent, value=-torch.inf)

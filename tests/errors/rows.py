@@ -457,6 +457,20 @@ WRONG: dict[str, list[Row]] = {
             on=FLOORED,
         ),
     ],
+    "top_k": [
+        Row(1.0, TypeError, "got 1.0 (float), expected an integer", on=(*FLOORED, CLASSES)),
+        Row(True, TypeError, "got True (bool), expected an integer", on=FLOORED),
+        Row(-1, ValueError, "got -1, expected an integer from 0 to 32", on=(*FLOORED, CLASSES)),
+        Row(33, ValueError, "got 33, expected an integer from 0 to 32", on=FLOORED),
+        Row(32, ValueError, "got 32 with 10 classes, expected at most 10", on=FLOORED),
+        Row(
+            1,
+            NotImplementedError,
+            "got 1 with kept_classes, expected 0, or no kept_classes",
+            also={"kept_classes": INDICES},
+            on=FLOORED,
+        ),
+    ],
     "kept_classes": [
         Row(1, TypeError, f"got 1 (int), {OPTIONAL}"),
         Row(INDICES.float(), TypeError, "got dtype torch.float32, expected integers", on=FLOORED),

@@ -1,0 +1,115 @@
+"""The largest log-probabilities of tokens and their classes."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import cutefce
+from cutefce.cute_kernels.config import PortableTiles
+from tests.ops.test_log_probs import DTYPES, OR_NONE, TRANSFORMS
+from tests.support.options import model_logits
+from tests.support.outputs import ValuesCase, kept_logits, values_case
+from tests.support.tiers import pairwise
+
+NAMES = {name: x for name, x in TRANSFORMS.items() if "kept_classes" not in x}
+
+
+def check(x: ValuesCase, got: cutefce.LogProbs, k: int) -> None:
+    """Assert that values are the k largest log-probabilities, up to roundings of logits."""
+    case, found, classes = x.own.case, got.top_log_probs, got.top_classes
+    assert found is not None and classes is not None
+    u = model_logits(case.h.double() @ case.w.double().t(), **x.own.options)
+    wide = torch.promote_types(case.h.dtype, torch.float32)
+    margin = 64 * torch.finfo(wide).eps * (1 + float(u.abs().max()))
+    log_p = kept_logits(u, x.index, **x.own.options).log_softmax(1)
+    assert found.shape == classes.shape == (len(u), k)
+    assert found.dtype == wide and classes.dtype == torch.long
+    assert not found[x.ignored].any() and not classes[x.ignored].any()
+    active = ~x.ignored
+    found, classes, log_p = found[active], classes[active], log_p[active]
+    want = log_p.topk(k, 1).values
+    torch.testing.assert_close(found.double(), want, rtol=0, atol=margin)
+    torch.testing.assert_close(log_p.gather(1, classes), want, rtol=0, atol=2 * margin)
+    finite = found > -torch.inf  # of these each class is there once
+    again = classes.sort(1).values.diff(dim=1) == 0
+    assert not again[finite.all(1)].any()
+    assert bool((found[:, :-1] >= found[:, 1:]).all()) and bool((found <= 0).all())
+    if x.index.ndim == 1 and "log_probs" in x.upstream:
+        own = (classes == x.index[active, None]) & finite
+        assert torch.equal(found[own], got.log_probs[active, None].expand_as(found)[own])
+
+
+@pairwise(
+    names=NAMES,
+    classes=OR_NONE,
+    k=[1, 8, 32],
+    outputs=[(), ("rank", "entropy")],
+    dtype=DTYPES,
+    workspace=["max", "min", 200_000],
+)
+def test_each_call(
+    names: list[str],
+    classes: int | None,
+    k: int,
+    outputs: tuple[str, ...],
+    dtype: torch.dtype,
+    workspace: int | str,
+    small_tiles: PortableTiles,
+    device: str,
+) -> None:
+    more: dict[str, Any] = {"dtype": dtype, "device": device, "outputs": outputs}
+    x = values_case(names, classes, 150, 48, 333, **more)
+    leaves = x.own.leaves
+    got = x.values(leaves, workspace=workspace, top_k=k)
+    check(x, got, k)
+    with torch.no_grad():
+        check(x, x.values(leaves, workspace=workspace, top_k=k), k)
+    # everything else is what it is without them
+    total = x.total(got)
+    given, plain = torch.autograd.grad(total, leaves), x.ours(workspace=workspace)[1]
+    assert all(torch.isfinite(a).all() for a in given) and len(given) == len(plain)
+    assert got.top_log_probs is not None and not got.top_log_probs.requires_grad
+
+
+@pytest.mark.parametrize("number", [0, 8, 40])
+def test_fewer_finite_logits_than_asked_for(number: int, device: str) -> None:
+    """Classes that cannot be follow with the log-probability -inf."""
+    h, w = torch.randn(5, 16, device=device), torch.randn(1000, 16, device=device)
+    bias = torch.full((1000,), -torch.inf, device=device)
+    classes = torch.randperm(1000)[:number].to(device)
+    bias[classes] = 0
+    y = torch.randint(1000, (5,), device=device)
+    bias[y] = 0
+    got = cutefce.linear_log_probs(h, w, y, linear_bias=bias, top_k=32)
+    assert got.top_log_probs is not None and got.top_classes is not None
+    finite = min(32, len({*classes.tolist(), *y.tolist()}))
+    assert bool((got.top_log_probs[:, :finite] > -torch.inf).all())
+    assert bool((got.top_log_probs[:, finite:] == -torch.inf).all())
+    assert bool(((got.top_classes >= 0) & (got.top_classes < 1000)).all())
+    want = (h @ w.t() + bias).log_softmax(1).topk(finite, 1)
+    torch.testing.assert_close(got.top_log_probs[:, :finite], want.values, rtol=0, atol=1e-4)
+
+
+def test_shapes(device: str) -> None:
+    h, w = torch.randn(2, 3, 16, device=device), torch.randn(50, 16, device=device)
+    got = cutefce.linear_log_probs(h, w, top_k=4)
+    assert got.log_probs is got.lse is None
+    assert got.top_log_probs is not None and got.top_log_probs.shape == (2, 3, 4)
+    assert got.top_classes is not None and got.top_classes.shape == (2, 3, 4)
+    assert torch.equal(got.top_classes, (h @ w.t()).topk(4).indices)
+    assert cutefce.linear_log_probs(h[:0], w, top_k=4).top_log_probs.shape == (0, 3, 4)
+    assert cutefce.linear_log_probs(h, w, outputs=("lse",)).top_classes is None
+
+
+def test_compiled_equals_eager(device: str) -> None:
+    h, w = torch.randn(20, 16, device=device), torch.randn(300, 16, device=device)
+    y = torch.randint(300, (20,), device=device)
+
+    def top(h: Tensor) -> list[Tensor]:
+        got = cutefce.linear_log_probs(h, w, y, outputs=("rank",), top_k=3)
+        return [x for x in got if x is not None]
+
+    compiled = torch.compile(top, backend="aot_eager", fullgraph=True)(h)
+    assert all(torch.equal(a, b) for a, b in zip(compiled, top(h), strict=True))
