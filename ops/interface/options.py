@@ -90,7 +90,6 @@ class LossOptions(OperatorRecord):
     outputs: str = argument(
         checks.STRINGS, "", Kind.REDUCTION, 'names, of reduction "outputs"', is_public=False
     )
-
     top_k: int = argument(
         INTEGER.of(lambda x: 0 <= x <= MAX_TOP, f"an integer from 0 to {MAX_TOP}"),
         0,
