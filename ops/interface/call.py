@@ -33,6 +33,7 @@ from cutefce.ops.operators.seed import draw_seed
 from cutefce.ops.parallel.consistency import report_errors
 from cutefce.ops.rows.statistics import RowStats
 from cutefce.ops.rows.targets import OUTPUTS
+from cutefce.ops.rows.top_classes import NO_CLASS
 from cutefce.ops.soft_targets.output_classes import class_leads
 from cutefce.ops.soft_targets.rows import leads
 
@@ -105,13 +106,16 @@ def log_probs(
 
     Returns:
         log-probabilities, (...) or (..., K), lse and entropy (0 if not asked for), which have
-        gradients; then those of `ops.rows.outputs.stat_rows` and `ops.rows.top_classes.top_rows`.
-        All are 0 for ignored tokens.
+        gradients; then those of `ops.rows.outputs.stat_rows`.  All are 0 for ignored tokens.  Of
+        `top_k`, those of `ops.rows.top_classes.top_rows` follow, which have no classes for them.
     """
     arguments = {"outputs": "lse", **arguments, "reduction": OUTPUTS}
     result, more = _evaluate(input, linear_weight, target, workspace, arguments, with_stats=True)
     *rows, stats = result, *more
-    rows += [torch.where(_is_active(stats), row, 0) for row in stats[NUM_STATS:].detach()]
+    given, k = stats[NUM_STATS:].detach(), arguments.get("top_k", 0)
+    absent = [0] * (len(given) - 2 * k) + [-torch.inf] * k + [NO_CLASS] * k
+    active = _is_active(stats)
+    rows += [torch.where(active, row, x) for row, x in zip(given, absent, strict=True)]
     if target is not None:
         return [row.reshape(target.shape) for row in rows]
     shape = arguments["target_indices"].shape

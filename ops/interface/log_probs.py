@@ -40,9 +40,9 @@ class LogProbs(NamedTuple):
     rank: Tensor | None
     """int64: how many logits are above the target's; 0 if `is_top1`."""
     top_log_probs: Tensor | None = None
-    """(..., k) the largest log-probabilities of all classes, in descending order."""
+    """(..., k) the largest log-probabilities, in descending order; -inf where there is none."""
     top_classes: Tensor | None = None
-    """(..., k) int64: their classes."""
+    """(..., k) int64: their classes; -100 where there is none, and of ignored tokens."""
 
 
 def _log_probs(
@@ -100,10 +100,10 @@ def _log_probs(
 
 def _check_numbers(outputs: Sequence[str], given: dict[str, Any], classes: int) -> None:
     """Raise ValueError unless `outputs` and `top_k` can be numbers of so many classes."""
-    named, top_k = [f"outputs: got {name!r}" for name in outputs], given.get("top_k", 0)
-    named += [f"top_k: got {top_k}"] * (top_k > 0)
+    top_k = given.get("top_k", 0)
     if classes > 1 << 24:  # a class is a float32
-        raise ValueError(f"{named[0]} with {classes} classes, expected at most 2^24")
+        got = f"outputs: got {outputs[0]!r}" if outputs else f"top_k: got {top_k}"
+        raise ValueError(f"{got} with {classes} classes, expected at most 2^24")
     if top_k > classes and "group" not in given:
         raise ValueError(f"top_k: got {top_k} with {classes} classes, expected at most {classes}")
 

@@ -14,6 +14,8 @@ from cutefce.ops.rows.blocks import blocks
 from cutefce.ops.rows.statistics import RowStats
 from cutefce.ops.rows.targets import Targets
 
+NO_CLASS = -100
+"""The class where a token has none: soft targets do not count it."""
 COMPUTED_BYTES = 32 << 20
 """Logits that are computed again at a time; those of one token at least."""
 
@@ -27,8 +29,7 @@ def top_logits(
 ) -> tuple[Tensor, Tensor]:
     """Return the k largest logits of each token in any order, and their classes, (N, k) both.
 
-    They are those of this rank's classes.  With fewer classes than k, others of the logit -inf
-    follow.
+    They are those of this rank's classes.  With fewer classes than k, any of the logit -inf follow.
 
     Args:
         largest: (N, P) the largest logit but the target's of each block of classes.
@@ -58,7 +59,7 @@ def top_logits(
         absent = 0, k - found.shape[1]
         values[rows] = F.pad(found, absent, value=-torch.inf)
         classes[rows] = F.pad(found_classes, absent)
-    return values, classes.clamp_(max=targets.vocab - 1) + targets.first
+    return values, classes + targets.first
 
 
 def top_rows(values: Tensor, classes: Tensor, stats: RowStats, targets: Targets) -> Tensor:
@@ -71,4 +72,5 @@ def top_rows(values: Tensor, classes: Tensor, stats: RowStats, targets: Targets)
     is_target = classes == (targets.index + targets.first)[:, None]
     log_p = torch.where(is_target, -stats.loss[:, None], log_p.clamp(max=0))
     log_p, places = log_p.topk(targets.options.top_k, 1)
-    return torch.cat([log_p.t(), classes.gather(1, places).t().to(log_p.dtype)])
+    classes = classes.gather(1, places).masked_fill(log_p == -torch.inf, NO_CLASS)
+    return torch.cat([log_p.t(), classes.t().to(log_p.dtype)])

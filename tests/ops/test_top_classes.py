@@ -26,13 +26,15 @@ def check(x: ValuesCase, got: cutefce.LogProbs, k: int) -> None:
     log_p = kept_logits(u, x.index, **x.own.options).log_softmax(1)
     assert found.shape == classes.shape == (len(u), k)
     assert found.dtype == wide and classes.dtype == torch.long
-    assert not found[x.ignored].any() and not classes[x.ignored].any()
+    assert bool((found[x.ignored] == -torch.inf).all() and (classes[x.ignored] == -100).all())
     active = ~x.ignored
     found, classes, log_p = found[active], classes[active], log_p[active]
     want = log_p.topk(k, 1).values
     torch.testing.assert_close(found.double(), want, rtol=0, atol=margin)
-    torch.testing.assert_close(log_p.gather(1, classes), want, rtol=0, atol=2 * margin)
     finite = found > -torch.inf  # of these each class is there once
+    assert torch.equal(classes == -100, ~finite)
+    exact = log_p.gather(1, classes.clamp(0)).masked_fill(~finite, -torch.inf)
+    torch.testing.assert_close(exact, want, rtol=0, atol=2 * margin)
     again = classes.sort(1).values.diff(dim=1) == 0
     assert not again[finite.all(1)].any()
     assert bool((found[:, :-1] >= found[:, 1:]).all()) and bool((found <= 0).all())
@@ -87,7 +89,9 @@ def test_fewer_finite_logits_than_asked_for(number: int, device: str) -> None:
     finite = min(32, len({*classes.tolist(), *y.tolist()}))
     assert bool((got.top_log_probs[:, :finite] > -torch.inf).all())
     assert bool((got.top_log_probs[:, finite:] == -torch.inf).all())
-    assert bool(((got.top_classes >= 0) & (got.top_classes < 1000)).all())
+    assert bool((got.top_classes[:, finite:] == -100).all())
+    of_finite = got.top_classes[:, :finite]
+    assert bool(((of_finite >= 0) & (of_finite < 1000)).all())
     want = (h @ w.t() + bias).log_softmax(1).topk(finite, 1)
     torch.testing.assert_close(got.top_log_probs[:, :finite], want.values, rtol=0, atol=1e-4)
 
@@ -107,9 +111,10 @@ def test_compiled_equals_eager(device: str) -> None:
     h, w = torch.randn(20, 16, device=device), torch.randn(300, 16, device=device)
     y = torch.randint(300, (20,), device=device)
 
-    def top(h: Tensor) -> list[Tensor]:
-        got = cutefce.linear_log_probs(h, w, y, outputs=("rank",), top_k=3)
+    def top(h: Tensor, k: int) -> list[Tensor]:
+        got = cutefce.linear_log_probs(h, w, y, outputs=("rank",), top_k=k)
         return [x for x in got if x is not None]
 
-    compiled = torch.compile(top, backend="aot_eager", fullgraph=True)(h)
-    assert all(torch.equal(a, b) for a, b in zip(compiled, top(h), strict=True))
+    compiled = torch.compile(top, backend="aot_eager", fullgraph=True)
+    for k in (3, 6):
+        assert all(torch.equal(a, b) for a, b in zip(compiled(h, k), top(h, k), strict=True))
