@@ -41,7 +41,7 @@ def runs(run: Callable[..., R]) -> Callable[[Callable[P, R]], Callable[P, R]]:
                 if type(x) is not type(default) or x != default:
                     given[name] = x
             weight = operands[1] if len(operands) > 1 else given.get("linear_weight")
-            report = report_errors.of(given.get("group"), weight)
+            report = report_errors(given.get("group"), weight)
             try:
                 for name in given:
                     if name not in known:
@@ -51,8 +51,7 @@ def runs(run: Callable[..., R]) -> Callable[[Callable[P, R]], Callable[P, R]]:
                 named = given | dict(zip(names, operands, strict=False))
                 own = [x for x in names if x in named and named[x] is not defaults[x]]
                 wrong = _type_error({name: named[name] for name in own})
-                if report is not None:
-                    report.publish(wrong or error)
+                report.publish(wrong or error)
                 try:
                     if wrong is not None:
                         raise wrong from None
