@@ -102,10 +102,6 @@ class RowCoefficients:
         """Return the coefficients over `divisor` () or (N,)."""
         return self._map(lambda x: x / divisor)
 
-    def rows(self, rows: slice) -> "RowCoefficients":
-        """Return the coefficients of a slice of the tokens."""
-        return self._map(lambda x: x[rows])
-
     def _map(self, function: Callable[[Tensor], Tensor]) -> "RowCoefficients":
         fields = self.scale, self.target, self.every, self.by_log_exp
         results: Any = (None if x is None else function(x) for x in fields)

@@ -170,7 +170,7 @@ class Targets:
             if given is None:
                 return None
             return soft.entries(given.values, stats, given.by_softmax, self.logits, of_exps=True)
-        a, of_exps = torch.as_tensor(self.by_lse(stats)), self.has_narrow_entries(dtype)
+        a, of_exps = torch.as_tensor(self.by_lse(stats)), dtype != sum_dtype(dtype)
         return soft.entries(-soft.coefficient, stats, a, self.logits, of_exps=of_exps)
 
     def __copy__(self) -> "Targets":
@@ -190,10 +190,6 @@ class Targets:
             elif self.soft is not None:
                 self.soft.excess = None
         self.class_row = self.class_logits = None
-
-    def has_narrow_entries(self, dtype: torch.dtype) -> bool:
-        """Whether exponentials of `dtype` have entries of soft targets, which are rounded."""
-        return self.soft is not None and dtype != sum_dtype(dtype)
 
     @property
     def owned(self) -> Tensor:
