@@ -137,12 +137,11 @@ class report_errors:
     """Context of a call that tells the ranks of its group what this rank raised before its part.
 
     Ranks that wait for this one then raise too.  What is raised after the ranks have met is raised
-    by all of them, and not reported.  A class, because entering a generator's context takes more
-    CPU time and every call enters this one.
+    by all of them, and not reported.
     """
 
     def __init__(self, group: Any, weight: Any = None) -> None:
-        """Begin, of the call's group, or its name, and weight, checked or not."""
+        """Begin a call with a group, or its name, and a weight, checked or not."""
         self.rounds = None
         names_one = group is not None or torch_compat.is_dtensor(weight)
         if names_one and not torch.compiler.is_compiling():  # errors there end in the timeout
@@ -154,13 +153,8 @@ class report_errors:
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         """Publish an error, unless the ranks have met since the call began."""
-        if isinstance(error, Exception):
-            self.publish(error)
-
-    def publish(self, error: Exception) -> None:
-        """Publish an error, unless the ranks have met since the call began."""
         rounds = self.rounds
-        if rounds is None or rounds.calls > self.calls:
+        if rounds is None or rounds.calls > self.calls or not isinstance(error, Exception):
             return
         rounds.calls += 1
         rounds.known.clear()

@@ -173,12 +173,6 @@ class Targets:
         a, of_exps = torch.as_tensor(self.by_lse(stats)), dtype != sum_dtype(dtype)
         return soft.entries(-soft.coefficient, stats, a, self.logits, of_exps=of_exps)
 
-    def __copy__(self) -> "Targets":
-        """Return the same, whose attributes can be set apart."""
-        other = object.__new__(Targets)
-        vars(other).update(vars(self))
-        return other
-
     def drop_forward(self, *, keeps_soft: bool) -> None:
         """Free what a backward does not need of these, or makes again.
 
