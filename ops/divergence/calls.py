@@ -7,7 +7,6 @@ from torch import Tensor
 from cutefce.ops.divergence import gradients, tiles
 from cutefce.ops.divergence.inputs import Call, DivergenceInputs
 from cutefce.ops.divergence.steps import DW, DX, STATS, Kind
-from cutefce.ops.operators.meta import empty_gradients
 from cutefce.ops.program.run import SavedMemory
 from cutefce.ops.program.steps import Home, Step
 
@@ -32,7 +31,9 @@ def forward(x: DivergenceInputs) -> tuple[Tensor, SavedMemory]:
     call = Call(x.plan.program, x)
     stats = call.values["stats"] = x.h.new_empty(STATS, len(x.h), dtype=x.dtype)
     call.allocate(Home.SAVED)
-    _allocate_gradients(call, call.program.homes_of_forward)
+    for side, home in zip(x.sides, DW, strict=True):
+        if home in call.program.homes_of_forward:
+            call.memory[home] = side.w.new_empty(side.w.shape)
     call.run(call.program.forward, Home.FORWARD, TABLE)
     return stats, SavedMemory(x.plan.program, call.memory)
 
@@ -52,24 +53,15 @@ def backward(
     del saved
     upstream, trained = upstream.to(x.dtype), call.program.problem.trained
     scales = {i: x.sides[i].scales(upstream, x.loss_scale) for i in trained}
-    empty = []
-    for i, side in enumerate(x.sides):
-        of_bias = x.options.gradients(i)[2]
-        empty.append(empty_gradients(side.h, side.w, side.bias, False, False, of_bias))
-    call.values |= {"stats": stats, "scales": scales, "bias": [dbias for *_, dbias in empty]}
-    _allocate_gradients(call, call.program.homes - call.memory.keys())
-    call.run(call.program.backward, Home.BACKWARD, TABLE)
     results: list[Tensor] = []
-    for (dx, dw, dbias), of_dx, of_dw in zip(empty, DX, DW, strict=True):
-        results += call.memory.get(of_dx, dx), call.memory.get(of_dw, dw), dbias
+    for i, side in enumerate(x.sides):
+        of_hidden, of_weight, of_bias = x.options.gradients(i)
+        tokens, (classes, hidden) = call.program.problem.tokens, side.w.shape
+        call.memory[DX[i]] = side.h.new_empty(tokens * of_hidden, hidden)
+        if DW[i] not in call.memory:
+            call.memory[DW[i]] = side.w.new_empty(classes * of_weight, hidden)
+        like = side.w if side.bias is None else side.bias
+        results += call.memory[DX[i]], call.memory[DW[i]], like.new_empty(classes * of_bias)
+    call.values |= {"stats": stats, "scales": scales, "bias": results[2::3]}
+    call.run(call.program.backward, Home.BACKWARD, TABLE)
     return results
-
-
-def _allocate_gradients(call: Call, homes: set[Home | None]) -> None:
-    """Allocate the gradients that steps write to."""
-    tokens = call.program.problem.tokens
-    for side, dx, dw in zip(call.inputs.sides, DX, DW, strict=True):
-        if dx in homes:
-            call.memory[dx] = side.h.new_empty(tokens, side.h.shape[1])
-        if dw in homes:
-            call.memory[dw] = side.w.new_empty(side.w.shape)

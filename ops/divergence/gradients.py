@@ -8,7 +8,6 @@ from cutefce.ops.divergence.tiles import window
 from cutefce.ops.primitives.portable_gradients import matmul_into
 from cutefce.ops.primitives.weighted_sum import weighted_sum
 from cutefce.ops.program.steps import Step
-from cutefce.ops.rows.blocks import row_blocks
 
 
 def scale(call: Call, s: Step) -> None:
@@ -50,15 +49,11 @@ def bias(call: Call, s: Step) -> None:
 def finish_hidden(call: Call, s: Step) -> None:
     """Write dX (N, D), 0 for tokens that are not computed."""
     x, index, out = call.inputs, side_of(s.writes[0]), matrix(call, s.writes[0])
-    sums = x.shard.reduce_dx(matrix(call, s.reads[0]))
-    is_placed = x.selection is None and not call.program.problem.sharded
-    rows = out if is_placed else out.new_empty(sums.shape)
-    for part in row_blocks(sums):
-        torch.mul(sums[part], call.values["scales"][index][0], out=rows[part])
-    if is_placed:
-        return
-    rows = x.shard.gather_dx(rows, len(x.h))
-    if x.selection is None:
-        out.copy_(rows)
-    else:
+    sums = matrix(call, s.reads[0]).mul_(call.values["scales"][index][0])
+    if x.selection is not None:
+        rows = x.shard.finish_dx(sums, out.dtype)
         out.zero_().index_copy_(0, x.selection.order, rows)
+    elif call.program.problem.sharded:
+        out.copy_(x.shard.finish_dx(sums, out.dtype))
+    elif sums.dtype != out.dtype:
+        out.copy_(sums)

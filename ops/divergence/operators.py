@@ -162,16 +162,15 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 def _backward(ctx: Any, upstream: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
     """Return the gradients of all inputs."""
-    found: dict[int, Tensor | None] = {}
+    results: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
     if upstream is not None:
         given = *ctx.saved_tensors, *ctx.options.pack(), *ctx.sharding.pack()
         wanted = *ctx.options.gradients(STUDENT), *ctx.options.gradients(TEACHER)
         with report_errors(ctx.sharding.group):
             gradients = differentiate(divergence_backward, (upstream, *given))
-        found = {
-            i: x for i, x, is_wanted in zip(PLACES, gradients, wanted, strict=True) if is_wanted
-        }
-    return (*map(found.get, range(len(ctx.needs_input_grad))),)
+        for i, x, is_wanted in zip(PLACES, gradients, wanted, strict=True):
+            results[i] = x if is_wanted else None
+    return (*results,)
 
 
 for function, first, results, fake in (

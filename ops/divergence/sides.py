@@ -71,18 +71,18 @@ class Side:
             return None
         return scale.new_full((), self.boost) if self.h.dtype == torch.float16 else scale
 
-    def scales(self, upstream: Tensor, loss_scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Return () what gradients are multiplied by in the end, and (M,) what factors are before.
+    def scales(self, upstream: Tensor, loss_scale: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return () what gradients are multiplied by in the end, and () or (M,) what factors are.
 
-        The latter is None where that is `factor_scale`.  `upstream` is the gradient of the reduced
-        divergence; with no `loss_scale`, (M,) those of each token's.
+        The latter is `factor_scale`, or relative to the largest of the tokens' scales.  `upstream`
+        is the gradient of the reduced divergence; with no `loss_scale`, (M,) those of each token's.
         """
         own = self.factor_scale(loss_scale)
         if own is not None and self.h.dtype != torch.float16:
-            return upstream, None
+            return upstream, own
         scale = self.row_scale(upstream if loss_scale is None else upstream * loss_scale)
         if own is not None:
-            return scale / self.boost, None
+            return scale / self.boost, own
         # relative to the largest, for factors of 16 bits
         common = largest_of(torch.where(scale.isfinite(), scale, 0))
         return common / self.boost, scale / common * self.boost

@@ -121,7 +121,6 @@ def factors(call: Call, s: Step) -> None:
     for name in s.writes[2:]:
         index = side_of(name)
         _, scale = call.values["scales"][index]
-        scale = x.scales[index] if scale is None else scale
         out = window(call, name, s.columns)[slice(*s.rows)]
         _write_factors(x, out, index, logits, stats, s.rows, scale)
 

@@ -41,24 +41,22 @@ def runs(run: Callable[..., R]) -> Callable[[Callable[P, R]], Callable[P, R]]:
                 if type(x) is not type(default) or x != default:
                     given[name] = x
             weight = operands[1] if len(operands) > 1 else given.get("linear_weight")
-            report = report_errors.of(given.get("group"), weight)
-            try:
-                for name in given:
-                    if name not in known:
-                        refuse({name: given[name]})
-                return run(*operands, **given)
-            except Exception as error:
-                named = given | dict(zip(names, operands, strict=False))
-                own = [x for x in names if x in named and named[x] is not defaults[x]]
-                wrong = _type_error({name: named[name] for name in own})
-                if report is not None:
-                    report.publish(wrong or error)
+            with report_errors(given.get("group"), weight):
                 try:
-                    if wrong is not None:
+                    for name in given:
+                        if name not in known:
+                            refuse({name: given[name]})
+                    return run(*operands, **given)
+                except Exception:
+                    named = given | dict(zip(names, operands, strict=False))
+                    own = [x for x in names if x in named and named[x] is not defaults[x]]
+                    wrong = _type_error({name: named[name] for name in own})
+                    if wrong is None:
+                        raise
+                    try:
                         raise wrong from None
-                    raise error
-                finally:
-                    del wrong  # in this frame it would be a reference cycle, which holds the group
+                    finally:
+                        del wrong  # it would be in a reference cycle, which holds the group
 
         return cast(Callable[P, R], call)
 

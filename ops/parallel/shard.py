@@ -136,26 +136,16 @@ class VocabShard:
         """
         return sum_dtype(dtype) if self.group else dtype
 
-    def reduce_dx(self, dx: Tensor) -> Tensor:
-        """Return the rows of the sum of all ranks' parts of dX (N, D) that this rank rounds.
+    def finish_dx(self, dx: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return dX of this rank's tokens, rounded to `dtype`, from its part (N, D).
 
-        They are N / R, rounded up.
+        Each rank adds up and rounds N / R rows, rounded up.
         """
         if not self.group:
-            return dx
-        padding = -len(dx) % len(self.vocab)
-        dx = F.pad(dx, (0, 0, 0, padding)) if padding else dx
-        return self.reduce_scatter(dx)
-
-    def gather_dx(self, rows: Tensor, tokens: int) -> Tensor:
-        """Return dX of this rank's `tokens` from the rounded `rows` of all ranks."""
-        if not self.group or self.sequence_parallel:
-            return rows
-        return self.all_gather(rows).flatten(0, 1)[:tokens]
-
-    def finish_dx(self, dx: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return dX of this rank's tokens from its part (N, D)."""
-        return self.gather_dx(self.reduce_dx(dx).to(dtype), len(dx))
+            return dx.to(dtype)
+        tokens, padding = len(dx), -len(dx) % len(self.vocab)
+        rows = self.reduce_scatter(F.pad(dx, (0, 0, 0, padding)) if padding else dx).to(dtype)
+        return rows if self.sequence_parallel else self.all_gather(rows).flatten(0, 1)[:tokens]
 
     def all_gather(self, x: Tensor) -> Tensor:
         """Return the x (...) of every rank as (R, ...)."""

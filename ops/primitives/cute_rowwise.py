@@ -69,7 +69,7 @@ class RowwiseSteps(PortableGradients):
             scale, target = part[Coefficient.DW_SCALE], part[Coefficient.DW_TARGET]
             every = part[Coefficient.DW_EVERY] if has_every else None
         return Scaling(
-            own_reference=part[Coefficient.REFERENCE] if in_reference else stats,
+            reference=part[Coefficient.REFERENCE] if in_reference else stats.reference,
             row_scale=None if in_reference else scale,
             target=target,
             every=every,

@@ -41,13 +41,10 @@ class RowCoefficients:
         dL/du_iv = α_i p_iv with p_iv = e_iv / T_i, and at the target α_i p_iy - β_i, written as
         -α_i S_i / T_i + (α_i - β_i), which does not cancel for α = β and p → 1.
         """
-        active, terms = targets.active, targets.terms
-        if targets.is_plain:
-            scale = torch.where(active, upstream / stats.sum_exp, 0)
-            return RowCoefficients(scale, -scale * stats.sum_exp_others)
         if targets.options.reduction == OUTPUTS:
             return RowCoefficients._of_outputs(stats, targets, upstream)
-        every, by_lse = None, targets.by_lse(stats)
+        active, terms, every = targets.active, targets.terms, None
+        by_lse = targets.by_lse(stats)
         scale = torch.where(active, upstream * by_lse / stats.sum_exp, 0)
         target = -scale * stats.sum_exp_others
         if terms is not None:
@@ -104,10 +101,6 @@ class RowCoefficients:
     def over(self, divisor: Tensor) -> "RowCoefficients":
         """Return the coefficients over `divisor` () or (N,)."""
         return self._map(lambda x: x / divisor)
-
-    def rows(self, rows: slice) -> "RowCoefficients":
-        """Return the coefficients of a slice of the tokens."""
-        return self._map(lambda x: x[rows])
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> "RowCoefficients":
         fields = self.scale, self.target, self.every, self.by_log_exp

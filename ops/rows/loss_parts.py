@@ -24,12 +24,9 @@ class LossParts(NamedTuple):
     """What the loss of a token is made of; None for its cross entropy."""
     soft: SoftTargets | None = None
     """The other classes of tokens with several targets, of which the target is the lead."""
-    loss_scale: Tensor | None = None
-    """() the factor of each loss in the reduced loss, once it is computed: kept for the backward of
-    soft targets."""
 
     def rows(self, rows: slice | Tensor) -> "LossParts":
-        """Return those of some of the tokens, whose losses are not reduced."""
+        """Return those of some of the tokens."""
         return LossParts(
             None if self.terms is None else self.terms.rows(rows),
             None if self.soft is None else self.soft.rows(rows),

@@ -16,8 +16,8 @@ from cutefce.ops.rows.targets import Targets
 class Scaling:
     """How the factor scale_i of a token's exponentials is applied: scale_i = row_i · grad_scale."""
 
-    own_reference: RowStats | Tensor
-    """(N,) that recomputed exponentials are relative to, or the statistics that have it."""
+    reference: Tensor
+    """(N,) that recomputed exponentials are relative to."""
     row_scale: Tensor | None
     """(N,) factor of h in dW; None if `reference` contains it."""
     target: Tensor
@@ -35,12 +35,6 @@ class Scaling:
     relative: Tensor | None = None
     """(N,) what makes exponentials relative to the statistics' reference those of `reference`; None
     if these are the same."""
-
-    @property
-    def reference(self) -> Tensor:
-        """(N,) that recomputed exponentials are relative to."""
-        own = self.own_reference
-        return own.reference if isinstance(own, RowStats) else own
 
 
 def scaling_of(
@@ -82,7 +76,7 @@ def scaling_of(
         grad_scale = largest_of(dx.scale)
     part = dx.over(grad_scale) if narrow else dx
     own = part.scale, part.target, part.every
-    return Scaling(stats, *own, None, grad_scale, dx, entries)
+    return Scaling(stats.reference, *own, None, grad_scale, dx, entries)
 
 
 def _scaling_in_reference(
@@ -121,7 +115,7 @@ def _scaling_by_log(
     factor = part.scale, part.by_log_exp
     uniform = replace(dx, scale=torch.where(targets.active, grad_scale, 0))
     own = part.target, None, factor, grad_scale
-    return Scaling(stats, None, *own, uniform, entries)
+    return Scaling(stats.reference, None, *own, uniform, entries)
 
 
 def largest_of(factors: Tensor) -> Tensor:

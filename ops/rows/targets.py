@@ -77,6 +77,7 @@ class Targets:
         """(N,) U, which `target_logit` sets from the class row; the mean logit as an output."""
         self.selection: RowSelection | None = None
         """Which rows of the hidden states these tokens are, if kernels have selected them."""
+        self._loss_scale: Tensor | None = None
 
     @cached_property
     def parts(self) -> LossParts:
@@ -114,12 +115,6 @@ class Targets:
         return self.options.reduction == "mean" and self.tensors.denominator is None
 
     @property
-    def is_plain(self) -> bool:
-        """Whether losses are cross entropies of raw logits, and nothing else is asked for."""
-        plain = self.terms is None and self.logits is None
-        return plain and self.options.reduction != OUTPUTS
-
-    @property
     def is_uniform(self) -> bool:
         """Whether all tokens' losses have the same terms, of raw logits and without outputs."""
         same = self.terms is None or self.terms.numbers is not None
@@ -127,12 +122,11 @@ class Targets:
 
     def loss_scale(self, dtype: torch.dtype) -> Tensor:
         """Return () the factor of each active token's loss in the reduced loss, of `dtype`."""
-        if self.parts.loss_scale is None:
-            self.parts = self.parts._replace(loss_scale=self._loss_scale(dtype))
-        assert self.parts.loss_scale is not None and self.parts.loss_scale.dtype == dtype
-        return self.parts.loss_scale
+        if self._loss_scale is None:
+            self._loss_scale = self._new_loss_scale(dtype)
+        return self._loss_scale
 
-    def _loss_scale(self, dtype: torch.dtype) -> Tensor:
+    def _new_loss_scale(self, dtype: torch.dtype) -> Tensor:
         denominator = self.tensors.denominator
         if self.divides_by_count:
             weight = None if self.terms is None else self.terms.weight
@@ -176,32 +170,20 @@ class Targets:
             if given is None:
                 return None
             return soft.entries(given.values, stats, given.by_softmax, self.logits, of_exps=True)
-        a, of_exps = torch.as_tensor(self.by_lse(stats)), self.has_narrow_entries(dtype)
+        a, of_exps = torch.as_tensor(self.by_lse(stats)), dtype != sum_dtype(dtype)
         return soft.entries(-soft.coefficient, stats, a, self.logits, of_exps=of_exps)
-
-    def __copy__(self) -> "Targets":
-        """Return the same, whose attributes can be set apart."""
-        other = object.__new__(Targets)
-        vars(other).update(vars(self))
-        return other
 
     def drop_forward(self, *, keeps_soft: bool) -> None:
         """Free what a backward does not need of these, or makes again.
 
         It needs no excess of soft targets, and `keeps_soft` tells whether it needs their logits.
         """
-        for name in ("active", "safe_index"):
-            vars(self).pop(name, None)
         if self.tensors.target_indices is not None:
             if not keeps_soft:
                 vars(self).pop("parts", None)
             elif self.soft is not None:
                 self.soft.excess = None
         self.class_row = self.class_logits = None
-
-    def has_narrow_entries(self, dtype: torch.dtype) -> bool:
-        """Whether exponentials of `dtype` have entries of soft targets, which are rounded."""
-        return self.soft is not None and dtype != sum_dtype(dtype)
 
     @property
     def owned(self) -> Tensor:

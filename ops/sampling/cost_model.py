@@ -4,19 +4,15 @@ How many entries there are depends on the softmax.  Predicted are those of a fla
 the most: `samples` of each token.
 """
 
-from enum import Enum
-
 from cutefce.ops.costs.device import Device
 from cutefce.ops.costs.step_memory import tile_bytes
 from cutefce.ops.program.cost_model import CostModel
 from cutefce.ops.program.layout import Layout
 from cutefce.ops.program.problem import LossProblem
 from cutefce.ops.program.steps import Program, Step
-from cutefce.ops.sampling.lower import lower
+from cutefce.ops.sampling.lower import SampledLowering
 from cutefce.ops.sampling.steps import SampleKind
 
-PRODUCTS = SampleKind.PROJECT_CLASSES, SampleKind.SAMPLE
-SPARSE = SampleKind.SPARSE_HIDDEN, SampleKind.SPARSE_WEIGHT
 CHOOSE = 32
 """Bytes of a class while the most frequent ones are found."""
 SAMPLED_AGAIN = 28
@@ -28,19 +24,21 @@ class SampledCostModel(CostModel):
 
     def lower(self, p: LossProblem, x: Layout, *, brief: bool = False) -> Program:
         """Return the program of a call; a brief one is no shorter."""
-        return lower(p, x, self)
+        return SampledLowering(p, x, self, brief=False).lowered()
 
     def seconds(self, program: Program, device: Device) -> float:
         """Return the time of a program."""
         p, total = program.problem, super().seconds(program, device)
         product = 2 * p.tokens * p.hidden / device.flops
         sparse = p.tokens * p.samples * p.hidden * p.item / max(p.vocab, 1) / device.bytes
-        each: dict[Enum, float] = {
-            **dict.fromkeys(PRODUCTS, product),
-            **dict.fromkeys(SPARSE, sparse),
-        }
-        columns = ((x.kind, x.columns[1] - x.columns[0]) for x in program.steps())
-        return total + sum(count * each.get(kind, 0) for kind, count in columns)
+        for step in program.steps():
+            columns = step.columns[1] - step.columns[0]
+            match step.kind:
+                case SampleKind.PROJECT_CLASSES | SampleKind.SAMPLE:
+                    total += columns * product
+                case SampleKind.SPARSE_HIDDEN | SampleKind.SPARSE_WEIGHT:
+                    total += columns * sparse
+        return total
 
     def scratch(self, p: LossProblem, x: Layout, step: Step) -> int:
         """Return the bytes that a step takes while it runs, beside its buffers."""

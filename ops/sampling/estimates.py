@@ -28,20 +28,16 @@ def choose_classes(call: Call, s: Step) -> None:
     call.values["classes"] = estimate_classes(call.inputs.targets, total_classes(call))
 
 
-def place_targets(call: Call, s: Step) -> None:
-    """Find the targets among them."""
-    own = call.values["classes"], frequent_count(total_classes(call))
-    call.values["places"] = target_places(*own, call.inputs.targets)
-
-
 def gather_classes(call: Call, s: Step) -> None:
-    """Copy the rows of the weight, and of the bias, of the classes."""
+    """Copy the rows of the weight, and of the bias, of the classes; find the targets among them."""
     x, classes = call.inputs, call.values["classes"]
     bias = None if x.targets.logits is None else x.targets.logits.bias
     _gather(x, x.w, classes, call.view(s.writes[0]))
     if bias is not None:
         bias = _gather(x, bias, classes, bias.new_empty(len(classes)))
     call.values["bias of classes"] = bias
+    # behind the copies, as the kernels of products may read the weight before the last launch ends
+    call.values["places"] = target_places(classes, frequent_count(total_classes(call)), x.targets)
 
 
 def _gather(x: LossInputs, rows: Tensor, classes: Tensor, out: Tensor) -> Tensor:

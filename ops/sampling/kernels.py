@@ -260,7 +260,6 @@ def is_in_place(buffer: Tensor, dtype: torch.dtype) -> bool:
 SAMPLING: dict[Enum, Callable[[Call, Step], None]] = {
     SampleKind.CHOOSE_CLASSES: estimates.choose_classes,
     SampleKind.GATHER_CLASSES: estimates.gather_classes,
-    SampleKind.PLACE_TARGETS: estimates.place_targets,
     SampleKind.PROJECT_CLASSES: estimates.project_classes,
     SampleKind.ESTIMATE: estimate,
     SampleKind.SAMPLE: sample,

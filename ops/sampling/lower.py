@@ -1,26 +1,16 @@
 """From a problem with sampled gradients to its program."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from cutefce.ops.costs.step_memory import added_rows
-from cutefce.ops.program.layout import Layout, Window
+from cutefce.ops.program.layout import Window
 from cutefce.ops.program.lower import Lowering
-from cutefce.ops.program.problem import LossProblem
-from cutefce.ops.program.steps import Program, Range
+from cutefce.ops.program.steps import Range
 from cutefce.ops.sampling.sample_sizes import estimate_count, slots
 from cutefce.ops.sampling.steps import SampleKind
 
-if TYPE_CHECKING:
-    from cutefce.ops.program.cost_model import CostModel
-
 WORD, INDEX = 4, 8
 """Bytes of a number of 32 bits, and of one of 64, in which kernels have an entry."""
-
-
-def lower(p: LossProblem, x: Layout, cost_model: "CostModel") -> Program:
-    """Return the program of a call with sampled gradients, with a place for every buffer."""
-    return SampledLowering(p, x, cost_model, brief=False).lowered()
 
 
 class SampledLowering(Lowering):
@@ -35,10 +25,9 @@ class SampledLowering(Lowering):
         reads: Sequence[str],
         writes: Sequence[str],
         columns: Range = (0, 0),
-        **flags: bool,
     ) -> None:
         """Append a step of all tokens."""
-        self.emit(kind, (*self.order, *reads), writes, self.every, columns, **flags)
+        self.emit(kind, (*self.order, *reads), writes, self.every, columns)
 
     def estimate(self, states: Sequence[str]) -> None:
         """Emit the estimates of log-sum-exps."""
@@ -49,10 +38,8 @@ class SampledLowering(Lowering):
             classes.append(self.outside("classes", count, 1, INDEX))
             self.step(kind.CHOOSE_CLASSES, (), classes)
             classes.append(self.buffer("rows of classes", count, p.hidden, p.item))
-            # two steps before products: kernels of these may read the weight early
-            self.step(kind.GATHER_CLASSES, classes[:1], classes[1:])
             classes.append(self.outside("places", p.tokens, 2, INDEX))
-            self.step(kind.PLACE_TARGETS, classes[:1], classes[2:])
+            self.step(kind.GATHER_CLASSES, classes[:1], classes[1:])
         share = count // max(p.ranks, 1)
         sums = self.cost_model.partial_sums(p, p.tokens, share)
         partial = self.outside("partial of classes", p.tokens, sums, p.sums)

@@ -12,8 +12,7 @@ class SampleKind(Enum):
     __hash__ = object.__hash__
 
     CHOOSE_CLASSES = "choose the classes that l̂ is estimated of"
-    GATHER_CLASSES = "copy their rows of the weight, from all ranks"
-    PLACE_TARGETS = "find the targets among them"
+    GATHER_CLASSES = "copy their rows of the weight, of all ranks, and find the targets among them"
     PROJECT_CLASSES = "row sums of e over this rank's share of them"
     ESTIMATE = "l̂ of each row"
     SAMPLE = "row sums of e over all columns, and the entries that l̂ keeps"

@@ -10,8 +10,6 @@ from torch import Tensor
 
 pytest.importorskip("cutlass")
 
-from cutefce.cute_kernels.arch.sm90 import Sm90
-from cutefce.cute_kernels.gpu import Gpu
 from cutefce.cute_kernels.spec.divergence import DivergenceRowsSpec
 from cutefce.ops.divergence import row_kernel
 from cutefce.ops.divergence.factors import FactorRows
@@ -269,9 +267,7 @@ def test_factors_of_two_dtypes_have_no_kernel(
     trains_both: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Verified kernels write those of both sides in one dtype."""
-    monkeypatch.setattr(row_kernel, "device_unsupported_reason", lambda device, dtype: None)
-    monkeypatch.setattr(row_kernel, "unproven_reason", lambda *_: None)
-    monkeypatch.setattr(row_kernel, "gpu_of", lambda device: Gpu(Sm90(), "NVIDIA H200", 132))
+    monkeypatch.setattr(row_kernel, "arch_of", lambda *_: "sm_90a")
     sides = [
         Side(torch.zeros(4, 8, dtype=dtype), torch.zeros(16, 8, dtype=dtype), None, None)
         for dtype in (torch.bfloat16, torch.float16)

@@ -189,19 +189,6 @@ def test_dw_of_scaled_hidden_states(
             assert distance(got, truth) <= 1e-12 * float(truth.norm())
 
 
-@pytest.mark.parametrize("form", rest_slow(FORMS))
-def test_gradcheck(form: dict[str, Any]) -> None:
-    case = heads(5, (3, 4), 11, dtype=torch.float64, biases=True)
-    options = {"softcap": (2.0, 3.0), "temperature": 1.5, "reduction": "none", **form}
-
-    def run(*leaves: Tensor) -> Any:
-        h_s, w_s, h_t, w_t, student, teacher = leaves
-        biases: dict[str, Any] = {"student_bias": student, "teacher_bias": teacher}
-        return cutefce.linear_divergence(h_s, w_s, h_t, w_t, case.target, **biases, **options)
-
-    assert torch.autograd.gradcheck(run, case.leaves)
-
-
 @forms
 @pytest.mark.parametrize("workspace", ["max", "min"])
 def test_equal_heads_have_no_divergence(workspace: str, form: dict[str, Any], device: str) -> None:

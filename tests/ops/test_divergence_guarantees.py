@@ -3,7 +3,6 @@
 import pytest
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 import cutefce
 from tests.support.divergence import (
@@ -85,22 +84,6 @@ def test_a_backward_without_what_was_kept_computes_it_again(plan: str, device: s
             again = torch.autograd.grad(loss, case.leaves)
     for a, b in zip(kept_factors, again, strict=True):
         torch.testing.assert_close(a, b)
-
-
-def test_derivatives_that_are_not_there() -> None:
-    case = heads(6, (8, 6), 20, ignored=0)
-    loss = cutefce.linear_divergence(*case.tensors)
-    (gradient,) = torch.autograd.grad(loss, case.leaves[:1], create_graph=True)
-    with pytest.raises(NotImplementedError, match="has no second derivatives"):
-        gradient.sum().backward()
-    losses = cutefce.linear_divergence(*case.tensors, reduction="none")
-    with pytest.raises(NotImplementedError, match="got a backward with is_grads_batched"):
-        torch.autograd.grad(losses, case.leaves, torch.eye(6), is_grads_batched=True)
-    with pytest.raises(NotImplementedError, match="linear_divergence: got a call under"):
-        torch.func.grad(lambda h: cutefce.linear_divergence(h, *case.tensors[1:]))(case.tensors[0])
-    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="linear_divergence"):
-        h = forward_ad.make_dual(case.tensors[0].detach(), torch.ones(6, 8))
-        cutefce.linear_divergence(h, *(x.detach() for x in case.tensors[1:]))
 
 
 @pytest.mark.parametrize("reduction", rest_slow(["mean", "none"]))

@@ -292,19 +292,6 @@ def test_no_kernels_serve_probabilities(monkeypatch: pytest.MonkeyPatch, device:
         x.ours()
 
 
-def test_other_derivatives_are_refused(device: str) -> None:
-    x = dense_case([], 12, 8, 40, device=device)
-    h, w = x.leaves
-    losses = x.loss((h, w), reduction="none")
-    with pytest.raises(NotImplementedError, match="got a backward with is_grads_batched=True"):
-        torch.autograd.grad(losses, h, torch.eye(12).to(losses), is_grads_batched=True)
-    (dx,) = torch.autograd.grad(losses.sum(), h, create_graph=True)
-    with pytest.raises(NotImplementedError, match="no second derivatives"):
-        dx.sum().backward()
-    with pytest.raises(NotImplementedError, match="linear_cross_entropy: got a call under a trans"):
-        torch.func.grad(lambda h: x.loss((h, w.detach())))(h.detach())
-
-
 def test_probabilities_take_the_workspace_and_flops_of_logits() -> None:
     """And no tensor of all logits."""
     x = dense_case(["weight", "label_smoothing"], 1000, 16, 4000)

@@ -19,16 +19,10 @@ TOKENS, HIDDEN, VOCAB = 12, 8, 40
 
 
 class Inputs:
-    """Hidden states, weight and targets in float64, and the two forms of the loss."""
+    """Hidden states, weight and targets in float64, and functions of these."""
 
-    def __init__(
-        self,
-        reduction: str,
-        workspace: int | str | None,
-        device: str,
-        sizes: tuple[int, int, int] = (TOKENS, HIDDEN, VOCAB),
-    ) -> None:
-        case = random_case(*sizes, dtype=torch.float64, device=device)
+    def __init__(self, reduction: str, workspace: int | str | None, device: str) -> None:
+        case = random_case(TOKENS, HIDDEN, VOCAB, dtype=torch.float64, device=device)
         self.h, self.w, self.y = case.h, case.w, case.y
         self.reduction, self.workspace = reduction, workspace
 
@@ -43,6 +37,25 @@ class Inputs:
 
     def log_probs(self, h: Tensor) -> Tensor:
         return cutefce.linear_log_probs(h, self.w, self.y).log_probs
+
+    def of_probabilities(self, h: Tensor) -> Tensor:
+        probs = torch.ones(TOKENS, VOCAB, device=h.device)
+        return cutefce.linear_cross_entropy(h, self.w, probs, reduction=self.reduction)
+
+    def divergence(self, h: Tensor) -> Tensor:
+        heads = h, self.w, self.h.detach().sin(), self.w
+        return cutefce.linear_divergence(*heads, reduction=self.reduction)
+
+    @property
+    def functions(self) -> dict[Function, str]:
+        """Those of hidden states, with the names of what users call."""
+        loss = "linear_cross_entropy"
+        return {
+            self.ours: loss,
+            self.of_probabilities: loss,
+            self.log_probs: "linear_log_probs",
+            self.divergence: "linear_divergence",
+        }
 
     def torchs(self, h: Tensor, w: Tensor | None = None) -> Tensor:
         logits = F.linear(h, self.w if w is None else w)
@@ -81,7 +94,7 @@ TRANSFORMS: dict[str, Callable[[Tensor, Function], Any]] = {
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
 def test_transforms_are_refused(transform: Callable[[Tensor, Function], Any], device: str) -> None:
     x = Inputs("mean", None, device)
-    for function, name in ((x.ours, "linear_cross_entropy"), (x.log_probs, "linear_log_probs")):
+    for function, name in x.functions.items():
         with pytest.raises(
             NotImplementedError,
             match=rf"^{name}: got a call under a transform .*, expected torch\.autograd in reverse",
@@ -115,11 +128,20 @@ def test_batched_backwards_are_refused(
 ) -> None:
     x = Inputs("none", None, device)
     h = x.h.requires_grad_()
-    for function in (x.ours, x.log_probs):
+    for function in x.functions:
         with pytest.raises(
             NotImplementedError, match=r"^cutefce: got a backward with is_grads_batched=True, unde"
         ):
             backward(function(h), h)
+
+
+def test_second_derivatives_are_refused(device: str) -> None:
+    x = Inputs("none", None, device)
+    h = x.h.requires_grad_()
+    for function in x.functions:
+        (dx,) = torch.autograd.grad(function(h).sum(), h, create_graph=True)
+        with pytest.raises(NotImplementedError, match=r"^cutefce: the loss has no second deriv"):
+            dx.sum().backward()
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])

@@ -12,13 +12,14 @@ from tests.parallel.test_vocab_parallel import (
     Share,
     Sharing,
     gradients,
+    joined,
     leaves,
     options_of,
 )
 from tests.support.kernel_models import serve_calls
 from tests.support.layouts import SMALL_TILES
 from tests.support.ranks import Ranks, each_value, group
-from tests.support.reference import Case, random_case
+from tests.support.reference import Case, Result, random_case
 
 SAMPLED: dict[str, Any] = {"gradient": "sampled", "samples": 16}
 
@@ -30,12 +31,6 @@ def share(case: Case, sizes: tuple[int, ...], parallel: bool, options: dict[str,
     more = options_of(sizes, parallel) | options | SAMPLED
     loss = cutefce.linear_cross_entropy(h, w, case.y, **more)
     return gradients(case, loss, h, w)
-
-
-def joined(results: list[Share], sharing: Sharing) -> Share:
-    """Return the whole of what ranks returned."""
-    losses, dxs, dws = zip(*results, strict=True)
-    return losses[0], torch.cat(dxs) if sharing[1] else dxs[0], torch.cat(dws)
 
 
 def of_one_device(case: Case, options: dict[str, Any]) -> Share:
@@ -55,10 +50,10 @@ def share_on_models(*arguments: Any) -> Share:
         return share(*arguments)
 
 
-def assert_near(found: Share, wanted: Share) -> None:
+def assert_near(found: Result, wanted: Share) -> None:
     """Gradients of ranks are rounded otherwise."""
-    torch.testing.assert_close(found[0], wanted[0], rtol=1e-5, atol=1e-5)
-    for got, want in zip(found[1:], wanted[1:], strict=True):
+    torch.testing.assert_close(found.loss, wanted[0], rtol=1e-5, atol=1e-5)
+    for got, want in zip((found.dx, found.dw), wanted[1:], strict=True):
         ulp = torch.finfo(torch.bfloat16).eps
         error = float((got.double() - want.double()).norm())
         assert error <= ulp * float(want.double().norm())
@@ -74,7 +69,7 @@ def test_ranks_keep_the_entries_of_one_device(
 ) -> None:
     case = random_case(60, 24, 333, dtype=torch.bfloat16, logit_std=2.0)
     results = ranks.run(len(sharing[0]), share_on_models, case, *sharing, options)
-    assert_near(joined(results, sharing), of_one_device(case, options))
+    assert_near(joined(results, sharing[1]), of_one_device(case, options))
 
 
 def test_ranks_draw_classes_of_one_device(ranks: Ranks) -> None:
@@ -82,4 +77,4 @@ def test_ranks_draw_classes_of_one_device(ranks: Ranks) -> None:
     case = random_case(20, 8, 8192, dtype=torch.bfloat16, logit_std=2.0)
     sharing: Sharing = (4096, 4096), False
     results = ranks.run(2, share_on_models, case, *sharing, {})
-    assert_near(joined(results, sharing), of_one_device(case, {}))
+    assert_near(joined(results, sharing[1]), of_one_device(case, {}))

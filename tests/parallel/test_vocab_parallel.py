@@ -115,10 +115,6 @@ def test_reductions_equal_torch(
 
 @each_value(layout=LAYOUTS, sharing=SHARINGS, dtype=[torch.bfloat16, torch.float32])
 def test_every_layout(layout: Layout, sharing: Sharing, dtype: torch.dtype, ranks: Ranks) -> None:
-    check_layout(layout, sharing, torch.bfloat16, ranks)
-
-
-def check_layout(layout: Layout, sharing: Sharing, dtype: torch.dtype, ranks: Ranks) -> None:
     case = random_case(152, 48, 333, dtype=dtype)
     if layout.in_chunks:
         case.upstream.fill_(1.0)
