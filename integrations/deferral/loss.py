@@ -1,19 +1,16 @@
 """`torch.nn.functional.cross_entropy` of deferred logits, as the fused call where it can be."""
 
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from cutefce.integrations.deferral.record import LogitsRecord, Step
 from cutefce.ops.interface.api import linear_cross_entropy
 from cutefce.ops.interface.options import REDUCTIONS
 from cutefce.ops.operators.context import is_autocasting, is_mixed
-
-if TYPE_CHECKING:
-    from cutefce.integrations.deferral.logits import DeferredLogits
-    from cutefce.integrations.deferral.record import Step
 
 
 class Transform(NamedTuple):
@@ -35,7 +32,7 @@ class Transform(NamedTuple):
         return sum(given[1:], given[0]) if given else None
 
 
-def transform_of(steps: "tuple[Step, ...]") -> Transform | None:
+def transform_of(steps: tuple[Step, ...]) -> Transform | None:
     """Return what steps make of products, None if it is not served."""
     factor, divisor, cap = 1.0, 1.0, None
     shift: Tensor | None = None
@@ -61,8 +58,35 @@ def transform_of(steps: "tuple[Step, ...]") -> Transform | None:
     return Transform(scale, cap, shift if shift is None or cap is None else shift * cap)
 
 
+def operands(
+    logits: LogitsRecord,
+    transform: Transform,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    keeps_float32: bool = False,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return hidden states, weight and bias of a fused call for logits, detached if these are.
+
+    Args:
+        logits: the logits.
+        transform: what their steps make of products.
+        hidden: (..., D), as `HeadCall.evaluate` gives it, and so are the next two.
+        weight: (V, D).
+        bias: (V,) or None.
+        keeps_float32: whether the call serves a float32 weight beside 16-bit hidden states.
+    """
+    w, b = logits.of_classes(weight), transform.bias(logits.of_classes(bias))
+    if not (keeps_float32 and is_mixed(hidden, w)):
+        w = w.to(hidden.dtype)
+    if logits.call.grad:
+        return hidden, w, b
+    return hidden.detach(), w.detach(), b if b is None else b.detach()
+
+
 def cross_entropy(
-    input: "DeferredLogits",
+    input: LogitsRecord,
     target: Tensor,
     weight: Tensor | None = None,
     size_average: bool | None = None,
@@ -94,21 +118,16 @@ def cross_entropy(
             reduction,
             label_smoothing,
         )
-    hidden = input.states.movedim(input.class_dim, -1)
-    y, class_weight = target.to(hidden.device), weight
-    if weight is not None:
-        class_weight = weight.to(hidden.device)
+    device = input.hidden.device
 
-    def fused(hidden: Tensor, head_weight: Tensor, bias: Tensor | None) -> Tensor:
-        w, b = input.of_classes(head_weight), input.of_classes(bias)
-        if w.dtype != hidden.dtype and not is_mixed(hidden, w):
-            w = w.to(hidden.dtype)
+    def fused(*given: Any) -> Tensor:
+        hidden, w, b = operands(input, transform, *given, keeps_float32=True)
         loss: Tensor = linear_cross_entropy(
             hidden,
             w,
-            y,
-            linear_bias=transform.bias(b),
-            weight=class_weight,
+            target.to(device),
+            linear_bias=b,
+            weight=None if weight is None else weight.to(device),
             reduction=reduction,
             ignore_index=ignore_index,
             label_smoothing=label_smoothing,
@@ -117,14 +136,14 @@ def cross_entropy(
         )
         return loss
 
-    loss = input.call.evaluate(fused, hidden, input.memory).to(input.device)
+    loss = input.evaluate(fused).to(input.device)
     input.call.note_fused()
     if reduction == "mean":  # of no tokens, it is 0 / 0 in torch
         loss = loss + torch.where((target != ignore_index).any(), 0.0, torch.nan)
     return loss.to(_dtype_of_loss(input))
 
 
-def _obstacle(input: "DeferredLogits", target: Tensor, label_smoothing: float) -> str:
+def _obstacle(input: LogitsRecord, target: Tensor, label_smoothing: float) -> str:
     """Return why the loss needs logits, "" if it does not."""
     if not input.is_deferred:
         return "cross_entropy: after the logits were made"
@@ -142,7 +161,7 @@ def _obstacle(input: "DeferredLogits", target: Tensor, label_smoothing: float) -
     return ""
 
 
-def _dtype_of_loss(input: "DeferredLogits") -> torch.dtype:
+def _dtype_of_loss(input: LogitsRecord) -> torch.dtype:
     """Return the dtype of torch's loss: autocast computes losses in float32."""
     if is_autocasting(input.device.type) and input.dtype != torch.float64:
         return torch.float32
