@@ -65,8 +65,7 @@ def enable_gkd(model: nn.Module, teacher: nn.Module) -> None:
     """
     defer(model)
     defer(teacher, evaluation=True)
-    if not hooks.is_replaced(GKD, TESTED):
-        hooks.replace(GKD, generalized_jsd_loss, tested=TESTED)
+    hooks.replace(GKD, generalized_jsd_loss, tested=TESTED, is_repeated=True)
 
 
 def log_probs(

@@ -53,10 +53,6 @@ def test_the_manager_defers_the_model(manager: Any, monkeypatch: pytest.MonkeyPa
     plain, other = {"gradient": "exact", "samples": 256}, {"gradient": "sampled", "samples": 64}
     assert deferred == [((model,), plain), ((model,), other)]
     assert gradients.loss_options() == other
-    with pytest.raises(
-        TypeError, match=r"^accum_dtype: got 'bfloat16' .*expected no such argument"
-    ):
-        manager.post_model_build(DictDefault({"cutefce_accum_dtype": "bfloat16"}), model)
 
 
 @pytest.mark.parametrize("key", axolotl.OTHERS)
