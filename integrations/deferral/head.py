@@ -53,7 +53,7 @@ class DeferringLinear(nn.Linear):
             return super().forward(input)
         if is_autocasting(input.device.type) and input.dtype != torch.float64:
             input = input.to(torch.get_autocast_dtype(input.device.type))
-        call = HeadCall(self, input, self.counts, self.loss_options)
+        call = HeadCall(self, input)
         last = input.ndim - 1
         logits: Any = DeferredLogits(call, input, last, (0, call.classes), (), input.dtype)
         return logits  # type: ignore[no-any-return]

@@ -57,7 +57,9 @@ class DeferredLogits(LogitsRecord):
         if args and isinstance(args[0], cls):
             first, rest = args[0], args[1:]
             if func is F.cross_entropy:
-                return cross_entropy(first, *made_all(name, rest), **made_all(name, kwargs))
+                loss = cross_entropy(first, *made_all(name, rest), **made_all(name, kwargs))
+                if loss is not None:
+                    return loss
             is_recorded = name in RECORDED and func is getattr(torch, name, None)
             if name in WATCHING or (is_recorded and not kwargs.keys() & OWN_NAMES):
                 return getattr(first, name)(*rest, **kwargs)

@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from cutefce.integrations.deferral.record import LogitsRecord, Step
 from cutefce.ops.interface.api import linear_cross_entropy
@@ -94,10 +93,10 @@ def cross_entropy(
     reduce: bool | None = None,
     reduction: str = "mean",
     label_smoothing: float = 0.0,
-) -> Tensor:
+) -> Tensor | None:
     """Return the loss of deferred logits, with the parameters, dtype and shape of torch's.
 
-    Falls back to torch's function for what is not served.
+    None, with the logits made for the reason that is reported, for what is not served.
     """
     obstacle = _obstacle(input, target, label_smoothing)
     deprecated = size_average is not None or reduce is not None
@@ -107,17 +106,8 @@ def cross_entropy(
         obstacle = "cross_entropy: another shape of weight"
     transform = transform_of(input.steps)
     if obstacle or transform is None:
-        logits = input.tensor(obstacle or "cross_entropy: steps before it")
-        return F.cross_entropy(
-            logits,
-            target,
-            weight,
-            size_average,
-            ignore_index,
-            reduce,
-            reduction,
-            label_smoothing,
-        )
+        input.tensor(obstacle or "cross_entropy: steps before it")
+        return None
     device = input.hidden.device
 
     def fused(*given: Any) -> Tensor:
@@ -140,7 +130,8 @@ def cross_entropy(
     input.call.note_fused()
     if reduction == "mean":  # of no tokens, it is 0 / 0 in torch
         loss = loss + torch.where((target != ignore_index).any(), 0.0, torch.nan)
-    return loss.to(_dtype_of_loss(input))
+    is_float32 = is_autocasting(input.device.type) and input.dtype != torch.float64
+    return loss.to(torch.float32 if is_float32 else input.dtype)  # autocast computes losses in it
 
 
 def _obstacle(input: LogitsRecord, target: Tensor, label_smoothing: float) -> str:
@@ -159,10 +150,3 @@ def _obstacle(input: LogitsRecord, target: Tensor, label_smoothing: float) -> st
     if label_smoothing and any(name == "tanh" for name, _ in input.steps):
         return "cross_entropy: label_smoothing with softcap"
     return ""
-
-
-def _dtype_of_loss(input: LogitsRecord) -> torch.dtype:
-    """Return the dtype of torch's loss: autocast computes losses in float32."""
-    if is_autocasting(input.device.type) and input.dtype != torch.float64:
-        return torch.float32
-    return input.dtype

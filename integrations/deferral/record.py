@@ -116,9 +116,9 @@ class LogitsRecord:
 
     @property
     def requires_grad(self) -> bool:
-        head = self.call.head
-        operands = self.hidden, head.weight, head.bias, *(x for x, _ in self.call.addends)
-        return self.call.grad and any(x is not None and x.requires_grad for x in operands)
+        _, *others = self.call.watched
+        given = self.hidden, *(x for x, _ in others)
+        return self.call.grad and any(x.requires_grad for x in given)
 
     @property
     def is_deferred(self) -> bool:
@@ -330,12 +330,13 @@ class LogitsRecord:
         found = select(index, self.ndim, self.classes)
         if found is None or self.class_dim != self.ndim - 1:
             return None
-        hidden, first = self.hidden[found.rows], self.class_range[0]
-        cut = slice(found.start, found.stop)
+        rows, chosen = found
+        hidden, first = self.hidden[rows], self.class_range[0]
+        cut = slice(chosen.start, chosen.stop)
         return self.derived(
             hidden=hidden,
             class_dim=hidden.ndim - 1,
-            class_range=(first + found.start, first + found.stop),
+            class_range=(first + chosen.start, first + chosen.stop),
             steps=tuple((n, x[cut] if n == "add" else x) for n, x in self.steps),
         )
 
