@@ -88,11 +88,7 @@ def make_outputs(model: nn.Module, arguments: Any, outputs: Any) -> Any:
 
 
 def _asked(name: str) -> Callable[..., Any]:
-    def method(self: DeferredLogits, *args: Any, **kwargs: Any) -> Any:
-        return self.ask(name, *args, **kwargs)
-
-    method.__name__ = name
-    return method
+    return lambda self, *args, **kwargs: self.ask(name, *args, **kwargs)
 
 
 OWN_NAMES = {"out", "split_size_or_sections", "alpha"}
@@ -111,15 +107,12 @@ OTHERS = (
 )
 
 
-def _cast(name: str, dtype: torch.dtype) -> Callable[..., Any]:
-    def run(self: DeferredLogits, **kwargs: Any) -> Any:
-        return self.ask(name, **kwargs) if kwargs else self.to(dtype)
-
-    return run
+def _cast(dtype: torch.dtype) -> Callable[..., Any]:
+    return lambda self, **kwargs: self.to(dtype, **kwargs)
 
 
 for word, dtype in CASTS.items():
-    setattr(DeferredLogits, word, _cast(word, dtype))
+    setattr(DeferredLogits, word, _cast(dtype))
 for word in (*BINARY, *(f"{side}{word}" for side in "ri" for word in BINARY), *OTHERS):
     own = f"__{word}__"
     if hasattr(Tensor, own) and own not in {**vars(LogitsRecord), **vars(DeferredLogits)}:
