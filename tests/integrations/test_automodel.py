@@ -18,6 +18,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from cutefce.integrations import automodel
+from tests.support import deferral
+from tests.support.deferral import gradients
 from tests.support.fused_calls import fused_calls
 from tests.support.ranks import Ranks, group
 
@@ -74,16 +76,9 @@ def loss_of(loss_fn: Any, model: Any, **options: Any) -> tuple[Tensor, dict[str,
     return loss.detach(), gradients(model)
 
 
-def gradients(model: Any) -> dict[str, Any]:
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-
-
 def assert_same(ours: Any, theirs: Any) -> None:
     torch.testing.assert_close(ours[0], theirs[0], rtol=1e-5, atol=1e-7)
-    assert ours[1].keys() == theirs[1].keys()
-    for name, expected in theirs[1].items():
-        error = (ours[1][name] - expected).abs().max()
-        assert error <= 1e-5 * expected.abs().max() + 1e-8, name
+    deferral.assert_same(ours[1], theirs[1])
 
 
 class HiddenModel(torch.nn.Module):
@@ -206,7 +201,8 @@ def sharded() -> list[Any]:
             )
         assert len(calls) == (type(loss_fn) is automodel.CutefceLoss)
         (loss * 2).backward()
-        named = {name: x.full_tensor() for name, x in gradients(model).items()}
+        found: dict[str, Any] = gradients(model)
+        named = {name: x.full_tensor() for name, x in found.items()}
         results.append((loss.detach(), named))
     return results
 

@@ -268,18 +268,6 @@ def test_an_unknown_reduction_is_named() -> None:
         )
 
 
-def test_it_is_enabled_once() -> None:
-    integration.enable()
-    with pytest.raises(RuntimeError, match="enabled already"):
-        integration.enable()
-
-
-def test_other_parameters_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(theirs, "liger_fused_linear_cross_entropy", lambda input, weight: None)
-    with pytest.raises(RuntimeError, match=r"got parameters \(input, weight\)"):
-        integration.enable()
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("options", "ignored"),

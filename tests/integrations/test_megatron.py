@@ -30,6 +30,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from cutefce.integrations import gradients as setting
 from cutefce.integrations import megatron
+from tests.support import deferral
+from tests.support.deferral import gradients
 from tests.support.fused_calls import fused_calls
 from tests.support.ranks import Ranks
 from tests.support.tiers import rest_slow
@@ -191,10 +193,7 @@ def assert_same(ours: Step, theirs: Step, calls: int = 1) -> None:
     assert (ours.fused, theirs.fused) == (calls, 0)
     torch.testing.assert_close(ours.losses, theirs.losses, rtol=1e-5, atol=0)
     torch.testing.assert_close(ours.metrics, theirs.metrics, rtol=1e-5, atol=0)
-    assert ours.gradients.keys() == theirs.gradients.keys()
-    for name, expected in theirs.gradients.items():
-        error = (ours.gradients[name] - expected).abs().max()
-        assert error <= 1e-5 * expected.abs().max() + 1e-8, name
+    deferral.assert_same(ours.gradients, theirs.gradients)
 
 
 @pytest.mark.parametrize("tied", rest_slow([False, True]))
@@ -242,10 +241,6 @@ def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     yield
     parallel_state.destroy_model_parallel()
     torch.distributed.destroy_process_group()
-
-
-def gradients(model: Any) -> dict[str, Tensor]:
-    return {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
 
 
 def single(model: Any, **options: Any) -> Step:

@@ -113,18 +113,10 @@ def test_context_parallelism_is_named(two: Ranks) -> None:
         assert failed and "cp_group: got 2 ranks" in text
 
 
-def test_it_is_enabled_once(framework: ModuleType) -> None:
+def test_the_function_is_replaced(framework: ModuleType) -> None:
     integration.enable()
     found = framework.from_parallel_hidden_states_to_logprobs
     assert vars(found)["__wrapped__"] is integration.log_probs
-    with pytest.raises(RuntimeError, match="enabled already"):
-        integration.enable()
-
-
-def test_other_parameters_are_refused(framework: ModuleType) -> None:
-    vars(framework)["from_parallel_hidden_states_to_logprobs"] = lambda hidden, weight: None
-    with pytest.raises(RuntimeError, match=r"got parameters \(hidden, weight\)"):
-        integration.enable()
 
 
 def sampled_on_a_rank() -> tuple[str, int]:

@@ -140,8 +140,3 @@ def test_gradients_are_sampled_if_the_setting_says_so(two: Ranks) -> None:
 
 def test_modules_that_imported_a_function_get_ours() -> None:
     assert vars(importer.entropy)["__wrapped__"] is integration.entropies
-
-
-def test_it_is_enabled_once() -> None:
-    with pytest.raises(RuntimeError, match="enabled already"):
-        integration.enable()

@@ -308,8 +308,3 @@ def test_trainers_generated_before_get_our_functions(unsloth: Any) -> None:
     generated: Any = sys.modules["UnslothGKDTrainer"]
     for found in (unsloth.fused_linear_jsd, generated._unsloth_fused_linear_jsd):
         assert vars(found)["__wrapped__"] is integration.fused_linear_jsd
-
-
-def test_it_is_enabled_once(unsloth: Any) -> None:
-    with pytest.raises(RuntimeError, match="enabled already"):
-        integration.enable()

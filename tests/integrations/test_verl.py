@@ -3,7 +3,7 @@
 import os
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -15,10 +15,10 @@ import transformers
 from verl.models.transformers import monkey_patch
 from verl.utils.kernel import linear_cross_entropy as kernel
 
-import cutefce
 from cutefce.integrations import gradients as setting
 from cutefce.integrations import verl as integration
 from cutefce.integrations.support.logit_options import logit_options
+from tests.support.fused_calls import fused_calls
 from tests.support.ranks import Ranks, group
 
 SHAPE: dict[str, Any] = {
@@ -50,17 +50,10 @@ SCALES = {"Cohere": 0.3, "Granite": 1 / 8, "FalconH1": 0.25}
 
 
 @pytest.fixture(autouse=True)
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """List the options of the fused calls."""
-    found: list[dict[str, Any]] = []
-    fused = cutefce.linear_log_probs
-
-    def counted(*arguments: Any, **options: Any) -> Any:
-        found.append(options)
-        return fused(*arguments, **options)
-
-    monkeypatch.setattr(integration, "linear_log_probs", counted)
-    return found
+def calls() -> Iterator[list[dict[str, Any]]]:
+    """Yield the options of the fused calls."""
+    with fused_calls(integration, "linear_log_probs") as found:
+        yield found
 
 
 def small_model(name: str, **options: Any) -> Any:
@@ -109,18 +102,6 @@ def test_a_model_has_the_values_of_its_own_logits(name: str, calls: list[dict[st
     assert options["logit_scale"] == SCALES.get(name, 1.0)
     assert options["softcap"] == (2.0 if name == "Gemma2" else None)
     assert ("linear_bias" in options) == (name == "Phi")
-
-
-def test_a_plain_model_has_the_values_of_the_torch_backend(calls: list[dict[str, Any]]) -> None:
-    tokens, outputs = torch.arange(18).view(2, 9), []
-    for backend in ("torch", "triton"):
-        model = small_model("Qwen3")
-        monkey_patch.patch_forward_with_backends(model, True, backend)
-        output = model(tokens, return_dict=True, temperature=0.7)
-        values = output.log_probs, output.entropy
-        outputs.append([*values, *gradients(model.parameters(), *values, 0.1)])
-    assert len(calls) == 1
-    assert_equal(*outputs)
 
 
 def test_two_models_of_one_class_keep_their_options(calls: list[dict[str, Any]]) -> None:
@@ -210,11 +191,6 @@ def test_another_reduction_is_named() -> None:
     arguments = torch.randn(3, 4), torch.randn(5, 4), torch.arange(3)
     with pytest.raises(ValueError, match="reduction: got 'mean', expected 'none'"):
         kernel.linear_cross_entropy(*arguments, 1.0, "mean")
-
-
-def test_it_is_enabled_once() -> None:
-    with pytest.raises(RuntimeError, match="enabled already"):
-        integration.enable()
 
 
 @pytest.mark.slow
