@@ -4,7 +4,7 @@ import functools
 import inspect
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module, metadata
 from operator import attrgetter
 from typing import Any
@@ -66,17 +66,11 @@ def replace(
 
     setattr(call, _MARK, True)
     is_static = isinstance(vars(owner).get(last), staticmethod)
-    holders = [*_importers(current, importers)] if importers else []
     setattr(owner, last, staticmethod(call) if is_static else call)
-    for module, name in holders:
-        setattr(module, name, call)
-
-
-def _importers(function: Callable[..., Any], prefix: str) -> Iterator[tuple[Any, str]]:
-    """Yield each module that begins with a prefix and holds a function, and its name there."""
-    for name, module in [*sys.modules.items()]:
-        if name.lower().startswith(prefix):
-            yield from ((module, key) for key, x in [*vars(module).items()] if x is function)
+    for module, found in [*sys.modules.items()] if importers else []:
+        if module.lower().startswith(importers):
+            for name in [key for key, x in vars(found).items() if x is current]:
+                setattr(found, name, call)
 
 
 def _find(path: str, tested: str) -> tuple[Any, str, Any]:
