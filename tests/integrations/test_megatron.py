@@ -28,11 +28,10 @@ from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelpe
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from cutefce.integrations import gradients as setting
 from cutefce.integrations import megatron
 from tests.support import deferral
 from tests.support.deferral import gradients
-from tests.support.fused_calls import fused_calls
+from tests.support.fused_calls import fused_calls, sampled_calls
 from tests.support.ranks import Ranks
 from tests.support.tiers import rest_slow
 
@@ -415,13 +414,10 @@ def test_the_linear_implementation_is_refused() -> None:
         megatron.enable(model)
 
 
-def test_gradients_are_sampled_if_the_setting_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(setting, "_chosen", {})
-    setting.set_gradients("sampled", samples=32)
+def test_gradients_are_sampled_if_the_setting_says_so() -> None:
     group = SimpleNamespace(size=lambda: 1)
     head = SimpleNamespace(
         gradient_accumulation_fusion=False, tp_group=group, sequence_parallel=False
     )
-    with fused_calls(megatron) as calls:
+    with sampled_calls(megatron):
         megatron.losses(head, torch.randn(5, 2, 8), torch.randn(99, 8), torch.ones(2, 5).long(), 1)
-    assert (calls[0]["gradient"], calls[0]["samples"]) == ("sampled", 32)

@@ -10,10 +10,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import cutefce
-from cutefce.integrations import gradients as setting
 from cutefce.integrations import nemo_rl as integration
 from tests.support.deferral import gradients as gradients_of
-from tests.support.fused_calls import fused_calls
+from tests.support.fused_calls import sampled_calls
 from tests.support.ranks import Ranks, group
 
 
@@ -119,19 +118,13 @@ def test_the_function_is_replaced(framework: ModuleType) -> None:
     assert vars(found)["__wrapped__"] is integration.log_probs
 
 
-def sampled_on_a_rank() -> tuple[str, int]:
-    """Return the options of the call under a setting that samples gradients."""
-    setting.set_gradients("sampled", samples=32)
-    try:
-        with fused_calls(integration, "linear_log_probs") as calls:
-            values_on_a_rank(1)
-    finally:
-        setting.set_gradients()
-    return calls[0]["gradient"], calls[0]["samples"]
+def sampled_on_a_rank() -> None:
+    with sampled_calls(integration, "linear_log_probs"):
+        values_on_a_rank(1)
 
 
 def test_gradients_are_sampled_if_the_setting_says_so(two: Ranks) -> None:
-    assert two.run(1, sampled_on_a_rank) == [("sampled", 32)]
+    two.run(1, sampled_on_a_rank)
 
 
 @pytest.fixture

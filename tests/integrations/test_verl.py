@@ -15,10 +15,9 @@ import transformers
 from verl.models.transformers import monkey_patch
 from verl.utils.kernel import linear_cross_entropy as kernel
 
-from cutefce.integrations import gradients as setting
 from cutefce.integrations import verl as integration
 from cutefce.integrations.support.logit_options import logit_options
-from tests.support.fused_calls import fused_calls
+from tests.support.fused_calls import fused_calls, sampled_calls
 from tests.support.ranks import Ranks, group
 
 SHAPE: dict[str, Any] = {
@@ -211,10 +210,6 @@ def test_verl_imports_it_by_name() -> None:
     assert result.stdout.split()[-1] == "cutefce.integrations.verl"
 
 
-def test_gradients_are_sampled_if_the_setting_says_so(
-    calls: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(setting, "_chosen", {})
-    setting.set_gradients("sampled", samples=32)
-    integration.linear_cross_entropy(torch.randn(5, 8), torch.randn(99, 8), torch.arange(5))
-    assert (calls[0]["gradient"], calls[0]["samples"]) == ("sampled", 32)
+def test_gradients_are_sampled_if_the_setting_says_so() -> None:
+    with sampled_calls(integration, "linear_log_probs"):
+        integration.linear_cross_entropy(torch.randn(5, 8), torch.randn(99, 8), torch.arange(5))
