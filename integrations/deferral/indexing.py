@@ -35,7 +35,7 @@ def select(index: Any, ndim: int, classes: int) -> tuple[tuple[Any, ...], range]
     if not all(bound is None or isinstance(bound, int) for bound in (last.start, last.stop)):
         return None
     chosen = range(classes)[last]
-    return ((*rows, slice(None)), chosen) if chosen else None
+    return ((*rows, slice(None)), chosen) if chosen.start < chosen.stop else None
 
 
 def row_sizes(shape: tuple[Any, ...], rows: int, classes: int) -> list[Any] | None:

@@ -25,7 +25,7 @@ Step = tuple[str, Any]
 
 That of "add" is a tensor (V,) of the classes of the logits, on the hidden states' device.
 """
-RECORDED: set[str] = set()
+RECORDED: list[str] = []
 """The names of the methods that are recorded."""
 
 
@@ -34,7 +34,7 @@ def recorded(method: Callable[..., Any]) -> Callable[..., Any]:
     parameters = inspect.signature(method).parameters.values()
     known = {each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD}
     name = method.__name__
-    RECORDED.add(name)
+    RECORDED.append(name)
 
     @functools.wraps(method)
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
