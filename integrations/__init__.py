@@ -7,7 +7,7 @@ axolotl.py     Axolotl: a plugin
 axolotl_kd.py  the loss of its `kd` plugin, from a stored top k
 gradients.py   exact gradients or estimates: one setting for all of them
 liger.py       Liger: what transformers, LLaMA-Factory and ms-swift call, and its JSD
-megatron.py    Megatron-Core: the loss of a model, an output_processor, the linear fusion
+megatron.py    Megatron-Core: the loss of a model
 nemo_rl.py     NeMo-RL: log-probabilities of Megatron policies, distillation of DTensor policies
 openrlhf.py    OpenRLHF: log-probabilities and entropies of actors
 prime_rl.py    prime-rl: its fused heads

@@ -9,13 +9,12 @@ In the configuration:
 from typing import Any
 
 from axolotl.integrations.base import BasePlugin
-from pydantic import BaseModel, model_validator
+from pydantic import BaseModel
 
 import cutefce
 from cutefce.integrations import axolotl_kd
 from cutefce.integrations.gradients import gradient_options, set_gradients
 from cutefce.integrations.support import hooks
-from cutefce.ops.interface.options import refuse
 
 TESTED = "axolotl 0.19.0"
 
@@ -33,14 +32,6 @@ class CutefceArgs(BaseModel):
 
     cutefce_gradient: str = "exact"
     cutefce_samples: int = 256
-
-    @model_validator(mode="before")
-    @classmethod
-    def refuse_removed(cls, keys: Any) -> Any:
-        """Raise TypeError for a key of an earlier version, which would have no effect."""
-        if "cutefce_accum_dtype" in keys:
-            refuse({"accum_dtype": keys["cutefce_accum_dtype"]})
-        return keys
 
 
 class CutefcePlugin(BasePlugin):
@@ -67,5 +58,6 @@ class CutefcePlugin(BasePlugin):
         options = gradient_options(given.cutefce_gradient, given.cutefce_samples)
         set_gradients(**options)
         cutefce.defer(model, **options)
-        if cfg.get("kd_trainer") and not hooks.is_replaced(axolotl_kd.PATH, TESTED):
-            hooks.replace(axolotl_kd.PATH, axolotl_kd.fused_linear_topk_kl, tested=TESTED)
+        if cfg.get("kd_trainer"):
+            own = axolotl_kd.fused_linear_topk_kl
+            hooks.replace(axolotl_kd.PATH, own, tested=TESTED, is_repeated=True)

@@ -1,14 +1,11 @@
 """Megatron-Core: the loss of models whose head is parallel over the vocabulary, without logits.
 
-`enable(model)` after the model is built serves every version, MuP and multi-token prediction.
-`output_processor` is for callers that pass one to the model, 0.18 and later.
-`enable_linear_impl()` is what `--cross-entropy-fusion-impl linear` of the development branch calls.
+Call `enable(model)` after the model is built: it serves MuP and multi-token prediction.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from importlib.util import find_spec
 from typing import Any
 
 import megatron.core
@@ -68,9 +65,7 @@ def replace_head(model: Any, kind: "type[DeferredLogits]") -> None:
     check_options(head)
     config = head.config
     if config.cross_entropy_loss_fusion and config.cross_entropy_fusion_impl == "linear":
-        raise ValueError(
-            "cross_entropy_fusion_impl: got 'linear', expected another; or use enable_linear_impl()"
-        )
+        raise ValueError("cross_entropy_fusion_impl: got 'linear', expected another")
     if "forward" in vars(head) or "compute_language_model_loss" in vars(model):
         raise RuntimeError(
             "model: its head or loss is replaced already, expected one enable(model)"
@@ -142,93 +137,18 @@ class DeferredLogits:
         return function(*made, **named)
 
 
-def output_processor(
-    *,
-    hidden_states: Tensor,
-    output_layer: Any,
-    output_weight: Tensor | None,
-    labels: Tensor | None,
-    inference_context: Any,
-    runtime_gather_output: bool | None,
-    scale_logits: Callable[[Tensor], Tensor],
-    **_: Any,
-) -> Tensor:
-    """Return the losses (B, S), or logits (B, S, V / ranks) if there are no labels.
-
-    The parameters are those with which `GPTModel` calls its `output_processor`.
-
-    Raises:
-        NotImplementedError: naming an option that is not served.
-    """
-    if inference_context is not None:
-        raise NotImplementedError("inference_context: expected None beside output_processor")
-    if labels is None:
-        logits, _bias = output_layer(
-            hidden_states, weight=output_weight, runtime_gather_output=runtime_gather_output
-        )
-        return scale_logits(logits).transpose(0, 1).contiguous()
-    check_options(output_layer)
-    weight = output_layer.weight if output_weight is None else output_weight
-    check_whole(output_layer, weight)
-    return losses(output_layer, hidden_states, weight, labels, mup_scale(output_layer.config))
-
-
-def enable_linear_impl() -> None:
-    """Let `--cross-entropy-loss-fusion --cross-entropy-fusion-impl linear` be cutefce.
-
-    Raises:
-        RuntimeError: if it was called before, or this version has no such implementation.
-    """
-    path = "megatron.core.transformer.linear_cross_entropy"
-    if find_spec(path) is None:
-        raise RuntimeError(
-            f"{path}: not found in version {megatron.core.__version__}, expected that of the "
-            "development branch; use enable(model)"
-        )
-    hooks.replace(
-        f"{path}:LinearCrossEntropyModule._compute_linear_and_cross_entropy_loss",
-        linear_impl,
-        tested=TESTED,
-        found=megatron.core.__version__,
-    )
-
-
-def linear_impl(
-    self: Any,
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    reduction: str = "none",
-    ignore_index: int = -100,
-) -> Tensor:
-    """Return the losses (B, S), or their mean or sum, of a `LinearCrossEntropyModule`.
-
-    Unlike the one that it replaces, it scales the logits of MuP.
-
-    Raises:
-        NotImplementedError: naming an option that is not served.
-    """
-    check_options(self)
-    check_whole(self, weight)
-    options = {"reduction": reduction, "ignore_index": ignore_index}
-    return losses(self, hidden, weight, labels, mup_scale(self.config), **options)
-
-
-def losses(
-    head: Any, hidden: Tensor, weight: Tensor, labels: Tensor, scale: float, **options: Any
-) -> Tensor:
-    """Return the losses in the layout of `labels`, (B, S), or reduced as `options` say."""
-    if "ignore_index" not in options:
-        labels = labels.masked_fill(labels < 0, -100)
-    weight, of_head = head_options(head, weight)
+def losses(head: Any, hidden: Tensor, weight: Tensor, labels: Tensor, scale: float) -> Tensor:
+    """Return the losses (B, S), in the layout of `labels`."""
+    weight, options = head_options(head, weight)
     loss: Tensor = linear_cross_entropy(
         hidden,
         weight,
-        labels.transpose(0, 1),
+        labels.masked_fill(labels < 0, -100).transpose(0, 1),
         logit_scale=scale,
-        **{"reduction": "none", **options, **of_head},
+        reduction="none",
+        **options,
     )
-    return loss.transpose(0, 1).contiguous() if loss.ndim else loss
+    return loss.transpose(0, 1).contiguous()
 
 
 def head_options(head: Any, weight: Tensor) -> tuple[Tensor, dict[str, Any]]:
@@ -239,11 +159,6 @@ def head_options(head: Any, weight: Tensor) -> tuple[Tensor, dict[str, Any]]:
     options["group"] = head.tp_group if head.tp_group.size() > 1 else None
     options["sequence_parallel"] = head.sequence_parallel
     return weight, options
-
-
-def mup_scale(config: Any) -> float:
-    """Return the factor of logits that a model with MuP has; 0.16 has none."""
-    return float(config.mup_output_mult) if getattr(config, "use_mup", False) else 1.0
 
 
 def check_options(head: Any) -> None:

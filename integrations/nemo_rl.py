@@ -50,8 +50,7 @@ def enable_distillation(model: nn.Module) -> None:
         TypeError: if the head is not a plain `nn.Linear`.
         RuntimeError: if it is deferred already, or NeMo-RL's function has other parameters.
     """
-    if not hooks.is_replaced(TOP_K, TESTED):
-        hooks.replace(TOP_K, topk_log_probs, tested=TESTED)
+    hooks.replace(TOP_K, topk_log_probs, tested=TESTED, is_repeated=True)
     defer(model)
 
 

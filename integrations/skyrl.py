@@ -9,7 +9,6 @@ Call it in the workers, before the first step.
 
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -87,15 +86,14 @@ def entropies(
         chunk_size: not used.
         temperature: divisor of the logits.
     """
-    any_class = torch.zeros(hidden.shape[:-1], dtype=torch.long, device=hidden.device)
     options = {"outputs": ("entropy",), "temperature": temperature}
-    entropy = _values(hidden, lm_head_weight, any_class, tp_group, **options).entropy
+    entropy = _values(hidden, lm_head_weight, None, tp_group, **options).entropy
     assert entropy is not None
     return entropy
 
 
 def _values(
-    hidden: Tensor, weight: Tensor, target: Tensor, group: dist.ProcessGroup, **options: Any
+    hidden: Tensor, weight: Tensor, target: Tensor | None, group: dist.ProcessGroup, **options: Any
 ) -> LogProbs:
     rows = of_gathered(hidden, group).to(weight.dtype)
     return linear_log_probs(rows, weight, target, group=group, **options, **loss_options())

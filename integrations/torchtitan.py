@@ -13,7 +13,6 @@ from typing import Any
 
 import spmd_types as spmd
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
 from torchtitan.config.override import derive, override
@@ -74,7 +73,8 @@ class FusedLoss(ChunkedLossWrapper):
             weight, bias, group = head.weight, head.bias, None
             if get_spmd_backend() == "spmd_types" and spmd_mesh_size("tp") > 1:
                 group = current_spmd_mesh().get_group("tp")
-                hidden = partial_gradient(hidden, group)
+                # torchtitan adds the ranks' gradients, and cutefce's is whole on each
+                hidden = spmd.convert(hidden, group, src=spmd.R, dst=spmd.I, expert_mode=True)
             elif isinstance(weight, DTensor) and not isinstance(hidden, DTensor):
                 group = weight.device_mesh.get_group("tp")
             loss: Tensor = linear_cross_entropy(
@@ -112,15 +112,6 @@ def logit_options(head: Any) -> dict[str, Any]:
     raise NotImplementedError(
         f"lm_head: got {type(head).__name__}, expected a Linear or a SoftCappedLinear"
     )
-
-
-def partial_gradient(hidden: Tensor, group: ProcessGroup) -> Tensor:
-    """Return `hidden`, with its gradient on the first rank of the group alone.
-
-    Torchtitan adds the ranks' gradients of these hidden states, and cutefce's is whole on each.
-    """
-    converted: Tensor = spmd.convert(hidden, group, src=spmd.R, dst=spmd.I, expert_mode=True)
-    return converted
 
 
 @contextmanager

@@ -65,8 +65,7 @@ def enable_gkd(model: nn.Module, teacher: nn.Module) -> None:
     """
     defer(model)
     defer(teacher, evaluation=True)
-    if not hooks.is_replaced(GKD, TESTED):
-        hooks.replace(GKD, generalized_jsd_loss, tested=TESTED)
+    hooks.replace(GKD, generalized_jsd_loss, tested=TESTED, is_repeated=True)
 
 
 def log_probs(
@@ -252,13 +251,14 @@ def generalized_jsd_loss(
     The parameters are TRL's, whose own function serves logits that are not deferred on both sides,
     and other reductions than "batchmean" and "sum".
     """
-    options: dict[str, Any] = {"reduction": "mean", "denominator": num_items_in_batch}
-    if num_items_in_batch is None and reduction == "sum":
-        options = {"reduction": "sum"}
-    is_served = num_items_in_batch is not None or reduction == "sum"
-    if is_served or (reduction == "batchmean" and labels is not None):
-        given = {"divergence": "jsd", "beta": beta, "temperature": temperature, **options}
-        loss = divergence_of(student_logits, teacher_logits, labels, **given)
-        if loss is not None:
-            return loss
-    raise hooks.NotServedError
+    options: dict[str, Any] = {"divergence": "jsd", "beta": beta, "temperature": temperature}
+    if num_items_in_batch is not None:
+        options["denominator"] = num_items_in_batch
+    elif reduction == "sum":
+        options["reduction"] = "sum"
+    elif reduction != "batchmean" or labels is None:
+        raise hooks.NotServedError
+    loss = divergence_of(student_logits, teacher_logits, labels, **options)
+    if loss is None:
+        raise hooks.NotServedError
+    return loss

@@ -52,15 +52,11 @@ def patch_forward_with_backends(
     """Do what verl's function does, and let the forward that it sets keep the head's options."""
     before = type(model).forward
     own(model, use_fused_kernels, fused_kernels_backend)
-    if use_fused_kernels and fused_kernels_backend == "triton":
-        _set_forward(model, before)
-
-
-def _set_forward(model: Any, before: Any) -> None:
-    """Let the forward that verl gave the model's class name the options of the head."""
+    if not use_fused_kernels or fused_kernels_backend != "triton":
+        return
     fused = type(model).forward
-    own = getattr(before, "own_forward", before)  # of a class with several models
-    model.cutefce_logit_options = logit_options(model, own)
+    before = getattr(before, "before", before)  # of a class with several models
+    model.cutefce_logit_options = logit_options(model, before)
 
     @functools.wraps(fused)
     def forward(self: Any, *arguments: Any, **keywords: Any) -> Any:
@@ -74,7 +70,7 @@ def _set_forward(model: Any, before: Any) -> None:
         finally:
             _head.reset(token)
 
-    forward.own_forward = own  # type: ignore[attr-defined]
+    forward.before = before  # type: ignore[attr-defined]
     type(model).forward = forward
 
 

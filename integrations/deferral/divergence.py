@@ -1,45 +1,28 @@
 """The divergence of a student's and a teacher's deferred logits, without the logits."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from cutefce.integrations.deferral.head_call import is_here
 from cutefce.integrations.deferral.logits import DeferredLogits
-from cutefce.integrations.deferral.loss import Transform, transform_of
+from cutefce.integrations.deferral.loss import Transform, operands, transform_of
 from cutefce.ops.divergence.api import linear_divergence
 
 
-class Side(NamedTuple):
-    """Deferred logits of a model, and what their steps make of the head's products."""
-
-    logits: DeferredLogits
-    transform: Transform
-
-    def operands(
-        self, hidden: Tensor, weight: Tensor, bias: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return hidden states, weight and bias, detached if the logits have no gradients."""
-        w, b = self.logits.of_classes(weight), self.logits.of_classes(bias)
-        w, b = w.to(hidden.dtype), self.transform.bias(b)
-        if self.logits.call.grad:
-            return hidden, w, b
-        return hidden.detach(), w.detach(), b if b is None else b.detach()
-
-
-def sides_of(name: str, *given: DeferredLogits, reason: str = "") -> list[Side] | None:
-    """Return deferred logits with what their steps make of products, for the function `name`.
+def transforms_of(name: str, *given: DeferredLogits, reason: str = "") -> list[Transform] | None:
+    """Return what the steps of deferred logits make of products, for the function `name`.
 
     None if it needs logits, which is counted: for `reason`, if that is given, or another one.  Of
     several, the first may have gradients.
     """
-    found = ((x, transform_of(x.steps)) for x in given)
-    sides = [Side(x, transform) for x, transform in found if transform is not None]
-    obstacle = _obstacle(given) or reason or "steps before it" * (len(sides) < len(given))
+    found = [transform_of(x.steps) for x in given]
+    transforms = [x for x in found if x is not None]
+    obstacle = _obstacle(given) or reason or "steps before it" * (None in found)
     if not obstacle:
-        return sides
+        return transforms
     for x in given:
         x.call.counts.add(f"{name}: {obstacle}")
     return None
@@ -58,17 +41,17 @@ def divergence_of(
     """
     if not isinstance(student, DeferredLogits) or not isinstance(teacher, DeferredLogits):
         return None
-    sides = sides_of("linear_divergence", student, teacher)
-    if sides is None:
+    transforms = transforms_of("linear_divergence", student, teacher)
+    if transforms is None:
         return None
-    own, other = sides
-    of_own, of_other = (side.transform.options() for side in sides)
-    pairs: Any = {name: (x, of_other[name]) for name, x in of_own.items()}
+    own, other = transforms
+    of_other = other.options()
+    pairs: Any = {name: (x, of_other[name]) for name, x in own.options().items()}
 
     def fused(*given: Any) -> Tensor:
         def of_both(*others: Any) -> Tensor:
-            h_s, w_s, b_s = own.operands(*given)
-            h_t, w_t, b_t = other.operands(*others)
+            h_s, w_s, b_s = operands(student, own, *given)
+            h_t, w_t, b_t = operands(teacher, other, *others)
             loss: Tensor = linear_divergence(
                 h_s,
                 w_s,
@@ -82,9 +65,9 @@ def divergence_of(
             )
             return loss
 
-        return teacher.call.evaluate(of_both, teacher.states, teacher.memory)
+        return teacher.evaluate(of_both)
 
-    loss = student.call.evaluate(fused, student.states, student.memory)
+    loss = student.evaluate(fused)
     for x in (student, teacher):
         x.call.note_fused()
     return loss

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from cutefce.integrations.deferral import runners
 from cutefce.integrations.deferral.head_call import Compute, HeadCall, is_here
-from cutefce.integrations.deferral.logits import deferred
+from cutefce.integrations.deferral.logits import DeferredLogits
 from cutefce.integrations.deferral.report import Counts
 from cutefce.ops import torch_compat
 from cutefce.ops.interface.checks import DTYPES
@@ -53,9 +53,10 @@ class DeferringLinear(nn.Linear):
             return super().forward(input)
         if is_autocasting(input.device.type) and input.dtype != torch.float64:
             input = input.to(torch.get_autocast_dtype(input.device.type))
-        call = HeadCall(self, input, self.counts, self.loss_options)
-        logits: Tensor = deferred(call, input)  # behaves like one
-        return logits
+        call = HeadCall(self, input)
+        last = input.ndim - 1
+        logits: Any = DeferredLogits(call, input, last, (0, call.classes), (), input.dtype)
+        return logits  # type: ignore[no-any-return]
 
     def _is_asked(self, input: Tensor) -> bool:
         """Whether logits are deferred here: in training, by mode or by gradients, or anywhere."""

@@ -5,16 +5,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from cutefce.integrations.deferral import runners
-from cutefce.integrations.deferral.report import Counts
 from cutefce.ops import torch_compat
 from cutefce.ops.operators.context import PLAIN_TYPES, outside_autocast
 
 Compute = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """Maps hidden states (..., D), weight (V, D) and bias (V,) or None to a result."""
-State = tuple[int, bool] | None
 WATCHING = "retain_grad", "register_hook", "register_post_accumulate_grad_hook"
 """Methods of tensors that watch their gradients."""
 
@@ -29,20 +27,19 @@ def is_here(w: Tensor) -> bool:
 class HeadCall:
     """What all logits of one call of a head share."""
 
-    def __init__(
-        self, head: nn.Linear, hidden: Tensor, counts: Counts, loss_options: dict[str, Any]
-    ) -> None:
-        self.head, self.counts, self.loss_options = head, counts, loss_options
+    def __init__(self, head: Any, hidden: Tensor) -> None:
+        self.head, self.counts, self.loss_options = head, head.counts, head.loss_options
         self.dtype = hidden.dtype
         self.grad = torch.is_grad_enabled()
         self.inference = is_inference_mode()
         self.classes = head.weight.shape[0]
         """V, which the weight tells: `out_features` is no more than a name of it."""
         self.operands = hidden, head.weight, head.bias
-        self.addends: list[tuple[Tensor, State]] = []
-        """What was added to the logits, and its state then."""
-        self.versions = [_state(x) for x in self.operands]
-        self.graph = self._graph() if self.grad and runners.looks_for_parameters() else ()
+        self.watched = [(x, _state(x)) for x in self.operands if x is not None]
+        """What logits are made of, operands and what was added to them, and its state then."""
+        has_graph = self.grad and runners.looks_for_parameters()
+        parameters = [x for x in self.operands[1:] if x is not None and x.requires_grad]
+        self.graph = tuple(x[:0] for x in parameters) if has_graph else ()
         """Tensors without elements whose graphs contain the head's parameters."""
         self.is_in_function = self.grad and torch_compat.is_in_autograd_function()
         self.engine: Any = runners.deepspeed_engine() if self.grad else None
@@ -56,13 +53,9 @@ class HeadCall:
         self.is_fused = self.is_watched = False
         """Whether a loss was computed without logits, and whether their gradient is watched."""
 
-    def _graph(self) -> tuple[Tensor, ...]:
-        parameters = self.operands[1:]
-        return tuple(x[:0] for x in parameters if x is not None and x.requires_grad)
-
     def add(self, x: Tensor) -> None:
         """Watch x, which was added to the logits, for changes before they are used."""
-        self.addends.append((x, _state(x)))
+        self.watched.append((x, _state(x)))
 
     def note_fused(self) -> None:
         """Count a loss that was computed without logits."""
@@ -105,9 +98,8 @@ class HeadCall:
         Raises:
             RuntimeError: if what logits are made of has changed since, or is not here.
         """
-        states = [*zip(self.operands, self.versions, strict=True), *self.addends]
         self._check(
-            all(None in (state, _state(x)) or state == _state(x) for x, state in states),
+            all(None in (state, _state(x)) or state == _state(x) for x, state in self.watched),
             "the head's weight, bias or input, or what was added, changed, or its requires_grad,",
         )
         self.check_others(memory, None)
@@ -194,9 +186,9 @@ def is_inference_mode() -> bool:
     return not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
 
 
-def _state(x: Tensor | None) -> State:
+def _state(x: Tensor) -> tuple[int, bool] | None:
     """Return how often x was changed, and whether it needs a gradient; None in a graph."""
-    if x is None or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
         return None
     return _version(x), x.requires_grad
 

@@ -1,24 +1,17 @@
 """Which rows and classes an index of logits selects, and which views keep classes together."""
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 
-class Selection(NamedTuple):
-    """An index of hidden states, whose last dimension it keeps, and a range of classes."""
-
-    rows: tuple[Any, ...]
-    start: int
-    stop: int
-
-
-def select(index: Any, ndim: int, classes: int) -> Selection | None:
+def select(index: Any, ndim: int, classes: int) -> tuple[tuple[Any, ...], range] | None:
     """Split an index of logits of `ndim` dimensions, the last of which are `classes`.
 
     Returns:
+        An index of hidden states, whose last dimension it keeps, and the numbers of the classes;
         None for an index that selects more than rows and consecutive classes.
     """
     parts = index if isinstance(index, tuple) else (index,)
@@ -35,14 +28,14 @@ def select(index: Any, ndim: int, classes: int) -> Selection | None:
     if used > ndim or ellipses > 1:
         return None
     if used < ndim and (not ellipses or parts[-1] is Ellipsis):
-        return Selection(parts, 0, classes)
+        return parts, range(classes)
     *rows, last = parts
     if not isinstance(last, slice) or last.step not in (None, 1):
         return None
     if not all(bound is None or isinstance(bound, int) for bound in (last.start, last.stop)):
         return None
-    start, stop = _bound(last.start, 0, classes), _bound(last.stop, classes, classes)
-    return Selection((*rows, slice(None)), start, stop) if start < stop else None
+    chosen = range(classes)[last]
+    return ((*rows, slice(None)), chosen) if chosen.start < chosen.stop else None
 
 
 def row_sizes(shape: tuple[Any, ...], rows: int, classes: int) -> list[Any] | None:
@@ -58,10 +51,3 @@ def row_sizes(shape: tuple[Any, ...], rows: int, classes: int) -> list[Any] | No
     known = math.prod([size for size in sizes if size != -1])
     fits = rows == known if -1 not in sizes else known > 0 and rows % known == 0
     return sizes if fits else None
-
-
-def _bound(value: int | None, default: int, size: int) -> int:
-    """Return a bound of a slice as slice.indices does, which torch.compile may not trace."""
-    if value is None:
-        return default
-    return min(max(value + size if value < 0 else value, 0), size)

@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from cutefce.integrations.deferral.divergence import sides_of
+from cutefce.integrations.deferral.divergence import transforms_of
 from cutefce.integrations.deferral.logits import DeferredLogits
+from cutefce.integrations.deferral.loss import operands
 from cutefce.ops.interface.log_probs import LogProbs, linear_log_probs
 from cutefce.ops.interface.soft_targets import MAX_CLASSES
 
@@ -23,22 +23,21 @@ def log_probs_of(
 
     Args:
         logits: what may be deferred logits.
-        target: (...) the class of each token; None with `target_indices`.
+        target: (...) the class of each token; None with `target_indices`, or for `outputs` alone.
         target_indices: (..., K) classes of each token.
         outputs: as of `linear_log_probs`.
     """
     if not isinstance(logits, DeferredLogits):
         return None
     classes = target_indices if target is None else target[..., None]
-    assert classes is not None
     reason = _obstacle(logits, classes, outputs)
-    sides = sides_of("linear_log_probs", logits, reason=reason)
-    if sides is None:
+    transforms = transforms_of("linear_log_probs", logits, reason=reason)
+    if transforms is None:
         return None
-    (side,) = sides
+    (transform,) = transforms
 
     def fused(*given: Any) -> Any:
-        hidden, weight, bias = side.operands(*given)
+        hidden, weight, bias = operands(logits, transform, *given)
         return linear_log_probs(
             hidden,
             weight,
@@ -46,29 +45,27 @@ def log_probs_of(
             target_indices=target_indices,
             outputs=outputs,
             linear_bias=bias,
-            **side.transform.options(),
+            **transform.options(),
             **logits.call.loss_options,
         )
 
-    found: Any = logits.call.evaluate(fused, logits.states, logits.memory)
+    found: Any = logits.evaluate(fused)
     logits.call.note_fused()
     return LogProbs(*found)
 
 
 def entropy_of(logits: Any) -> Tensor | None:
     """Return the entropies (...) of the logits (..., V), in nats; None if they are not served."""
-    if not isinstance(logits, DeferredLogits):
-        return None
-    any_class = torch.zeros(logits.shape[:-1], dtype=torch.long, device=logits.device)
-    found = log_probs_of(logits, any_class, outputs=("entropy",))
+    found = log_probs_of(logits, outputs=("entropy",))
     return None if found is None else found.entropy
 
 
-def _obstacle(logits: DeferredLogits, indices: Tensor, outputs: Sequence[str]) -> str:
+def _obstacle(logits: DeferredLogits, indices: Tensor | None, outputs: Sequence[str]) -> str:
     """Return why values of these classes need logits, "" if they do not."""
-    if logits.shape[:-1] != indices.shape[:-1]:
+    if indices is not None and logits.shape[:-1] != indices.shape[:-1]:
         return "classes of other tokens"
-    if not 1 <= indices.shape[-1] <= MAX_CLASSES or indices.device != logits.device:
+    is_served = indices is None or 1 <= indices.shape[-1] <= MAX_CLASSES
+    if not is_served or (indices is not None and indices.device != logits.device):
         return "more classes than are served, or on another device"
     if "entropy" not in outputs or not logits.requires_grad:
         return ""

@@ -1,19 +1,15 @@
 """`torch.nn.functional.cross_entropy` of deferred logits, as the fused call where it can be."""
 
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
+from cutefce.integrations.deferral.record import LogitsRecord, Step
 from cutefce.ops.interface.api import linear_cross_entropy
 from cutefce.ops.interface.options import REDUCTIONS
 from cutefce.ops.operators.context import is_autocasting, is_mixed
-
-if TYPE_CHECKING:
-    from cutefce.integrations.deferral.logits import DeferredLogits
-    from cutefce.integrations.deferral.record import Step
 
 
 class Transform(NamedTuple):
@@ -35,7 +31,7 @@ class Transform(NamedTuple):
         return sum(given[1:], given[0]) if given else None
 
 
-def transform_of(steps: "tuple[Step, ...]") -> Transform | None:
+def transform_of(steps: tuple[Step, ...]) -> Transform | None:
     """Return what steps make of products, None if it is not served."""
     factor, divisor, cap = 1.0, 1.0, None
     shift: Tensor | None = None
@@ -61,8 +57,35 @@ def transform_of(steps: "tuple[Step, ...]") -> Transform | None:
     return Transform(scale, cap, shift if shift is None or cap is None else shift * cap)
 
 
+def operands(
+    logits: LogitsRecord,
+    transform: Transform,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    keeps_float32: bool = False,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return hidden states, weight and bias of a fused call for logits, detached if these are.
+
+    Args:
+        logits: the logits.
+        transform: what their steps make of products.
+        hidden: (..., D), as `HeadCall.evaluate` gives it, and so are the next two.
+        weight: (V, D).
+        bias: (V,) or None.
+        keeps_float32: whether the call serves a float32 weight beside 16-bit hidden states.
+    """
+    w, b = logits.of_classes(weight), transform.bias(logits.of_classes(bias))
+    if not (keeps_float32 and is_mixed(hidden, w)):
+        w = w.to(hidden.dtype)
+    if logits.call.grad:
+        return hidden, w, b
+    return hidden.detach(), w.detach(), b if b is None else b.detach()
+
+
 def cross_entropy(
-    input: "DeferredLogits",
+    input: LogitsRecord,
     target: Tensor,
     weight: Tensor | None = None,
     size_average: bool | None = None,
@@ -70,10 +93,10 @@ def cross_entropy(
     reduce: bool | None = None,
     reduction: str = "mean",
     label_smoothing: float = 0.0,
-) -> Tensor:
+) -> Tensor | None:
     """Return the loss of deferred logits, with the parameters, dtype and shape of torch's.
 
-    Falls back to torch's function for what is not served.
+    None, with the logits made for the reason that is reported, for what is not served.
     """
     obstacle = _obstacle(input, target, label_smoothing)
     deprecated = size_average is not None or reduce is not None
@@ -83,32 +106,18 @@ def cross_entropy(
         obstacle = "cross_entropy: another shape of weight"
     transform = transform_of(input.steps)
     if obstacle or transform is None:
-        logits = input.tensor(obstacle or "cross_entropy: steps before it")
-        return F.cross_entropy(
-            logits,
-            target,
-            weight,
-            size_average,
-            ignore_index,
-            reduce,
-            reduction,
-            label_smoothing,
-        )
-    hidden = input.states.movedim(input.class_dim, -1)
-    y, class_weight = target.to(hidden.device), weight
-    if weight is not None:
-        class_weight = weight.to(hidden.device)
+        input.tensor(obstacle or "cross_entropy: steps before it")
+        return None
+    device = input.hidden.device
 
-    def fused(hidden: Tensor, head_weight: Tensor, bias: Tensor | None) -> Tensor:
-        w, b = input.of_classes(head_weight), input.of_classes(bias)
-        if w.dtype != hidden.dtype and not is_mixed(hidden, w):
-            w = w.to(hidden.dtype)
+    def fused(*given: Any) -> Tensor:
+        hidden, w, b = operands(input, transform, *given, keeps_float32=True)
         loss: Tensor = linear_cross_entropy(
             hidden,
             w,
-            y,
-            linear_bias=transform.bias(b),
-            weight=class_weight,
+            target.to(device),
+            linear_bias=b,
+            weight=None if weight is None else weight.to(device),
             reduction=reduction,
             ignore_index=ignore_index,
             label_smoothing=label_smoothing,
@@ -117,14 +126,15 @@ def cross_entropy(
         )
         return loss
 
-    loss = input.call.evaluate(fused, hidden, input.memory).to(input.device)
+    loss = input.evaluate(fused).to(input.device)
     input.call.note_fused()
     if reduction == "mean":  # of no tokens, it is 0 / 0 in torch
         loss = loss + torch.where((target != ignore_index).any(), 0.0, torch.nan)
-    return loss.to(_dtype_of_loss(input))
+    is_float32 = is_autocasting(input.device.type) and input.dtype != torch.float64
+    return loss.to(torch.float32 if is_float32 else input.dtype)  # autocast computes losses in it
 
 
-def _obstacle(input: "DeferredLogits", target: Tensor, label_smoothing: float) -> str:
+def _obstacle(input: LogitsRecord, target: Tensor, label_smoothing: float) -> str:
     """Return why the loss needs logits, "" if it does not."""
     if not input.is_deferred:
         return "cross_entropy: after the logits were made"
@@ -140,10 +150,3 @@ def _obstacle(input: "DeferredLogits", target: Tensor, label_smoothing: float) -
     if label_smoothing and any(name == "tanh" for name, _ in input.steps):
         return "cross_entropy: label_smoothing with softcap"
     return ""
-
-
-def _dtype_of_loss(input: "DeferredLogits") -> torch.dtype:
-    """Return the dtype of torch's loss: autocast computes losses in float32."""
-    if is_autocasting(input.device.type) and input.dtype != torch.float64:
-        return torch.float32
-    return input.dtype

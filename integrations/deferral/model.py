@@ -94,9 +94,8 @@ def deferral_report(model: nn.Module) -> DeferralReport:
         TypeError: for what is no module.
         RuntimeError: if no head of the model is deferred.
     """
-    counts = [head.counts for head in _deferred(model)]
-    fallbacks: Counter[str] = sum((each.fallbacks for each in counts), Counter())
-    return DeferralReport(sum(each.fused for each in counts), dict(fallbacks))
+    counts: Counter[str] = sum((head.counts.found for head in _deferred(model)), Counter())
+    return DeferralReport(counts.pop("", 0), dict(counts))
 
 
 def defer_copies(model: Any, arguments: Any) -> None:

@@ -1,16 +1,21 @@
 """What is known of deferred logits, and the operations on them that can be recorded."""
 
 import dataclasses
+import functools
+import inspect
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from cutefce.integrations.deferral.head_call import HeadCall
+from cutefce.integrations.deferral.head_call import Compute, HeadCall, is_inference_mode
 from cutefce.integrations.deferral.indexing import row_sizes, select
+from cutefce.integrations.support.nested import replaced
 from cutefce.ops import torch_compat
 from cutefce.ops.interface.checks import DTYPES
 from cutefce.ops.operators.context import PLAIN_TYPES
@@ -20,6 +25,24 @@ Step = tuple[str, Any]
 
 That of "add" is a tensor (V,) of the classes of the logits, on the hidden states' device.
 """
+RECORDED: list[str] = []
+"""The names of the methods that are recorded."""
+
+
+def recorded(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method of logits, whose result None says that the logits must be asked instead."""
+    parameters = inspect.signature(method).parameters.values()
+    known = {each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD}
+    name = method.__name__
+    RECORDED.append(name)
+
+    @functools.wraps(method)
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        is_known = self.is_recorded and kwargs.keys() <= known
+        found = method(self, *args, **kwargs) if is_known else None
+        return self.ask(name, *args, **kwargs) if found is None else found
+
+    return run
 
 
 @dataclass(eq=False, repr=False)
@@ -93,9 +116,9 @@ class LogitsRecord:
 
     @property
     def requires_grad(self) -> bool:
-        head = self.call.head
-        operands = self.hidden, head.weight, head.bias, *(x for x, _ in self.call.addends)
-        return self.call.grad and any(x is not None and x.requires_grad for x in operands)
+        _, *others = self.call.watched
+        given = self.hidden, *(x for x, _ in others)
+        return self.call.grad and any(x.requires_grad for x in given)
 
     @property
     def is_deferred(self) -> bool:
@@ -129,9 +152,47 @@ class LogitsRecord:
             return x
         return x[slice(*self.class_range)]
 
+    def evaluate(self, compute: Compute) -> Tensor:
+        """Return `compute` of the hidden states (..., D), and of the head's weight and bias."""
+        hidden = self.states.movedim(self.class_dim, -1)
+        return self.call.evaluate(compute, hidden, self.memory)
+
+    def tensor(self, reason: str) -> Tensor:
+        """Return the logits, as the head and the model would have made them.
+
+        Args:
+            reason: what needs them, for the report.
+        """
+        self.call.check_function()
+        if self.made is None:
+            self.call.check_watched()
+            is_left = is_inference_mode() and not self.call.inference
+            mode = torch.inference_mode(False) if is_left else nullcontext()
+            with mode, torch.set_grad_enabled(self.call.grad):
+                made = self.evaluate(self._compute).movedim(-1, self.class_dim)
+            self.call.note_made(self.memory, made)
+            self.call.counts.add(reason)
+            self.made = made
+        else:
+            self.call.check_others(self.memory, self.made)
+        return self.made
+
+    def _compute(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        w, b = self.of_classes(weight), self.of_classes(bias)
+        logits = F.linear(hidden, w.to(hidden.dtype), b if b is None else b.to(hidden.dtype))
+        for name, value in self.steps:
+            if name == "tanh":
+                logits = logits.tanh()
+            elif name == "add":
+                logits = logits + value.to(logits.device)
+            else:
+                logits = getattr(logits, name)(value)
+        return logits
+
     def ask(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """Return what the method `name` of the logits themselves returns."""
-        raise NotImplementedError
+        args, kwargs = made_all(name, args), made_all(name, kwargs)
+        return getattr(self.tensor(name), name)(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self.hidden) in memo:  # of one who then replaces the fields
@@ -181,8 +242,6 @@ class LogitsRecord:
                 moved = moved._step("to", dtype, recorded_dtype=dtype)
         return moved
 
-    # the methods below return None for what cannot be recorded; the logits are asked then
-
     def _step(self, name: str, value: Any = None, **changes: Any) -> Any:
         memory, own = self.call.copy(self.memory), self.derived()  # with a cast among its steps
         result: Any = own.derived(steps=(*own.steps, (name, value)), memory=memory, **changes)
@@ -212,12 +271,15 @@ class LogitsRecord:
         return dim % ndim
 
     # element by element
+    @recorded
     def mul(self, other: Any) -> Any:
         return self._scale("mul", other)
 
+    @recorded
     def div(self, other: Any) -> Any:
         return self._scale("div", other)
 
+    @recorded
     def add(self, other: Any) -> Any:
         if self.class_dim != self.ndim - 1 or not self._is_bias(other):
             return None
@@ -226,11 +288,19 @@ class LogitsRecord:
         value = other.reshape(-1).to(self.hidden.device)
         return self._step("add", value, recorded_dtype=dtype)
 
+    __mul__ = __rmul__ = mul
+    __truediv__ = div
+    __add__ = __radd__ = add
+
+    @recorded
     def mul_(self, other: Any) -> Any:
         return self._become(self._scale("mul", other))
 
+    @recorded
     def div_(self, other: Any) -> Any:
         return self._become(self._scale("div", other))
+
+    __imul__, __itruediv__ = mul_, div_
 
     def _become(self, changed: Any) -> Any:
         """Be what a step in place has made; others that may share the memory are not used again."""
@@ -240,38 +310,52 @@ class LogitsRecord:
             self.steps, self.memory = changed.steps, changed.memory
         return changed if changed is None else self
 
+    @recorded
     def tanh(self) -> Any:
         return self._step("tanh")
 
+    @recorded
     def contiguous(self) -> Any:
         is_last = self.class_dim == self.ndim - 1
         is_whole = is_last and self.classes == self.call.classes
         return self if is_whole and self.hidden.is_contiguous() else self.derived()
 
+    @recorded
     def clone(self) -> Any:
         return self.derived(memory=self.call.copy(self.memory))
 
     # rows and classes
+    @recorded
     def __getitem__(self, index: Any) -> Any:
         found = select(index, self.ndim, self.classes)
         if found is None or self.class_dim != self.ndim - 1:
             return None
-        hidden, first = self.hidden[found.rows], self.class_range[0]
-        cut = slice(found.start, found.stop)
+        rows, chosen = found
+        hidden, first = self.hidden[rows], self.class_range[0]
+        cut = slice(chosen.start, chosen.stop)
         return self.derived(
             hidden=hidden,
             class_dim=hidden.ndim - 1,
-            class_range=(first + found.start, first + found.stop),
+            class_range=(first + chosen.start, first + chosen.stop),
             steps=tuple((n, x[cut] if n == "add" else x) for n, x in self.steps),
         )
 
+    @recorded
+    def view(self, *shape: Any) -> Any:
+        return self._of_shape(shape)
+
+    @recorded
     def reshape(self, *shape: Any) -> Any:
+        return self._of_shape(shape)
+
+    def _of_shape(self, shape: tuple[Any, ...]) -> Any:
         sizes = row_sizes(shape, self.numel() // self.classes, self.classes)
         if sizes is None or self.class_dim != self.ndim - 1:
             return None
         hidden = self.hidden.reshape(*sizes, self.hidden.shape[-1])
         return self.derived(hidden=hidden, class_dim=hidden.ndim - 1)
 
+    @recorded
     def flatten(self, start_dim: int = 0, end_dim: int = -1) -> Any:
         start, end = self._dim(start_dim), self._dim(end_dim)
         if start is None or end is None or start > end or start <= self.class_dim <= end:
@@ -280,6 +364,7 @@ class LogitsRecord:
         hidden = self.hidden.flatten(start, end)
         return self.derived(hidden=hidden, class_dim=self.class_dim - merged)
 
+    @recorded
     def unsqueeze(self, dim: int) -> Any:
         place = self._dim(dim, self.ndim + 1)
         if place is None:
@@ -287,6 +372,7 @@ class LogitsRecord:
         moved = self.class_dim + (place <= self.class_dim)
         return self.derived(hidden=self.hidden.unsqueeze(place), class_dim=moved)
 
+    @recorded
     def squeeze(self, *dims: Any) -> Any:
         place = self._dim(dims[0]) if len(dims) == 1 else None
         if place is None or place == self.class_dim:
@@ -295,28 +381,29 @@ class LogitsRecord:
         gone = hidden.ndim < self.ndim and place < self.class_dim
         return self.derived(hidden=hidden, class_dim=self.class_dim - gone)
 
+    @recorded
     def transpose(self, dim0: int, dim1: int) -> Any:
         first, second = self._dim(dim0), self._dim(dim1)
         if first is None or second is None:
             return None
         order = [*range(self.ndim)]
         order[first], order[second] = second, first
-        return self._permuted(order)
+        return self.permute(order)
 
+    @recorded
     def permute(self, *dims: Any) -> Any:
         given = dims[0] if len(dims) == 1 and isinstance(dims[0], (tuple, list)) else dims
         order = [self._dim(dim) for dim in given]
-        if sorted(map(str, order)) != [*map(str, range(self.ndim))]:
+        if {*order} != {*range(self.ndim)} or len(order) != self.ndim:
             return None
-        return self._permuted(order)
-
-    def _permuted(self, order: Any) -> Any:
-        hidden = self.hidden.permute(*order)
+        hidden = self.hidden.permute(*given)
         return self.derived(hidden=hidden, class_dim=order.index(self.class_dim))
 
+    @recorded
     def split(self, split_size: Any, dim: int = 0) -> Any:
         return self._parts(self.hidden.split, split_size, dim)
 
+    @recorded
     def chunk(self, chunks: int, dim: int = 0) -> Any:
         return self._parts(self.hidden.chunk, chunks, dim)
 
@@ -326,6 +413,11 @@ class LogitsRecord:
         return tuple(self.derived(hidden=x) for x in cut(count, dim))
 
 
+def made_all(reason: str, value: Any) -> Any:
+    """Return `value`, which may be nested, with the logits instead of all deferred ones."""
+    return replaced(value, LogitsRecord, lambda x: x.tensor(reason))
+
+
 def _is_readable(x: Tensor) -> bool:
     """Whether x is a number that needs no gradient, and can be read here."""
     if x.ndim or x.requires_grad or x.is_meta or torch.compiler.is_compiling():
@@ -333,10 +425,3 @@ def _is_readable(x: Tensor) -> bool:
     if torch_compat.is_transformed():
         return False
     return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
-
-
-METHODS = (
-    *("mul", "div", "add", "tanh", "clone", "reshape", "flatten", "unsqueeze", "squeeze"),
-    *("transpose", "permute", "split", "chunk"),
-)
-"""The recorded methods that are functions of torch too, by the same name."""

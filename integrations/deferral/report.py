@@ -26,28 +26,21 @@ class DeferralReport(NamedTuple):
 class Counts:
     """The counts of one head."""
 
-    def __init__(self, fused: int = 0, fallbacks: Mapping[str, int] | None = None) -> None:
-        self.fused = fused
-        self.fallbacks = Counter(fallbacks)
+    def __init__(self, found: Mapping[str, int] | None = None) -> None:
+        self.found = Counter(found)
+        """By reason of a fallback; "" is a fused loss."""
         self.key = str(next(_numbers))
         _counts[self.key] = self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Counts, (self.fused, dict(self.fallbacks))  # a copy has a key of its own
+        return Counts, (dict(self.found),)  # a copy has a key of its own
 
     def add(self, reason: str = "") -> None:
         """Count a fused loss or, with a reason, a fallback."""
         if torch.compiler.is_compiling():
-            _tally_traced(self.key, reason)  # a counter in a graph would compile it for each value
+            _add_traced(self.key, reason)  # a counter in a graph would compile it for each value
         else:
-            self.tally(reason)
-
-    def tally(self, reason: str) -> None:
-        """Do what `add` does, outside of compiled graphs."""
-        if reason:
-            self.fallbacks[reason] += 1
-        else:
-            self.fused += 1
+            self.found[reason] += 1
 
 
 _numbers = itertools.count()
@@ -55,6 +48,6 @@ _counts: "WeakValueDictionary[str, Counts]" = WeakValueDictionary()
 
 
 @torch_compat.constant_in_graphs
-def _tally_traced(key: str, reason: str) -> int:
-    _counts[key].tally(reason)
+def _add_traced(key: str, reason: str) -> int:
+    _counts[key].found[reason] += 1
     return 0

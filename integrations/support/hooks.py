@@ -4,7 +4,7 @@ import functools
 import inspect
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module, metadata
 from operator import attrgetter
 from typing import Any
@@ -23,8 +23,8 @@ def replace(
     replacement: Callable[..., Any],
     *,
     tested: str,
-    found: str | None = None,
     importers: str = "",
+    is_repeated: bool = False,
 ) -> None:
     """Replace a function of a framework by one with the same parameters.
 
@@ -37,17 +37,19 @@ def replace(
         replacement: a function whose parameters have the names of those of the replaced one.
         tested: the distribution and the versions that the integration was tested with, as
             "trl 1.16.0".  Another version warns once.
-        found: the version in use, of a distribution that may be a source tree.
         importers: what the names of modules begin with, in lower case, that may have imported the
             function by name; it is replaced there too.
+        is_repeated: whether it may have been replaced before, by the same function.
 
     Raises:
         ImportError: if the distribution is not installed, or the module cannot be imported.
         RuntimeError: if it was replaced before, or does not have these parameters.
     """
-    check_version(tested, found)
+    check_version(tested)
     owner, last, current = _find(path, tested)
     if getattr(current, _MARK, False):
+        if is_repeated:
+            return
         raise RuntimeError(f"{path}: the integration is enabled already")
     parameters = inspect.signature(replacement).parameters
     more = {"own": current} if "own" in parameters else {}
@@ -56,30 +58,19 @@ def replace(
 
     @functools.wraps(replacement)
     def call(*arguments: Any, **named: Any) -> Any:
-        try:  # no context, which a graph compiler might not trace
-            result = replacement(*arguments, **more, **named)
+        try:
+            return replacement(*arguments, **more, **named)
         except NotServedError:
-            result = NotImplemented
-        return current(*arguments, **named) if result is NotImplemented else result
+            pass  # its errors are not caused by this one
+        return current(*arguments, **named)
 
     setattr(call, _MARK, True)
     is_static = isinstance(vars(owner).get(last), staticmethod)
-    holders = [*_importers(current, importers)] if importers else []
     setattr(owner, last, staticmethod(call) if is_static else call)
-    for module, name in holders:
-        setattr(module, name, call)
-
-
-def _importers(function: Callable[..., Any], prefix: str) -> Iterator[tuple[Any, str]]:
-    """Yield each module that begins with a prefix and holds a function, and its name there."""
-    for name, module in [*sys.modules.items()]:
-        if name.lower().startswith(prefix):
-            yield from ((module, key) for key, x in [*vars(module).items()] if x is function)
-
-
-def is_replaced(path: str, tested: str) -> bool:
-    """Whether `replace` has replaced what is at `path` already."""
-    return getattr(_find(path, tested)[2], _MARK, False)
+    for module, found in [*sys.modules.items()] if importers else []:
+        if module.lower().startswith(importers):
+            for name in [key for key, x in vars(found).items() if x is current]:
+                setattr(found, name, call)
 
 
 def _find(path: str, tested: str) -> tuple[Any, str, Any]:

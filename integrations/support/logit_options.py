@@ -46,19 +46,16 @@ def logit_options(model: Any, forward: Callable[..., Any]) -> dict[str, Any]:
     return transform.options()
 
 
-class _Backbone(nn.Module):
+class _Backbone:
     """A backbone whose last hidden states are given, and its other outputs None."""
 
     def __init__(self, own: nn.Module, hidden: Tensor) -> None:
-        super().__init__()
-        vars(self)["own"] = own
-        self.hidden = hidden
+        self.own, self.hidden = own, hidden
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(vars(self)["own"], name)
+        return getattr(self.own, name)
 
-    def forward(self, *_: Any, **__: Any) -> Any:
-        """Return the outputs."""
+    def __call__(self, *_: Any, **__: Any) -> Any:
         return _Outputs(self.hidden)
 
 

@@ -43,6 +43,8 @@ def test_a_function_is_replaced_once() -> None:
     assert vars(click.utils.echo)["__wrapped__"] is ours
     with pytest.raises(RuntimeError, match="enabled already"):
         hooks.replace(PATH, ours, tested=installed())
+    hooks.replace(PATH, ours, tested=installed(), is_repeated=True)
+    assert vars(click.utils.echo)["__wrapped__"] is ours
 
 
 def test_copies_by_other_names_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:

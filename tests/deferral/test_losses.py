@@ -119,11 +119,11 @@ def noted(logits: Any, targets: Tensor) -> Tensor:
 
 FALLS_BACK: dict[str, tuple[Use, str]] = {
     "log_softmax": (gathered, "log_softmax"),
-    "+": (lambda x, y: ce(x + 1.5, y), "__add__"),
+    "+": (lambda x, y: ce(x + 1.5, y), "add"),
     "-": (lambda x, y: ce(1 - x, y), "__rsub__"),
     "scale with a gradient": (lambda x, y: ce(x * torch.ones((), requires_grad=True), y), "mul"),
     "one for each token": (lambda x, y: ce(torch.ones(2, 6, 1) * x, y), "mul"),
-    "added for each token": (lambda x, y: ce(x + torch.ones(2, 6, 1), y), "__add__"),
+    "added for each token": (lambda x, y: ce(x + torch.ones(2, 6, 1), y), "add"),
     "added after a softcap": (
         lambda x, y: ce(x.tanh() + torch.arange(V) / 9, y),
         "cross_entropy: steps before it",

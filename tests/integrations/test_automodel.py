@@ -17,18 +17,12 @@ from nemo_automodel.components.loss.utils import calculate_loss, prepare_lm_weig
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from bench.harness.tiny_models import VOCAB, build, tiny_config
 from cutefce.integrations import automodel
+from tests.support import deferral
+from tests.support.deferral import gradients
 from tests.support.fused_calls import fused_calls
 from tests.support.ranks import Ranks, group
-
-SIZES = {
-    "vocab_size": 160,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
 
 
 @pytest.fixture(autouse=True)
@@ -39,18 +33,13 @@ def calls() -> Iterator[list[dict[str, Any]]]:
 
 
 def tiny(name: str, **options: Any) -> Any:
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{name}Config")(**SIZES, **options)
-    model = getattr(transformers, f"{name}ForCausalLM")(config)
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.1)
-    return model.train()
+    return build(tiny_config(name, **options)).train()
 
 
 def batch() -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(160, (2, 12), generator=generator)
-    labels = torch.randint(160, (2, 12), generator=generator)
+    ids = torch.randint(VOCAB, (2, 12), generator=generator)
+    labels = torch.randint(VOCAB, (2, 12), generator=generator)
     labels[0, :5] = -100
     return ids, labels
 
@@ -74,16 +63,9 @@ def loss_of(loss_fn: Any, model: Any, **options: Any) -> tuple[Tensor, dict[str,
     return loss.detach(), gradients(model)
 
 
-def gradients(model: Any) -> dict[str, Any]:
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-
-
 def assert_same(ours: Any, theirs: Any) -> None:
     torch.testing.assert_close(ours[0], theirs[0], rtol=1e-5, atol=1e-7)
-    assert ours[1].keys() == theirs[1].keys()
-    for name, expected in theirs[1].items():
-        error = (ours[1][name] - expected).abs().max()
-        assert error <= 1e-5 * expected.abs().max() + 1e-8, name
+    deferral.assert_same(ours[1], theirs[1])
 
 
 class HiddenModel(torch.nn.Module):
@@ -107,8 +89,8 @@ def test_reductions(calls: list[Any], reduction: str) -> None:
     chunked = ChunkedCrossEntropy(compile=False, chunk_len=7, reduction=reduction)
     ours = build_loss_module(automodel.CutefceLoss, reduction=reduction)
     assert isinstance(ours, automodel.CutefceLoss)
-    expected = loss_of(chunked, HiddenModel(tiny("Llama")))
-    assert_same(loss_of(ours, HiddenModel(tiny("Llama"))), expected)
+    expected = loss_of(chunked, HiddenModel(tiny("llama")))
+    assert_same(loss_of(ours, HiddenModel(tiny("llama"))), expected)
     assert len(calls) == 1
 
 
@@ -119,25 +101,25 @@ def test_token_counts_and_weights(calls: list[Any], tokens: int | None, weighted
     if weighted:
         options["loss_weights"] = torch.linspace(0, 2, 24, dtype=torch.float64).view(2, 12)
     chunked = ChunkedCrossEntropy(compile=False, chunk_len=7)
-    expected = loss_of(chunked, HiddenModel(tiny("Llama")), **options)
+    expected = loss_of(chunked, HiddenModel(tiny("llama")), **options)
     ours = build_loss_module(automodel.CutefceLoss)
-    assert_same(loss_of(ours, HiddenModel(tiny("Llama")), **options), expected)
+    assert_same(loss_of(ours, HiddenModel(tiny("llama")), **options), expected)
     assert len(calls) == 1
 
 
 def test_another_ignore_index(calls: list[Any]) -> None:
     """Automodel maps -100 to it, so class 3 is ignored too."""
     chunked = ChunkedCrossEntropy(compile=False, chunk_len=7, ignore_index=3)
-    expected = loss_of(chunked, HiddenModel(tiny("Llama")))
+    expected = loss_of(chunked, HiddenModel(tiny("llama")))
     ours = build_loss_module(automodel.CutefceLoss, ignore_index=3)
-    assert_same(loss_of(ours, HiddenModel(tiny("Llama"))), expected)
+    assert_same(loss_of(ours, HiddenModel(tiny("llama"))), expected)
     assert calls[0]["ignore_index"] == 3
 
 
 def test_mask_and_packed_hidden_states(calls: list[Any]) -> None:
     torch.manual_seed(3)
-    hidden, weight = torch.randn(1, 12, 32), torch.randn(160, 32)
-    labels, mask = torch.randint(160, (12,)), torch.arange(12) % 3
+    hidden, weight = torch.randn(1, 12, 32), torch.randn(VOCAB, 32)
+    labels, mask = torch.randint(VOCAB, (12,)), torch.arange(12) % 3
     chunked = ChunkedCrossEntropy(compile=False)(hidden, labels, weight, mask=mask)
     ours = automodel.CutefceLoss()(hidden, labels, weight, mask=mask)
     torch.testing.assert_close(ours, chunked, rtol=1e-5, atol=0)
@@ -146,12 +128,12 @@ def test_mask_and_packed_hidden_states(calls: list[Any]) -> None:
 
 def test_the_softcap_of_the_configuration(calls: list[Any]) -> None:
     """Automodel's chunked loss refuses such models: compare with the model's own logits."""
-    model = tiny("Gemma2", head_dim=8, final_logit_softcapping=2.0, attn_implementation="eager")
+    model = tiny("gemma2", final_logit_softcapping=2.0)
     ids, labels = batch()
     loss = torch.nn.functional.cross_entropy(model(ids).logits.flatten(0, 1), labels.flatten())
     loss.backward()
     expected = loss.detach(), {f"inner.{name}": x for name, x in gradients(model).items()}
-    model = tiny("Gemma2", head_dim=8, final_logit_softcapping=2.0, attn_implementation="eager")
+    model = tiny("gemma2", final_logit_softcapping=2.0)
     loss_fn = build_loss_module(automodel.CutefceLoss)
     assert_same(loss_of(loss_fn, HiddenModel(model), num_label_tokens=19), expected)
     assert calls[0]["softcap"] == 2.0
@@ -159,7 +141,7 @@ def test_the_softcap_of_the_configuration(calls: list[Any]) -> None:
 
 @pytest.mark.parametrize(
     ("name", "key", "value"),
-    [("Cohere", "logit_scale", 0.0625), ("Granite", "logits_scaling", 8.0)],
+    [("cohere", "logit_scale", 0.0625), ("granite", "logits_scaling", 8.0)],
 )
 def test_scaled_logits_are_refused(name: str, key: str, value: float) -> None:
     model = HiddenModel(tiny(name, **{key: value}))
@@ -168,8 +150,8 @@ def test_scaled_logits_are_refused(name: str, key: str, value: float) -> None:
 
 
 def test_a_head_with_bias_is_refused() -> None:
-    model = tiny("Llama")
-    model.lm_head = torch.nn.Linear(32, 160)
+    model = tiny("llama")
+    model.lm_head = torch.nn.Linear(32, VOCAB)
     with pytest.raises(NotImplementedError, match=r"^lm_head: got Linear.*without bias"):
         loss_of(automodel.CutefceLoss(), HiddenModel(model))
 
@@ -177,7 +159,7 @@ def test_a_head_with_bias_is_refused() -> None:
 def test_a_count_beside_mean_is_refused() -> None:
     with pytest.raises(ValueError, match=r"^reduction: got 'mean', expected 'sum' beside"):
         loss_of(
-            automodel.CutefceLoss(reduction="mean"), HiddenModel(tiny("Llama")), num_label_tokens=3
+            automodel.CutefceLoss(reduction="mean"), HiddenModel(tiny("llama")), num_label_tokens=3
         )
 
 
@@ -185,7 +167,7 @@ def sharded() -> list[Any]:
     """Return loss and gradients of both losses, on a head that FSDP2 has sharded, on a rank."""
     results = []
     for loss_fn in (ChunkedCrossEntropy(compile=False), automodel.CutefceLoss()):
-        model = HiddenModel(tiny("Llama"))
+        model = HiddenModel(tiny("llama"))
         mesh = init_device_mesh("cpu", (2,))
         fully_shard(model.inner.lm_head, mesh=mesh)
         fully_shard(model, mesh=mesh)
@@ -206,7 +188,8 @@ def sharded() -> list[Any]:
             )
         assert len(calls) == (type(loss_fn) is automodel.CutefceLoss)
         (loss * 2).backward()
-        named = {name: x.full_tensor() for name, x in gradients(model).items()}
+        found: dict[str, Any] = gradients(model)
+        named = {name: x.full_tensor() for name, x in found.items()}
         results.append((loss.detach(), named))
     return results
 
@@ -221,7 +204,7 @@ def test_gradients_are_sampled_if_asked_for(calls: list[Any]) -> None:
     found = []
     for more in ({"gradient": "sampled", "samples": 32}, {}):
         loss_fn = build_loss_module(automodel.CutefceLoss, **more)
-        found.append(loss_of(loss_fn, HiddenModel(tiny("Llama"))))
+        found.append(loss_of(loss_fn, HiddenModel(tiny("llama"))))
     assert [call["gradient"] for call in calls] == ["sampled", "exact"]
     assert calls[0]["samples"] == 32
     torch.testing.assert_close(found[0][0], found[1][0], rtol=1e-6, atol=0)

@@ -17,7 +17,11 @@ from torch.nn import functional as F
 import cutefce
 import cutefce.integrations.trl
 from bench.harness.tiny_models import VOCAB, build, tiny_config
-from tests.integrations.test_surroundings import start_deepspeed
+from tests.integrations.test_surroundings import (
+    deepspeed_config,
+    gathered_parameters,
+    start_deepspeed,
+)
 from tests.support.ranks import Ranks
 
 
@@ -27,23 +31,6 @@ class Run(NamedTuple):
     losses: list[float]
     parameters: dict[str, Tensor]
     report: Any
-
-
-def config(stage: int) -> dict[str, Any]:
-    return {
-        "train_micro_batch_size_per_gpu": 2,
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        "steps_per_print": 10**9,
-    }
-
-
-def whole_parameters(model: Any) -> dict[str, Tensor]:
-    import deepspeed
-
-    with deepspeed.zero.GatheredParameters([*model.parameters()]):
-        return {name: x.detach().clone() for name, x in model.named_parameters()}
 
 
 def shifted_loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
@@ -73,7 +60,7 @@ def train(name: str, stage: int, deferred: bool, folder: Path) -> Run:
         args=transformers.TrainingArguments(
             output_dir=str(folder),
             use_cpu=True,
-            deepspeed=config(stage),
+            deepspeed=deepspeed_config(stage),
             max_steps=3,
             per_device_train_batch_size=2,
             report_to=[],
@@ -93,7 +80,7 @@ def train(name: str, stage: int, deferred: bool, folder: Path) -> Run:
     transformers.integrations.deepspeed.unset_hf_deepspeed_config()  # of the next model
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     report = cutefce.deferral_report(model) if deferred else None
-    return Run(losses, whole_parameters(model), report)
+    return Run(losses, gathered_parameters(model), report)
 
 
 def assert_equal(ours: Run, theirs: Run) -> None:
@@ -127,8 +114,10 @@ def distill(enabled: bool) -> Run:
     if enabled:
         cutefce.integrations.trl.enable_gkd(student, teacher)
     optimizer = torch.optim.SGD(student.parameters(), 0.5)
-    engine, *_ = deepspeed.initialize(model=student.train(), optimizer=optimizer, config=config(3))
-    other, *_ = deepspeed.initialize(model=teacher.eval(), config=config(3))
+    engine, *_ = deepspeed.initialize(
+        model=student.train(), optimizer=optimizer, config=deepspeed_config(3)
+    )
+    other, *_ = deepspeed.initialize(model=teacher.eval(), config=deepspeed_config(3))
     losses, rank = [], torch.distributed.get_rank()
     for index in range(3):
         generator.manual_seed(10 * index + rank)
@@ -146,7 +135,7 @@ def distill(enabled: bool) -> Run:
         engine.backward(loss)
         engine.step()
         losses.append(loss.item())
-    return Run(losses, whole_parameters(student), None)
+    return Run(losses, gathered_parameters(student), None)
 
 
 @pytest.mark.slow

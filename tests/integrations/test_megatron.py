@@ -1,13 +1,10 @@
 """Megatron-Core's GPTModel with a deferred head, against its own loss and gradients."""
 
-import inspect
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,9 +28,10 @@ from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelpe
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from cutefce.integrations import gradients as setting
 from cutefce.integrations import megatron
-from tests.support.fused_calls import fused_calls
+from tests.support import deferral
+from tests.support.deferral import gradients
+from tests.support.fused_calls import fused_calls, sampled_calls
 from tests.support.ranks import Ranks
 from tests.support.tiers import rest_slow
 
@@ -194,10 +192,7 @@ def assert_same(ours: Step, theirs: Step, calls: int = 1) -> None:
     assert (ours.fused, theirs.fused) == (calls, 0)
     torch.testing.assert_close(ours.losses, theirs.losses, rtol=1e-5, atol=0)
     torch.testing.assert_close(ours.metrics, theirs.metrics, rtol=1e-5, atol=0)
-    assert ours.gradients.keys() == theirs.gradients.keys()
-    for name, expected in theirs.gradients.items():
-        error = (ours.gradients[name] - expected).abs().max()
-        assert error <= 1e-5 * expected.abs().max() + 1e-8, name
+    deferral.assert_same(ours.gradients, theirs.gradients)
 
 
 @pytest.mark.parametrize("tied", rest_slow([False, True]))
@@ -245,10 +240,6 @@ def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     yield
     parallel_state.destroy_model_parallel()
     torch.distributed.destroy_process_group()
-
-
-def gradients(model: Any) -> dict[str, Tensor]:
-    return {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
 
 
 def single(model: Any, **options: Any) -> Step:
@@ -380,16 +371,6 @@ def test_unserved_options(name: str, change: Callable[[Any], None]) -> None:
     change(model.output_layer)
     with pytest.raises(NotImplementedError, match=rf"^{name}: on in the output layer, expected"):
         megatron.enable(model)
-    with pytest.raises(NotImplementedError, match=rf"^{name}: on in the output layer, expected"):
-        megatron.output_processor(
-            hidden_states=torch.zeros(SEQUENCE, BATCH, 32),
-            output_layer=model.output_layer,
-            output_weight=None,
-            labels=batch()[3],
-            inference_context=None,
-            runtime_gather_output=None,
-            scale_logits=torch.neg,
-        )
 
 
 @pytest.mark.usefixtures("alone")
@@ -424,137 +405,8 @@ def test_a_changed_signature_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
         megatron.enable(model)
 
 
-def by_processor(model: Any, **changes: Any) -> Any:
-    """Call the model with our output_processor; before 0.18, as 0.19.2 calls it."""
-    tokens, positions, mask, labels = batch()
-    labels = changes.pop("labels", labels)
-    if "output_processor" in inspect.signature(GPTModel.forward).parameters and not changes:
-        return model(
-            tokens, positions, mask, labels=labels, output_processor=megatron.output_processor
-        )
-    seen: list[Any] = []
-    hook = model.output_layer.register_forward_pre_hook(
-        lambda _, arguments, options: seen.append((arguments[0], options["weight"])),
-        with_kwargs=True,
-    )
-    model(tokens, positions, mask)
-    hook.remove()
-    given = {
-        "hidden_states": seen[0][0],
-        "output_layer": model.output_layer,
-        "output_weight": seen[0][1],
-        "labels": labels,
-        "loss_mask": None,
-        "input_ids": tokens,
-        "position_ids": positions,
-        "attention_mask": mask,
-        "decoder_input": None,
-        "inference_context": None,
-        "packed_seq_params": None,
-        "runtime_gather_output": None,
-        "context": None,
-        "compute_language_model_loss": model.compute_language_model_loss,
-        "scale_logits": lambda logits: logits,
-        "config": model.config,
-    }
-    return megatron.output_processor(**{**given, **changes})
-
-
 @pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("tied", [False, True])
-def test_output_processor(tied: bool) -> None:
-    theirs, ours = model_of(tied), model_of(tied)
-    with fused_calls(megatron) as calls:
-        losses = by_processor(ours)
-    losses.square().sum().backward()
-    assert_same(Step(losses.detach(), gradients(ours), len(calls)), single(theirs))
-
-
-@pytest.mark.usefixtures("alone")
-def test_output_processor_without_labels() -> None:
-    model = model_of(False)
-    tokens, positions, mask, _ = batch()
-    logits = by_processor(model, labels=None, scale_logits=lambda z: 2 * z)
-    torch.testing.assert_close(logits, 2 * model(tokens, positions, mask), rtol=0, atol=0)
-    with pytest.raises(NotImplementedError, match=r"^inference_context: expected None"):
-        by_processor(model, inference_context=object())
-
-
-@pytest.mark.usefixtures("alone")
-def test_output_processor_with_mup() -> None:
-    model = model_of(False)
-    model.config.use_mup, model.config.mup_output_mult = True, 0.5
-    tokens, positions, mask, labels = batch()
-    with torch.no_grad():
-        layer, seen = model.output_layer, []
-        hook = layer.register_forward_hook(lambda *a: seen.append(a[2][0]))
-        model(tokens, positions, mask)
-        hook.remove()
-        expected = torch.nn.functional.cross_entropy(
-            (seen[0] * 0.5).permute(1, 2, 0), labels, reduction="none"
-        )
-        torch.testing.assert_close(by_processor(model), expected, rtol=1e-5, atol=0)
-
-
-LINEAR = "megatron.core.transformer.linear_cross_entropy"
-
-
-@pytest.fixture
-def linear(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return a head as that of the development branch, whose loss has that signature."""
-
-    class LinearCrossEntropyModule(tensor_parallel.ColumnParallelLinear):
-        def _compute_linear_and_cross_entropy_loss(
-            self,
-            hidden: Tensor,
-            weight: Tensor,
-            labels: Tensor | None = None,
-            reduction: str = "none",
-            ignore_index: int = -100,
-        ) -> None:
-            raise AssertionError("not replaced")
-
-    module = ModuleType(LINEAR)
-    module.__spec__ = ModuleSpec(LINEAR, None)
-    module.LinearCrossEntropyModule = LinearCrossEntropyModule  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, LINEAR, module)
-    return LinearCrossEntropyModule
-
-
-@pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
-@pytest.mark.parametrize("mup", [False, True])
-def test_the_linear_implementation(linear: Any, reduction: str, mup: bool) -> None:
-    megatron.enable_linear_impl()
-    config = config_of()
-    if mup:
-        config.use_mup, config.mup_output_mult = True, 0.5
-    head = linear(32, VOCAB, config=config, init_method=torch.nn.init.xavier_normal_, bias=False)
-    hidden = torch.randn(SEQUENCE, BATCH, 32, requires_grad=True)
-    labels = torch.randint(VOCAB, (BATCH, SEQUENCE))
-    labels[0, :3] = -1
-    with fused_calls(megatron) as calls:
-        loss = head._compute_linear_and_cross_entropy_loss(
-            hidden, head.weight, labels=labels, reduction=reduction, ignore_index=-1
-        )
-    assert len(calls) == 1
-    logits = (hidden @ head.weight.T * (0.5 if mup else 1)).permute(1, 2, 0)
-    expected = torch.nn.functional.cross_entropy(
-        logits, labels, reduction=reduction, ignore_index=-1
-    )
-    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
-    inputs = (hidden, head.weight)
-    ours = torch.autograd.grad(loss.sum(), inputs)
-    theirs = torch.autograd.grad(expected.sum(), inputs)
-    for found, reference in zip(ours, theirs, strict=True):
-        assert (found - reference).abs().max() <= 1e-5 * reference.abs().max()
-
-
-@pytest.mark.usefixtures("alone")
-def test_the_linear_implementation_is_replaced_once(linear: Any) -> None:
-    megatron.enable_linear_impl()
-    with pytest.raises(RuntimeError, match=r"the integration is enabled already"):
-        megatron.enable_linear_impl()
+def test_the_linear_implementation_is_refused() -> None:
     model = model_of(False)
     model.config.cross_entropy_loss_fusion = True
     model.config.cross_entropy_fusion_impl = "linear"
@@ -562,18 +414,10 @@ def test_the_linear_implementation_is_replaced_once(linear: Any) -> None:
         megatron.enable(model)
 
 
-def test_without_a_linear_implementation() -> None:
-    with pytest.raises(RuntimeError, match=r"linear_cross_entropy: not found in version .* use en"):
-        megatron.enable_linear_impl()
-
-
-def test_gradients_are_sampled_if_the_setting_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(setting, "_chosen", {})
-    setting.set_gradients("sampled", samples=32)
+def test_gradients_are_sampled_if_the_setting_says_so() -> None:
     group = SimpleNamespace(size=lambda: 1)
     head = SimpleNamespace(
         gradient_accumulation_fusion=False, tp_group=group, sequence_parallel=False
     )
-    with fused_calls(megatron) as calls:
+    with sampled_calls(megatron):
         megatron.losses(head, torch.randn(5, 2, 8), torch.randn(99, 8), torch.ones(2, 5).long(), 1)
-    assert (calls[0]["gradient"], calls[0]["samples"]) == ("sampled", 32)

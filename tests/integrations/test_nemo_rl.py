@@ -10,10 +10,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import cutefce
-from cutefce.integrations import gradients as setting
 from cutefce.integrations import nemo_rl as integration
 from tests.support.deferral import gradients as gradients_of
-from tests.support.fused_calls import fused_calls
+from tests.support.fused_calls import sampled_calls
 from tests.support.ranks import Ranks, group
 
 
@@ -113,33 +112,19 @@ def test_context_parallelism_is_named(two: Ranks) -> None:
         assert failed and "cp_group: got 2 ranks" in text
 
 
-def test_it_is_enabled_once(framework: ModuleType) -> None:
+def test_the_function_is_replaced(framework: ModuleType) -> None:
     integration.enable()
     found = framework.from_parallel_hidden_states_to_logprobs
     assert vars(found)["__wrapped__"] is integration.log_probs
-    with pytest.raises(RuntimeError, match="enabled already"):
-        integration.enable()
 
 
-def test_other_parameters_are_refused(framework: ModuleType) -> None:
-    vars(framework)["from_parallel_hidden_states_to_logprobs"] = lambda hidden, weight: None
-    with pytest.raises(RuntimeError, match=r"got parameters \(hidden, weight\)"):
-        integration.enable()
-
-
-def sampled_on_a_rank() -> tuple[str, int]:
-    """Return the options of the call under a setting that samples gradients."""
-    setting.set_gradients("sampled", samples=32)
-    try:
-        with fused_calls(integration, "linear_log_probs") as calls:
-            values_on_a_rank(1)
-    finally:
-        setting.set_gradients()
-    return calls[0]["gradient"], calls[0]["samples"]
+def sampled_on_a_rank() -> None:
+    with sampled_calls(integration, "linear_log_probs"):
+        values_on_a_rank(1)
 
 
 def test_gradients_are_sampled_if_the_setting_says_so(two: Ranks) -> None:
-    assert two.run(1, sampled_on_a_rank) == [("sampled", 32)]
+    two.run(1, sampled_on_a_rank)
 
 
 @pytest.fixture

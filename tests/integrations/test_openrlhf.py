@@ -13,7 +13,12 @@ import cutefce
 from bench.harness.tiny_models import VOCAB, build, tiny_config
 from cutefce.integrations import gradients as setting
 from cutefce.integrations import openrlhf as integration
-from tests.integrations.test_surroundings import start_deepspeed
+from tests.integrations.test_surroundings import (
+    deepspeed_config,
+    gathered_parameters,
+    start_deepspeed,
+)
+from tests.support import deferral
 from tests.support.deferral import gradients
 from tests.support.packages import module_without
 from tests.support.ranks import Ranks
@@ -69,9 +74,7 @@ def assert_same(ours: Any, theirs: Any, tolerance: float = 1e-5) -> None:
     for x, y in zip(ours[0], theirs[0], strict=True):
         assert x.dtype == y.dtype == torch.float32
         torch.testing.assert_close(x, y, rtol=tolerance, atol=tolerance)
-    for name, y in theirs[1].items():
-        atol = tolerance * y.abs().max().item() + 1e-8
-        torch.testing.assert_close(ours[1][name], y, rtol=0, atol=atol)
+    deferral.assert_same(ours[1], theirs[1], tolerance)
 
 
 @pytest.mark.parametrize("temperature", rest_slow([0.7, 1.0]))
@@ -128,13 +131,8 @@ def train(stage: int, deferred: bool) -> Any:
     deepspeed = start_deepspeed()
     actor = actor_of("plain", deferred, T=0.7)
     optimizer = torch.optim.SGD(actor.model.parameters(), lr=0.1)
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-    }
     model = actor.model
+    config = deepspeed_config(stage)
     actor.model, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     with torch.no_grad():
         before = values(actor)
@@ -142,9 +140,8 @@ def train(stage: int, deferred: bool) -> Any:
         found = values(actor)
         actor.model.backward(found[0].mean() - 0.1 * found[1].mean())
         actor.model.step()
-    with deepspeed.zero.GatheredParameters([*model.parameters()]):
-        parameters = {name: x.detach().clone() for name, x in model.named_parameters()}
-    return [*before, parameters], cutefce.deferral_report(model) if deferred else None
+    report = cutefce.deferral_report(model) if deferred else None
+    return [*before, gathered_parameters(model)], report
 
 
 @pytest.mark.slow
@@ -166,8 +163,3 @@ def test_gradients_are_sampled_if_the_setting_says_so(monkeypatch: pytest.Monkey
     setting.set_gradients("sampled", samples=32)
     head = actor_of("plain", True).model.lm_head
     assert head.loss_options == {"gradient": "sampled", "samples": 32}
-
-
-def test_it_is_enabled_once() -> None:
-    with pytest.raises(RuntimeError, match="enabled already"):
-        integration.enable()

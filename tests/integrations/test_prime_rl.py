@@ -1,6 +1,7 @@
 """prime-rl, which no package index has: its heads' signatures, and their values from all logits."""
 
 import sys
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
@@ -8,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import cutefce
 from cutefce.integrations import prime_rl as integration
+from tests.support.fused_calls import fused_calls
 
 
 class FusedOutputLinear(nn.Linear):
@@ -49,7 +50,7 @@ class GemmaFusedOutputLinear(nn.Linear):
 
 
 @pytest.fixture(autouse=True)
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
     """Make the stand-ins importable, and list the options of the fused calls."""
     parts = integration.LAYERS.split(".")
     for end in range(1, len(parts) + 1):
@@ -61,14 +62,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         monkeypatch.setitem(sys.modules, module.__name__, module)
         monkeypatch.setattr(head, "forward", head.forward)
     monkeypatch.setattr("importlib.metadata.version", lambda _: "0.8.0")
-    found: list[dict[str, Any]] = []
-
-    def counted(*arguments: Any, **options: Any) -> Any:
-        found.append(options)
-        return cutefce.linear_log_probs(*arguments, **options)
-
-    monkeypatch.setattr(integration, "linear_log_probs", counted)
-    return found
+    with fused_calls(integration, "linear_log_probs") as found:
+        yield found
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
@@ -109,15 +104,3 @@ def test_a_missing_argument_is_named(missing: str) -> None:
     del given[missing]
     with pytest.raises(ValueError, match=rf"{missing}: got None, expected a tensor"):
         FusedOutputLinear(4, 8, 4)(torch.randn(1, 2, 4), **given)
-
-
-def test_it_is_enabled_once() -> None:
-    integration.enable()
-    with pytest.raises(RuntimeError, match="enabled already"):
-        integration.enable()
-
-
-def test_other_parameters_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(GemmaFusedOutputLinear, "forward", lambda self, hidden: None)
-    with pytest.raises(RuntimeError, match=r"got parameters \(self, hidden\)"):
-        integration.enable()

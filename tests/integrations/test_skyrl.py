@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from cutefce.integrations import gradients as setting
 from cutefce.integrations import skyrl as integration
-from tests.support.fused_calls import fused_calls
+from tests.support.fused_calls import fused_calls, sampled_calls
 from tests.support.packages import module_without
 from tests.support.ranks import Ranks, group
 
@@ -121,27 +120,16 @@ def test_the_dtype_of_the_weight_decides(two: Ranks) -> None:
     torch.testing.assert_close(found, expected)
 
 
-def sampled_on_a_rank() -> Any:
-    """Return the options of the first call under a setting that samples gradients."""
-    setting.set_gradients("sampled", samples=32)
-    try:
-        with fused_calls(integration, "linear_log_probs") as calls:
-            hidden, weight, tokens = inputs()
-            states = hidden.transpose(0, 1)
-            integration.log_probs("torch", states, weight, tokens[None], 0, V, 4, group(1), False)
-    finally:
-        setting.set_gradients()
-    return calls[0]["gradient"], calls[0]["samples"]
+def sampled_on_a_rank() -> None:
+    hidden, weight, tokens = inputs()
+    given = "torch", hidden.transpose(0, 1), weight, tokens[None], 0, V, 4, group(1), False
+    with sampled_calls(integration, "linear_log_probs"):
+        integration.log_probs(*given)
 
 
 def test_gradients_are_sampled_if_the_setting_says_so(two: Ranks) -> None:
-    assert two.run(1, sampled_on_a_rank) == [("sampled", 32)]
+    two.run(1, sampled_on_a_rank)
 
 
 def test_modules_that_imported_a_function_get_ours() -> None:
     assert vars(importer.entropy)["__wrapped__"] is integration.entropies
-
-
-def test_it_is_enabled_once() -> None:
-    with pytest.raises(RuntimeError, match="enabled already"):
-        integration.enable()

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import cutefce
 from tests.deferral.surroundings import (
@@ -25,6 +25,7 @@ from tests.deferral.surroundings import (
     loss_of,
     train_here,
 )
+from tests.support.deferral import parameters
 from tests.support.ranks import Ranks
 
 
@@ -39,14 +40,7 @@ def train_with_deepspeed(row: str, name: str, inside: bool, deferred: bool) -> R
     engine, *_ = deepspeed.initialize(
         model=model,
         optimizer=torch.optim.SGD(model.parameters(), LR),
-        config={
-            "train_micro_batch_size_per_gpu": 2,
-            "gradient_accumulation_steps": accumulated,
-            "zero_allow_untested_optimizer": True,
-            "zero_force_ds_cpu_optimizer": False,
-            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-            "steps_per_print": 10**9,
-        },
+        config=deepspeed_config(stage) | {"gradient_accumulation_steps": accumulated},
     )
     if deferred and name.endswith("defer of the engine"):
         cutefce.defer(engine)
@@ -58,9 +52,8 @@ def train_with_deepspeed(row: str, name: str, inside: bool, deferred: bool) -> R
         loss.backward() if name.endswith("loss.backward()") else engine.backward(loss)
         engine.step()
         losses.append(loss.item())
-    with deepspeed.zero.GatheredParameters([*model.parameters()]):
-        parameters = {name: x.detach().clone() for name, x in model.named_parameters()}
-    return Run(losses, parameters, cutefce.deferral_report(model) if deferred else None)
+    report = cutefce.deferral_report(model) if deferred else None
+    return Run(losses, gathered_parameters(model), report)
 
 
 def start_deepspeed() -> Any:
@@ -73,6 +66,25 @@ def start_deepspeed() -> Any:
     deepspeed.ops.__compatible_ops__.clear()
     deepspeed.init_distributed(dist_backend="gloo")
     return deepspeed
+
+
+def deepspeed_config(stage: int) -> dict[str, Any]:
+    """Return DeepSpeed's configuration for two rows a step, on the CPU."""
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "steps_per_print": 10**9,
+    }
+
+
+def gathered_parameters(model: nn.Module) -> dict[str, Tensor]:
+    """Return copies of all parameters, also where ZeRO-3 has partitioned them."""
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters([*model.parameters()]):
+        return parameters(model)
 
 
 def dispatched(model: Model, deferred: bool, first: bool) -> nn.Module:

@@ -22,9 +22,9 @@ from torchtitan.models.common.attention import ScaledDotProductAttention
 from torchtitan.models.common.linear import Linear
 from torchtitan.models.llama3.config_registry import llama3_debugmodel
 
-from cutefce.integrations import gradients as setting
 from cutefce.integrations import torchtitan
-from tests.support.fused_calls import fused_calls
+from tests.support import deferral
+from tests.support.fused_calls import fused_calls, sampled_calls
 from tests.support.ranks import Ranks
 
 NAME = "cutefce.integrations.torchtitan.fused_loss"
@@ -96,10 +96,7 @@ def gradients(model: Any) -> dict[str, Tensor]:
 def assert_same(ours: Step, theirs: Step) -> None:
     assert (ours.fused, theirs.fused) == (1, 0)
     torch.testing.assert_close(ours.loss, theirs.loss, rtol=1e-5, atol=0)
-    assert ours.gradients.keys() == theirs.gradients.keys()
-    for name, expected in theirs.gradients.items():
-        error = (ours.gradients[name] - expected).abs().max()
-        assert error <= 1e-5 * expected.abs().max() + 1e-8, name
+    deferral.assert_same(ours.gradients, theirs.gradients)
 
 
 def single_step(fused: bool, head: Any = None, tokens_valid: int | None = 55) -> Step:
@@ -270,9 +267,6 @@ def test_tensor_parallel(
         assert_same(*pair)
 
 
-def test_gradients_are_sampled_if_the_setting_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(setting, "_chosen", {})
-    setting.set_gradients("sampled", samples=32)
-    with fused_calls(torchtitan) as calls:
+def test_gradients_are_sampled_if_the_setting_says_so() -> None:
+    with sampled_calls(torchtitan):
         single_step(True)
-    assert (calls[0]["gradient"], calls[0]["samples"]) == ("sampled", 32)

@@ -22,6 +22,7 @@ from trl.trainer import distillation_trainer
 import cutefce
 from cutefce.integrations import trl as integration
 from examples import grpo as example
+from tests.support.deferral import parameters
 
 WORDS = [f"w{i}" for i in range(120)]
 SHAPE: dict[str, Any] = {
@@ -206,12 +207,16 @@ def train(
         both |= {"reference": name, "folder": folder}
     trainer = make(small_model(name, folder), both | settings)
     trainer.train()
+    return ending(trainer)
+
+
+def ending(trainer: Any) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
+    """Return what a training has logged, and its parameters."""
     logged = [
         {key: value for key, value in entry.items() if key not in CLOCKS and "step_time" not in key}
         for entry in trainer.state.log_history
     ]
-    parameters = {key: x.detach().clone() for key, x in trainer.model.named_parameters()}
-    return logged, parameters
+    return logged, parameters(trainer.model)
 
 
 RUNS = [
@@ -407,18 +412,6 @@ def test_a_weight_of_zero_3_is_left_to_trl(calls: dict[str, list[Any]]) -> None:
     integration.enable()
     ChunkedLogProbFunction.apply(call.hidden, call.weight, call.bias, *call.rest)
     assert len(calls["own"]) == 1 and not calls["ours"]
-
-
-def test_it_is_enabled_once() -> None:
-    integration.enable()
-    with pytest.raises(RuntimeError, match="enabled already"):
-        integration.enable()
-
-
-def test_other_parameters_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ChunkedLogProbFunction, "forward", staticmethod(lambda ctx, hidden: None))
-    with pytest.raises(RuntimeError, match=r"forward: got parameters \(ctx, hidden\)"):
-        integration.enable()
 
 
 @pytest.mark.slow

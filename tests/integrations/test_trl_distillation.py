@@ -18,7 +18,8 @@ from trl.trainer import distillation_trainer
 import cutefce
 from cutefce.integrations import trl as integration
 from cutefce.integrations.deferral import divergence as deferred_divergence
-from tests.integrations.test_trl import CLOCKS, small_model, text, tokenizer, trainer_arguments
+from tests.integrations.test_trl import ending, small_model, text, tokenizer, trainer_arguments
+from tests.support.deferral import parameters
 from tests.support.divergence import token_divergences
 from tests.support.tiers import pairwise
 
@@ -99,15 +100,11 @@ def train(
     student, teacher = small_model(names[0], folder), teacher_of(names[1], folder)
     prepare(student, teacher)
     trainer = make(student, teacher, both | settings)
-    before = {key: x.detach().clone() for key, x in trainer.model.named_parameters()}
+    before = parameters(trainer.model)
     trainer.train()
-    logged = [
-        {key: value for key, value in entry.items() if key not in CLOCKS and "step_time" not in key}
-        for entry in trainer.state.log_history
-    ]
-    parameters = {key: x.detach().clone() for key, x in trainer.model.named_parameters()}
-    assert max(float((before[key] - x).abs().max()) for key, x in parameters.items()) > 1e-2
-    return logged, parameters
+    logged, found = ending(trainer)
+    assert max(float((before[key] - x).abs().max()) for key, x in found.items()) > 1e-2
+    return logged, found
 
 
 def compare(one: tuple[Any, dict[str, Tensor]], other: tuple[Any, dict[str, Tensor]]) -> None:

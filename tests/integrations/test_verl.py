@@ -3,7 +3,7 @@
 import os
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -11,66 +11,42 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("verl")
-import transformers
 from verl.models.transformers import monkey_patch
 from verl.utils.kernel import linear_cross_entropy as kernel
 
-import cutefce
-from cutefce.integrations import gradients as setting
+from bench.harness.tiny_models import VOCAB, build, tiny_config
 from cutefce.integrations import verl as integration
 from cutefce.integrations.support.logit_options import logit_options
+from tests.support.fused_calls import fused_calls, sampled_calls
 from tests.support.ranks import Ranks, group
 
-SHAPE: dict[str, Any] = {
-    "vocab_size": 128,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
 MODELS: dict[str, dict[str, Any]] = {
-    "Llama": {},
-    "Qwen3": {"head_dim": 8},
-    "Mixtral": {"num_local_experts": 4},
-    "Cohere": {"logit_scale": 0.3},
-    "Granite": {"logits_scaling": 8.0},
-    "Gemma2": {"final_logit_softcapping": 2.0, "head_dim": 8},
-    "Phi": {"hidden_act": "gelu"},  # its head has a bias
-    "FalconH1": {
-        "lm_head_multiplier": 0.25,
-        "mamba_d_ssm": 32,
-        "mamba_n_heads": 4,
-        "mamba_d_head": 8,
-        "mamba_d_state": 8,
-        "head_dim": 8,
-    },
+    "llama": {},
+    "qwen3": {},
+    "mixtral": {},
+    "cohere": {"logit_scale": 0.3},
+    "granite": {"logits_scaling": 8.0},
+    "gemma2": {"final_logit_softcapping": 2.0},
+    "phi": {},  # its head has a bias
+    "falcon_h1": {"lm_head_multiplier": 0.25},
 }
-SCALES = {"Cohere": 0.3, "Granite": 1 / 8, "FalconH1": 0.25}
+SCALES = {"cohere": 0.3, "granite": 1 / 8, "falcon_h1": 0.25}
 
 
 @pytest.fixture(autouse=True)
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """List the options of the fused calls."""
-    found: list[dict[str, Any]] = []
-    fused = cutefce.linear_log_probs
-
-    def counted(*arguments: Any, **options: Any) -> Any:
-        found.append(options)
-        return fused(*arguments, **options)
-
-    monkeypatch.setattr(integration, "linear_log_probs", counted)
-    return found
+def calls() -> Iterator[list[dict[str, Any]]]:
+    """Yield the options of the fused calls."""
+    with fused_calls(integration, "linear_log_probs") as found:
+        yield found
 
 
 def small_model(name: str, **options: Any) -> Any:
     """Return a model of a class of its own, whose forward verl may replace."""
-    torch.manual_seed(0)
-    base = getattr(transformers, f"{name}ForCausalLM")
-    config = getattr(transformers, f"{name}Config")(**SHAPE | MODELS[name] | options)
-    model = type(f"{name}ForCausalLM", (base,), {})(config).train()
+    model = build(tiny_config(name, **MODELS[name] | options)).train()
+    own = type(model)
+    model.__class__ = type(own.__name__, (own,), {})
     with torch.no_grad():
-        for x in model.parameters():
+        for x in model.parameters():  # of norms and of heads' biases too
             x.add_(0.1 * torch.randn_like(x))
     return model
 
@@ -95,8 +71,8 @@ def assert_equal(found: list[Tensor], expected: list[Tensor]) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_has_the_values_of_its_own_logits(name: str, calls: list[dict[str, Any]]) -> None:
-    model, coefficient = small_model(name), 0.0 if name == "Gemma2" else 0.1
-    tokens = torch.randint(128, (2, 9))
+    model, coefficient = small_model(name), 0.0 if name == "gemma2" else 0.1
+    tokens = torch.randint(VOCAB, (2, 9))
     logits = model(tokens).logits / 0.7
     log_p = logits.log_softmax(-1)
     own = log_p.gather(-1, tokens.roll(-1, -1)[..., None])[..., 0], -(log_p.exp() * log_p).sum(-1)
@@ -107,25 +83,13 @@ def test_a_model_has_the_values_of_its_own_logits(name: str, calls: list[dict[st
     assert_equal([*found, *gradients(model.parameters(), *found, coefficient)], expected)
     (options,) = calls
     assert options["logit_scale"] == SCALES.get(name, 1.0)
-    assert options["softcap"] == (2.0 if name == "Gemma2" else None)
-    assert ("linear_bias" in options) == (name == "Phi")
-
-
-def test_a_plain_model_has_the_values_of_the_torch_backend(calls: list[dict[str, Any]]) -> None:
-    tokens, outputs = torch.arange(18).view(2, 9), []
-    for backend in ("torch", "triton"):
-        model = small_model("Qwen3")
-        monkey_patch.patch_forward_with_backends(model, True, backend)
-        output = model(tokens, return_dict=True, temperature=0.7)
-        values = output.log_probs, output.entropy
-        outputs.append([*values, *gradients(model.parameters(), *values, 0.1)])
-    assert len(calls) == 1
-    assert_equal(*outputs)
+    assert options["softcap"] == (2.0 if name == "gemma2" else None)
+    assert ("linear_bias" in options) == (name == "phi")
 
 
 def test_two_models_of_one_class_keep_their_options(calls: list[dict[str, Any]]) -> None:
-    first, tokens = small_model("Cohere"), torch.randint(128, (2, 9))
-    second = type(first)(transformers.CohereConfig(**SHAPE, logit_scale=0.5))
+    first, tokens = small_model("cohere"), torch.randint(VOCAB, (2, 9))
+    second = type(first)(tiny_config("cohere", logit_scale=0.5))
     for model in (first, second):
         monkey_patch.patch_forward_with_backends(model, True, "triton")
     for model in (first, second):
@@ -134,23 +98,23 @@ def test_two_models_of_one_class_keep_their_options(calls: list[dict[str, Any]])
 
 
 def test_without_fused_kernels_a_model_keeps_its_forward(calls: list[dict[str, Any]]) -> None:
-    model = small_model("Llama")
+    model = small_model("llama")
     monkey_patch.patch_forward_with_backends(model, False, "triton")
-    assert model(torch.randint(128, (2, 9))).logits.shape == (2, 9, 128)
+    assert model(torch.randint(VOCAB, (2, 9))).logits.shape == (2, 9, VOCAB)
     assert not calls
 
 
 def test_entropy_of_capped_logits_has_no_gradient() -> None:
-    model = small_model("Gemma2")
+    model = small_model("gemma2")
     monkey_patch.patch_forward_with_backends(model, True, "triton")
-    output = model(torch.randint(128, (2, 9)), return_dict=True)
+    output = model(torch.randint(VOCAB, (2, 9)), return_dict=True)
     with pytest.raises(NotImplementedError, match="softcap: got one with 'entropy'"):
         gradients(model.parameters(), output.log_probs, output.entropy, 0.1)
 
 
 @pytest.mark.parametrize("change", ["logits", "hidden states", "shape"])
 def test_what_a_model_does_to_its_logits_is_served_or_named(change: str) -> None:
-    model = small_model("Llama")
+    model = small_model("llama")
     own = type(model).forward
 
     def forward(self: Any, *arguments: Any, **keywords: Any) -> Any:
@@ -169,7 +133,7 @@ def test_what_a_model_does_to_its_logits_is_served_or_named(change: str) -> None
 
 
 def test_a_key_that_the_model_ignores_is_ignored() -> None:
-    model = small_model("Llama", logit_scale=0.5, final_logit_softcapping=3.0)
+    model = small_model("llama", logit_scale=0.5, final_logit_softcapping=3.0)
     expected = {"logit_scale": 1.0, "softcap": None}
     assert logit_options(model, type(model).forward) == expected
 
@@ -212,11 +176,6 @@ def test_another_reduction_is_named() -> None:
         kernel.linear_cross_entropy(*arguments, 1.0, "mean")
 
 
-def test_it_is_enabled_once() -> None:
-    with pytest.raises(RuntimeError, match="enabled already"):
-        integration.enable()
-
-
 @pytest.mark.slow
 def test_verl_imports_it_by_name() -> None:
     code = (
@@ -235,10 +194,6 @@ def test_verl_imports_it_by_name() -> None:
     assert result.stdout.split()[-1] == "cutefce.integrations.verl"
 
 
-def test_gradients_are_sampled_if_the_setting_says_so(
-    calls: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(setting, "_chosen", {})
-    setting.set_gradients("sampled", samples=32)
-    integration.linear_cross_entropy(torch.randn(5, 8), torch.randn(99, 8), torch.arange(5))
-    assert (calls[0]["gradient"], calls[0]["samples"]) == ("sampled", 32)
+def test_gradients_are_sampled_if_the_setting_says_so() -> None:
+    with sampled_calls(integration, "linear_log_probs"):
+        integration.linear_cross_entropy(torch.randn(5, 8), torch.randn(99, 8), torch.arange(5))

@@ -5,6 +5,8 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
+from cutefce.integrations import gradients
+
 
 @contextmanager
 def fused_calls(module: Any, name: str = "linear_cross_entropy") -> Iterator[list[dict[str, Any]]]:
@@ -18,3 +20,12 @@ def fused_calls(module: Any, name: str = "linear_cross_entropy") -> Iterator[lis
 
     with mock.patch.object(module, name, counted):
         yield found
+
+
+@contextmanager
+def sampled_calls(module: Any, name: str = "linear_cross_entropy") -> Iterator[None]:
+    """Let the setting of all integrations sample gradients, and assert that each call does."""
+    setting = {"gradient": "sampled", "samples": 32}
+    with mock.patch.dict(gradients._chosen, setting), fused_calls(module, name) as calls:
+        yield
+    assert calls and all(setting.items() <= call.items() for call in calls)
