@@ -53,15 +53,7 @@ class Problem:
     grad_weight: bool = True
     arch: str | None = None
     """Architecture of the kernels; None for the portable path."""
-    ranks: int = 1
-    """Ranks that split the vocabulary; `vocab` is the size of one shard."""
-    sequence_parallel: bool = False
-    """Whether each rank is given the hidden states of `tokens` / `ranks` rows."""
     grad_bias: bool = False
-    wide_grad_weight: bool = False
-    """Whether dW is in the dtype of sums, as of a float32 weight beside 16-bit hidden states."""
-    tile_copies: int = 0
-    """Copies of a tile of logits that options of the loss make in plain torch."""
     triton: bool = False
     """Whether Triton's kernel makes its exponentials, so that no tile of logits is in memory; then
     `arch` is None."""
@@ -86,14 +78,6 @@ class Problem:
         return max(4, self.item_bytes)
 
     @property
-    def gradient_bytes(self) -> int:
-        """Bytes of the requested gradients."""
-        tokens = self.tokens // self.ranks if self.sequence_parallel else self.tokens
-        dx = tokens * self.hidden * self.item_bytes * self.grad_hidden
-        dw = self.vocab * self.hidden * self.grad_weight_bytes * self.grad_weight
-        return dx + dw + self.vocab * self.item_bytes * self.grad_bias
-
-    @property
-    def grad_weight_bytes(self) -> int:
-        """Bytes per element of dW."""
-        return self.accumulator_bytes if self.wide_grad_weight else self.item_bytes
+    def accumulates_wider(self) -> bool:
+        """Whether sums need more bytes than the inputs have."""
+        return self.item_bytes < self.accumulator_bytes

@@ -94,7 +94,7 @@ def _compiling_at_once(plan: Plan, x: LossCall) -> contextlib.AbstractContextMan
 
     Ranks of a group, which would wait for each other, compile one kernel after the other.
     """
-    has_kernels = plan.cost_model.kernel_problem.arch is not None and not x.h.is_meta
+    has_kernels = plan.problem.arch is not None and not x.h.is_meta
     if not has_kernels or x.sharding.group is not None:
         return NOTHING
 

@@ -20,7 +20,7 @@ from cutefce.cute_kernels.kernel_set import KernelSet
 from cutefce.cute_kernels.schedule.order import choose_vocab_splits, most_vocab_splits
 from cutefce.cute_kernels.spec.gemm import ProjectExpSpec
 from cutefce.cute_kernels.workspace import NUM_STATS, forward_semaphore_count
-from cutefce.ops.costs.step_memory import UNUSED_COLUMNS
+from cutefce.ops.primitives.block_sizes import UNUSED_COLUMNS
 from cutefce.ops.primitives.portable_projection import PortableProjection
 from cutefce.ops.primitives.select_rows import (
     clear_rows,

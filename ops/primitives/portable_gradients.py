@@ -11,8 +11,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from cutefce.ops.costs.step_memory import UPCAST_BLOCK, finished_rows
 from cutefce.ops.dtypes import sum_dtype
+from cutefce.ops.primitives.block_sizes import UPCAST_BLOCK, finished_rows
 from cutefce.ops.primitives.elementwise import (
     can_fuse,
     combine_,

@@ -12,7 +12,6 @@ from cutefce.cute_kernels.arch.base import TILE_K
 from cutefce.cute_kernels.integers import ceil_div
 from cutefce.cute_kernels.jit.cache import compiled
 from cutefce.cute_kernels.kernel_set import KernelSet
-from cutefce.cute_kernels.problem import Problem
 from cutefce.cute_kernels.spec.rowwise import MoveRowsSpec, SelectRowsSpec
 from cutefce.cute_kernels.workspace import Move, Semaphore
 from cutefce.ops.rows.selection import CountedRows, RowSelection
@@ -107,7 +106,7 @@ def clear_rows(kernels: KernelSet, x: Tensor, selection: RowSelection) -> None:
 
 
 def select_rows(
-    problem: Problem,
+    arch: str | None,
     y: Tensor,
     counted: Tensor,
     ignored: int,
@@ -117,7 +116,7 @@ def select_rows(
     """Return the selection of the tokens that count, None if all are computed.
 
     Args:
-        problem: the call with all of its tokens.
+        arch: architecture of the kernels that select; None if these do not.
         y: (N,) int64 targets.
         counted: (N,) int64, `ignored` where a token does not count.
         ignored: the index of targets that are ignored.
@@ -126,9 +125,8 @@ def select_rows(
         chunk: tokens of a chunk; those of the plan if it has no chunks.
     """
     tokens = len(y)
-    if problem.selects_rows:
-        assert problem.arch is not None
-        selection = select_on_device(problem.arch, counted, ignored, chunk)
+    if arch is not None:
+        selection = select_on_device(arch, counted, ignored, chunk)
         return selection if counted is y else replace(selection, targets=selection.take(y))
     rows, sorts = planned
     if sorts and not (y.is_cuda and torch.cuda.is_current_stream_capturing()):

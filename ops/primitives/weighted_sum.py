@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from cutefce.cute_kernels.integers import round_up
-from cutefce.ops.costs.step_memory import soft_block_rows
 from cutefce.ops.dtypes import sum_dtype
+from cutefce.ops.primitives.block_sizes import soft_block_rows
 from cutefce.ops.primitives.elementwise import add_soft_rows_, can_fuse, fused, gathered_dots_
 from cutefce.ops.primitives.portable_gradients import matmul_into, scale_rows
 from cutefce.ops.rows.blocks import blocks, row_blocks

@@ -12,6 +12,7 @@ problem.py     what is asked: sizes, gradients, what is known when
 layout.py      how it is laid out: chunks of tokens, windows of classes, what lies in dW
 steps.py       buffers, steps and programs
 cost_model.py  what steps on the primitives of a call cost: their scratch, and the workspace
+step_memory.py bytes that single steps take
 emit.py        a program while it is made: its steps, and the lives of its buffers
 lower.py       a problem and a layout of a loss to a program
 place.py       offsets of buffers, and the memory that a program takes

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cutefce.ops.costs.step_memory import added_rows
+from cutefce.ops.primitives.block_sizes import added_rows
 from cutefce.ops.primitives.portable_gradients import PortableGradients, TargetGrad, apply_rowwise
 from cutefce.ops.primitives.select_rows import row_range
 from cutefce.ops.primitives.weighted_sum import RowFactors, weighted_sum

@@ -23,7 +23,6 @@ from cutefce.ops.program import calls as programs
 from cutefce.ops.program.plan import Plan
 from cutefce.ops.program.run import Call
 from cutefce.ops.rows.targets import Targets
-from cutefce.ops.sampling.cost_model import SampledCostModel
 from cutefce.ops.sampling.kernels import Entries
 from cutefce.ops.sampling.random_bits import random_bits, row_states
 
@@ -125,12 +124,10 @@ def _sampled(
 
     Some of its estimates are too low.
     """
-    targets, given, problem = copy(inputs.targets), projection, plan.cost_model.kernel_problem
+    targets, given = copy(inputs.targets), projection
     low = _LowEstimates(given.kernels, given.num_sms, given.semaphores, given.clears)
     targets.tensors = replace(targets.tensors, seed=_seed(targets.index))
     primitives = replace(inputs.primitives, projection=low)
     inputs = replace(inputs, primitives=primitives, targets=targets)
-    problem = replace(problem, arch=given.kernels.row_sums.arch)
-    cost_model = SampledCostModel(problem, plan.cost_model.tiles, plan.cost_model.windows)
     sampled = replace(plan.problem, samples=samples, stores=False)
-    return inputs, Plan(sampled, plan.layout, cost_model)
+    return inputs, Plan(sampled, plan.layout)

@@ -11,14 +11,13 @@ from cutefce.autotune_cache import defaults
 from cutefce.autotune_cache.tuning.cases import Case, CheckedOutput
 from cutefce.cute_kernels.integers import ceil_div, round_up
 from cutefce.cute_kernels.problem import LOW_BITS, can_keep
-from cutefce.ops.costs.budget import DEFAULT
 from cutefce.ops.dtypes import sum_dtype
+from cutefce.ops.interface.checks import DEFAULT
 from cutefce.ops.interface.options import LossOptions, TensorOptions
 from cutefce.ops.primitives.cute_projection import CuteProjection
 from cutefce.ops.primitives.primitives import Primitives
 from cutefce.ops.primitives.select_rows import restore_rows, select_on_device
 from cutefce.ops.program import calls as programs
-from cutefce.ops.program.cost_model import CostModel
 from cutefce.ops.program.inputs import LossInputs
 from cutefce.ops.program.layout import Layout
 from cutefce.ops.program.plan import Plan
@@ -135,22 +134,16 @@ def prepared(
         primitives = replace(primitives, projection=projection)
     h, w = primitives.projection.prepare(case.h, case.w)
     inputs = LossInputs(primitives, h, w, targets, h.dtype, sums if way.wide else h.dtype)
+    grad_hidden, grad_weight = way.gradients
     problem = LossProblem(
-        p.tokens,
-        p.hidden,
-        p.vocab,
-        h.dtype.itemsize,
-        sums.itemsize,
-        *way.gradients,
+        **vars(replace(p, grad_hidden=grad_hidden, grad_weight=grad_weight)),
         upstream=Upstream.SCALAR if targets.options.is_scalar else Upstream.ROWS,
         stores=can_keep(p.dtype),
         selects=selection is not None,
-        grad_weight_item=inputs.dw_dtype.itemsize,
+        wide_grad_weight=way.wide,
     )
-    tiles = primitives.config
-    cost_model = CostModel(replace(p, arch=None), tiles, (tiles.window,))
     layout = Layout(chunk, window, kept, 0, way.low_bits, in_chunks=way.chunks > 0)
-    return inputs, Plan(problem, layout, cost_model), selection
+    return inputs, Plan(problem, layout), selection
 
 
 def run(
