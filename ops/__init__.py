@@ -11,6 +11,5 @@
     divergence/   the call of two heads, linear_divergence, from its arguments to its steps
     parallel/     across ranks: vocabulary and tokens sharded over a process group
 
-`schema.py` makes operators' schemas of the option records; `dtypes.py` has their names and those of
-sums; `torch_compat.py` has every private name of torch that the package uses.
+`docs/internals/architecture.md` lists every file.
 """
