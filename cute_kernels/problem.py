@@ -59,6 +59,11 @@ class Problem:
     `arch` is None."""
 
     @property
+    def needs_gradients(self) -> bool:
+        """Whether there is a backward."""
+        return self.grad_hidden or self.grad_weight or self.grad_bias
+
+    @property
     def selects_rows(self) -> bool:
         """Whether kernels serve it, and gather the rows that count and compute no others.
 

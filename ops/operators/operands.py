@@ -5,7 +5,6 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from cutefce.cute_kernels.problem import Problem
 from cutefce.ops.dtypes import sum_dtype
 from cutefce.ops.interface.options import LossCall, TensorOptions
 from cutefce.ops.operators.plans import plan_for
@@ -85,15 +84,12 @@ def _operands(
     selection: RowSelection | None,
 ) -> LossInputs:
     """Return the operands of a program that forward and backward have in common."""
-    problem: Problem = plan.problem
-    if problem.tokens != h.shape[0]:
-        problem = replace(problem, tokens=h.shape[0])
-    counted = None if selection is None else selection.counted
-    own = primitives_for(h, w, problem, targets, plan.device, counted)
+    counted, p = None if selection is None else selection.counted, plan.problem
+    own = primitives_for(h, w, p, p.tiles, targets, plan.device, counted)
     h, w = own.projection.prepare(h, w)
     own_sums = tensors.weight_cast is not None or tensors.accumulate_into is not None
     dw_dtype = sum_dtype(w.dtype) if own_sums else w.dtype
-    buffer = tensors.accumulate_into if plan.problem.grad_weight else None
+    buffer = tensors.accumulate_into if p.grad_weight else None
     dtypes = shard.dx_dtype(h.dtype), dw_dtype
     return LossInputs(own, h, w, targets, *dtypes, buffer, ranks=shard.ranks(), selection=selection)
 

@@ -70,11 +70,6 @@ class LossProblem(Problem):
     need no copies for: products of Triton and cuBLAS leave out the others then."""
 
     @property
-    def needs_gradients(self) -> bool:
-        """Whether there is a backward."""
-        return self.grad_hidden or self.grad_weight or self.grad_bias
-
-    @property
     def dx_item(self) -> int:
         """Bytes of an element of dX as a rank returns it: ranks add theirs before it is rounded."""
         return self.accumulator_bytes if self.ranks else self.item_bytes

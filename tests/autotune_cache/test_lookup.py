@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from cutefce.autotune_cache import lookup, table_io, verdicts
+from cutefce.autotune_cache.defaults import widest_window
 from cutefce.autotune_cache.tuning.runner import Runner
 from cutefce.cute_kernels import cache_files, process_cache
 from cutefce.cute_kernels.arch import ARCHS
@@ -92,7 +93,7 @@ def test_an_edited_configuration_is_launched(file: Path, monkeypatch: pytest.Mon
         file.write_text(json.dumps(data))
         process_cache.reset()
         kernels = dispatch.kernels_for(torch.device("cuda", 7), PROBLEM, PLAIN)
-        steps = dispatch.kernel_primitives(*kernels).projection
+        steps = dispatch.kernel_primitives(widest_window(PROBLEM), *kernels).projection
         h, w, y = torch.zeros(4, 8), torch.zeros(32, 8), torch.zeros(4, dtype=torch.long)
         steps.project_exp(h, w, (0, 32), h[:, 0], Targets(y, 32, LossOptions()))
         (kernel,) = launched

@@ -628,7 +628,9 @@ def serve_calls(
         dtype = dtype_name(h.dtype)
         return dataclasses.replace(own, arch=arch.name, dtype=dtype)
 
-    def primitives_for(h: Tensor, w: Tensor, problem: Problem, targets: Targets, *_: Any) -> Any:
+    def primitives_for(
+        h: Tensor, w: Tensor, problem: Problem, tiles: PortableTiles, targets: Targets, *_: Any
+    ) -> Any:
         if problem.arch is None:
             return dispatch.portable_primitives(tiles)
         variant = variant_of(targets)
