@@ -1,6 +1,7 @@
 """The problem that a call poses: sizes, dtype, device and requested gradients."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 """Bytes per element of each supported dtype."""
@@ -72,12 +73,12 @@ class Problem:
         is_small = self.tokens * self.hidden < 1 << 31
         return self.arch is not None and is_small and MIN_SELECTED <= self.tokens <= MAX_SELECTED
 
-    @property
+    @cached_property
     def item_bytes(self) -> int:
         """Bytes per element of the hidden states, the weight and the stored exponentials."""
         return ITEM_BYTES[self.dtype]
 
-    @property
+    @cached_property
     def accumulator_bytes(self) -> int:
         """Bytes per element of logits and sums: 4, or 8 for float64."""
         return max(4, self.item_bytes)

@@ -53,7 +53,7 @@ def _loss(
     part = localize(input, linear_weight, one_class(target, given), given)
     local = with_tensors(part.options, part.h)
     run: Any = call.loss_and_lse if return_lse else call.loss
-    if call.needs_operator(part.h, part.w, part.y, is_plain=not local):
+    if local or call.needs_operator(part.h, part.w, part.y):
         run = torch.ops.cutefce.loss_and_lse if return_lse else torch.ops.cutefce.loss
     y = None if target is None else part.y
     result = run(part.h, part.w, y, workspace=workspace, **local)

@@ -127,7 +127,7 @@ def _evaluate(
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Return the loss, and further results of `loss_forward` if they are wanted."""
     h, w, y, step, options, tensors, sharding = checked_call(
-        input, linear_weight, target, workspace, arguments, with_stats
+        input, linear_weight, target, workspace, arguments
     )
     grads = step.gradients
     if tensors.target_indices is not None and tensors.target_probs is not None:
@@ -160,12 +160,10 @@ def checked_call(
     target: Tensor | None,
     workspace: int | str | None,
     arguments: dict[str, Any],
-    with_stats: bool = False,
 ) -> LossCall:
     """Return a call of class indices or soft targets; raise an error that names an argument.
 
-    The arguments are those of `loss`, `arguments` the others by name.  `with_stats` says that
-    somebody reads its statistics.
+    The arguments are those of `loss`, `arguments` the others by name.
     """
     options, tensors, sharding = DEFAULTS
     if arguments:  # the dispatcher leaves out arguments at their defaults
@@ -177,7 +175,7 @@ def checked_call(
         checks.check_transform("linear_log_probs" if returns_outputs else "linear_cross_entropy")
         h, w = autocast(input, linear_weight)
         parts = sharding.ranks() if sharding.sequence_parallel else 1
-        if target is None or (not tensors.is_plain and tensors.soft_targets):
+        if target is None or tensors.soft_targets:
             check = check_output_classes if returns_outputs else check_soft_targets
             target = check(target, h, options, tensors, parts)
         grads, own = wanted_gradients(h, w, tensors.linear_bias), w
@@ -194,7 +192,7 @@ def checked_call(
         adds, grad = tensors.accumulate_into is not None, torch.is_grad_enabled()
         if adds and grad:
             heads.check_accumulates(own)
-        if not tensors.is_plain:
+        if tensors.given:
             of = checks.Operands(h, w, target.shape, sharding.vocab(w))
             tensors.check(of, options.reduction)
             tensors = tensors.prepared(h)
@@ -206,13 +204,13 @@ def checked_call(
         budget = checks.workspace_bytes(workspace)
     rows = h if h.ndim == 2 else h.reshape(-1, w.shape[1])
     copied = copied_item_bytes(input, rows), copied_item_bytes(linear_weight, w)
-    step = StepOptions(budget, *grads, *copied, with_stats)
+    step = StepOptions(budget, *grads, *copied)
     return LossCall(rows, own, target, step, options, tensors, sharding)
 
 
-def needs_operator(h: Tensor, w: Tensor, y: Tensor, *, is_plain: bool) -> bool:
+def needs_operator(h: Tensor, w: Tensor, y: Tensor) -> bool:
     """Whether something must see an operator; calling its function directly takes less CPU time."""
-    if not is_plain or torch.compiler.is_compiling() or torch_compat.has_function_mode():
+    if torch.compiler.is_compiling() or torch_compat.has_function_mode():
         return True
     return not can_bypass_dispatcher(h, w, y)
 

@@ -221,11 +221,6 @@ class TensorOptions(OperatorRecord):
         TENSOR_OR_NONE, None, None, "(V, D) a float32 weight in 16 bits", is_public=False
     )
 
-    @cached_property
-    def is_plain(self) -> bool:
-        """Whether none is given."""
-        return all(tensor is None for tensor in self.pack())
-
     @property
     def scales_rows(self) -> bool:
         """Whether tokens differ in the factors of their losses or logits."""
@@ -237,7 +232,7 @@ class TensorOptions(OperatorRecord):
         """Classes of each token whose log-probabilities a call with reduction "outputs" returns."""
         return 1 if self.target_indices is None else self.target_indices.shape[-1]
 
-    @property
+    @cached_property
     def soft_targets(self) -> dict[str, Tensor]:
         """The soft targets, by name; empty without any."""
         given = {"target_indices": self.target_indices, "target_probs": self.target_probs}
@@ -343,9 +338,6 @@ class StepOptions(OperatorRecord):
         INTEGER, 0, None, "bytes per element of hidden states that the operator copies"
     )
     copied_weight: int = argument(INTEGER, 0, None, "the same of the weight")
-    returns_stats: bool = argument(
-        BOOL, False, None, "whether somebody reads the statistics, in the order of the tokens"
-    )
 
     @property
     def gradients(self) -> tuple[bool, bool, bool]:

@@ -87,11 +87,8 @@ def _operands(
     counted, p = None if selection is None else selection.counted, plan.problem
     own = primitives_for(h, w, p, p.tiles, targets, plan.device, counted)
     h, w = own.projection.prepare(h, w)
-    own_sums = tensors.weight_cast is not None or tensors.accumulate_into is not None
-    dw_dtype = sum_dtype(w.dtype) if own_sums else w.dtype
     buffer = tensors.accumulate_into if p.grad_weight else None
-    dtypes = shard.dx_dtype(h.dtype), dw_dtype
-    return LossInputs(own, h, w, targets, *dtypes, buffer, ranks=shard.ranks(), selection=selection)
+    return LossInputs(own, h, w, targets, buffer, ranks=shard.ranks(), selection=selection)
 
 
 def plan_of(x: LossCall) -> Plan:

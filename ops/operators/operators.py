@@ -78,10 +78,7 @@ def define(
 
 
 def loss_forward(h: Tensor, w: Tensor, y: Tensor, *records: Any) -> tuple[Tensor, Tensor]:
-    """Return the reduced loss and statistics (NUM_STATS, N), of the records `STEP`.
-
-    These are in the order of the tokens if the first record says that somebody reads them.
-    """
+    """Return the reduced loss and the statistics (NUM_STATS, N), of the records `STEP`."""
     refuse_tangents()
     x = LossCall(h, w, y, *records).computed()
     plan = plan_of(x)
@@ -135,23 +132,10 @@ def _loss_forward(plan: Plan, x: LossCall) -> tuple[Tensor, Tensor]:
     inputs = prepare(shard, x, plan)
     loss, stats, results = run_forward(inputs, plan)
     selection = inputs.selection
-    # a backward takes them in either order, but graph compilers know their shape
-    if selection is not None and (x.step.returns_stats or not selection.is_on_device):
+    if selection is not None:
         results.stats, stats = stats, stats.restore(selection)
     saved.save(stats.rows, results)
     return restored(loss, selection), stats.rows
-
-
-def loss_forward_into(*arguments: Any) -> tuple[Tensor, Tensor]:
-    """Do what `loss_forward` does of arguments with `accumulate_into` and `grad_output`."""
-    _count_write(arguments[-2])
-    return loss_forward(*arguments)
-
-
-def _count_write(tensors: TensorOptions) -> None:
-    """Tell autograd that the buffer is written, which kernels do not."""
-    assert tensors.accumulate_into is not None
-    torch.autograd.graph.increment_version(tensors.accumulate_into)
 
 
 def restored(loss: Tensor, selection: RowSelection | None) -> Tensor:
@@ -226,12 +210,19 @@ def loss_backward(
     )
 
 
-def loss_backward_into(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Do what `loss_backward` does of arguments with `accumulate_into`."""
-    _count_write(arguments[-2])
-    return loss_backward(*arguments)
+def _writing(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what `function` does of arguments with `accumulate_into`, as `function`_into."""
+
+    def run(*arguments: Any) -> Any:
+        # autograd is told that the buffer is written, which kernels do not
+        torch.autograd.graph.increment_version(arguments[-2].accumulate_into)
+        return function(*arguments)
+
+    run.__name__ = f"{function.__name__}_into"
+    return run
 
 
+loss_forward_into, loss_backward_into = _writing(loss_forward), _writing(loss_backward)
 IMPLS: dict[Callable[..., Any], Callable[..., Any]] = {
     **{f: isolated_context(falls_back(f)) for f in (loss_forward, loss_backward)},
     # these may have added to the caller's buffer before a kernel failed to compile

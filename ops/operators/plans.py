@@ -4,7 +4,7 @@ Operators make their plans when they run, where sizes are integers: a graph comp
 comparison of sizes, and one graph serves all of them.
 """
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -121,7 +121,7 @@ def loss_problem(x: LossCall) -> LossProblem:
         in_place = is_in_place(buffer, h.dtype)
     soft = 0 if tensors.target_indices is None else tensors.target_indices.shape[-1]
     return LossProblem(
-        **vars(own),
+        **asdict(own),
         upstream=upstream,
         scales_rows=options.scales_rows or tensors.scales_rows,
         every_class=options.label_smoothing != 0 or "mean_logit" in options.output_names,

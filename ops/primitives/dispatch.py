@@ -149,7 +149,7 @@ def primitives_for(
     from cutefce.ops.primitives.triton_projection import TritonProjection
 
     steps = TritonProjection(tiles, counted), TritonGradients(tiles.window, counted)
-    return Primitives(tiles, *steps, counted)
+    return Primitives(*steps, counted)
 
 
 def options_unsupported_reason(
@@ -199,15 +199,15 @@ def kernel_primitives(
     clears = grad_bias or gemms is None or kernels.row_sums.config.rows % TILE_K > 0
     projection = CuteProjection(kernels, num_sms, semaphores, clears)
     if gemms is None:
-        return Primitives(window, projection, CublasGradients(kernels, window.window, semaphores))
+        return Primitives(projection, CublasGradients(kernels, window.window, semaphores))
     gradients = CuteGradients(kernels, num_sms, semaphores)
-    return Primitives(window, projection, gradients)
+    return Primitives(projection, gradients)
 
 
 @process_cache
 def portable_primitives(tiles: PortableTiles) -> Primitives:
     """Return primitives in plain torch."""
-    return Primitives(tiles, PortableProjection(tiles), PortableGradients(tiles.window))
+    return Primitives(PortableProjection(tiles), PortableGradients(tiles.window))
 
 
 def report(reason: str, on_gpu: bool, what: str = "served by the portable path:") -> None:

@@ -20,8 +20,7 @@ float32, or float64 for float64 inputs.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -46,8 +45,7 @@ from cutefce.ops.rows.statistics import RowStats, reduce_losses
 from cutefce.ops.rows.targets import Targets
 
 
-@dataclass(frozen=True)
-class PartialSums:
+class PartialSums(NamedTuple):
     """Row sums of exponentials (N, P), each relative to its own reference (N, P)."""
 
     sums: Tensor
@@ -76,9 +74,8 @@ class PartialSums:
         return self._map(lambda x: x[..., rows, :])
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> "PartialSums":
-        of_all = None if self.of_all is None else function(self.of_all)
-        of_others = None if self.of_others is None else function(self.of_others)
-        return PartialSums(function(self.sums), function(self.references), of_all, of_others)
+        parts: Any = (None if x is None else function(x) for x in self)
+        return PartialSums(*parts)
 
 
 Partials: TypeAlias = Any
@@ -153,14 +150,10 @@ class PortableProjection(SoftTargetSteps):
         """Return the row sums of all columns from those of consecutive windows."""
         if len(partials) == 1:
             return partials[0]
-        of_all = [x.of_all for x in partials if x.of_all is not None]
-        of_others = [x.of_others for x in partials if x.of_others is not None]
-        return PartialSums(
-            torch.cat([partial.sums for partial in partials], 1),
-            torch.cat([partial.references for partial in partials], 1),
-            torch.cat(of_all, 2) if of_all else None,
-            torch.cat(of_others, 2) if of_others else None,
+        every: Any = (
+            None if x[0] is None else torch.cat(x, -1) for x in zip(*partials, strict=True)
         )
+        return PartialSums(*every)
 
     def partial_outputs(self, partial: Partials, target_logit: Tensor) -> PartialOutputs:
         """Return the reductions that were computed beside the row sums, of all partials."""

@@ -58,7 +58,7 @@ def scratch(p: LossProblem, x: Layout, step: Step) -> int:
     A block of rows on a CPU, and of the steps that may be at a peak what they make.
     """
     own, sums = 0, p.accumulator_bytes
-    rows, columns = (last - first for first, last in (step.rows, step.columns))
+    rows, columns = step.rows[1] - step.rows[0], step.columns[1] - step.columns[0]
     match step.kind:
         case Kind.PROJECT if not step.repairs or "exps" in step.writes:
             stores = any(name.startswith("exps") for name in step.writes)
@@ -84,7 +84,9 @@ def scratch(p: LossProblem, x: Layout, step: Step) -> int:
             own = _weight(p, step, rows, columns, x)
         case Kind.KEEP_HIDDEN | Kind.FINISH_HIDDEN if step.low and not p.is_fused:
             own = rows_bytes(p, rows, p.few_low_bits if x.in_chunks else x.low_bits)
-    if p.soft and p.device == "cpu":  # gathers the weight's rows of one token at least
+    if p.device != "cpu":
+        return own
+    if p.soft:  # gathers the weight's rows of one token at least
         elements = p.soft * p.hidden
         block = min(soft_block_rows(elements, sums, p.device), rows)
         own = max(own, block * elements * (sums + p.item_bytes * p.accumulates_wider))

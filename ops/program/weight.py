@@ -161,7 +161,8 @@ def add_window(call: Call, first: int, last: int, exps: Tensor, scaled: Tensor) 
     """
     x, grad_scale = call.inputs, call.values["scaling"].grad_scale
     into, row = x.accumulate_into, call.values["row"]
-    as_sums = into is not None or x.dw_dtype != x.w.dtype
+    p = call.program.problem
+    as_sums = into is not None or p.dw_item != p.item_bytes
 
     def write(out: Tensor, exps: Tensor, first: int, *, accumulate: bool) -> None:
         """Write the rows of dW from `first` on to `out` (K, D), or add."""

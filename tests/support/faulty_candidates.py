@@ -103,7 +103,7 @@ class FaultyGradients:
 def faulty(own: Primitives, kind: Kind) -> Primitives:
     projection: Any = FaultyProjection(own.projection, kind)
     gradients: Any = FaultyGradients(own.gradients, kind)
-    return Primitives(own.config, projection, gradients)
+    return Primitives(projection, gradients)
 
 
 def _hang(on_gpu: bool) -> None:

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 import torch
 from torch import Tensor
@@ -11,7 +11,6 @@ from cutefce.autotune_cache import defaults
 from cutefce.autotune_cache.tuning.cases import Case, CheckedOutput
 from cutefce.cute_kernels.integers import ceil_div, round_up
 from cutefce.cute_kernels.problem import LOW_BITS, can_keep
-from cutefce.ops.dtypes import sum_dtype
 from cutefce.ops.interface.checks import DEFAULT
 from cutefce.ops.interface.options import LossOptions, TensorOptions
 from cutefce.ops.primitives.cute_projection import CuteProjection
@@ -120,7 +119,7 @@ def prepared(
     window = round_up(ceil_div(p.vocab, way.windows), block)
     affordable = DEFAULT // (p.tokens * p.item_bytes) // block * block
     kept = min(window * way.stored, affordable) if can_keep(p.dtype) else 0
-    targets, sums = make_targets(case, way.reduction), sum_dtype(case.h.dtype)
+    targets = make_targets(case, way.reduction)
     if way.ignores:
         y = _partly_ignored(case)
         if isinstance(primitives.projection, CuteProjection):
@@ -133,10 +132,10 @@ def prepared(
         projection.clears = True
         primitives = replace(primitives, projection=projection)
     h, w = primitives.projection.prepare(case.h, case.w)
-    inputs = LossInputs(primitives, h, w, targets, h.dtype, sums if way.wide else h.dtype)
+    inputs = LossInputs(primitives, h, w, targets)
     grad_hidden, grad_weight = way.gradients
     problem = LossProblem(
-        **vars(replace(p, grad_hidden=grad_hidden, grad_weight=grad_weight)),
+        **asdict(replace(p, grad_hidden=grad_hidden, grad_weight=grad_weight)),
         upstream=Upstream.SCALAR if targets.options.is_scalar else Upstream.ROWS,
         stores=can_keep(p.dtype),
         selects=selection is not None,
