@@ -44,8 +44,6 @@ class Argument(NamedTuple):
     type: Type
     kind: Any = None
     """The part of the loss that it changes."""
-    meaning: str = ""
-    """A sentence."""
     is_public: bool = True
     """Whether users of `torch.ops.cutefce` can give it."""
 
