@@ -88,6 +88,8 @@ def isolated_context(function: Callable[..., Any]) -> Callable[..., Any]:
         if first.is_cuda and first.get_device() != torch.cuda.current_device():
             with torch.cuda.device(first.device):
                 return run(first, *rest, **more)
+        if not is_autocasting(first.device.type):
+            return function(first, *rest, **more)
         with outside_autocast(first.device.type):
             return function(first, *rest, **more)
 

@@ -33,7 +33,7 @@ def prepare(shard: VocabShard, x: LossCall, plan: Plan) -> LossInputs:
     check_soft_values(x.y, options, tensors, vocab)
     y = without_weightless(x.y.long(), options, tensors).contiguous()
     counted = shard.counted(y, ignored) if problem.selects else y
-    chunk = plan.layout.chunk if plan.in_chunks else y.shape[0]
+    chunk = plan.layout.chunk if plan.layout.in_chunks else y.shape[0]
     tokens = problem.tokens, problem.sorts
     selection = select_rows(
         problem.arch if problem.selects else None, y, counted, ignored, tokens, chunk
@@ -62,7 +62,7 @@ def resume(shard: VocabShard, x: LossCall, saved: Saved) -> LossInputs:
     backward does not read them.
     """
     h, w, selection = x.h, x.w, saved.selection
-    if not saved.plan.in_chunks:
+    if not saved.plan.layout.in_chunks:
         h = shard.gather_hidden(h)
         if selection is not None and not selection.is_on_device:
             h = h.index_select(0, selection.order)

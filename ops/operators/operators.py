@@ -149,7 +149,7 @@ def run_forward(inputs: LossInputs, plan: Plan) -> tuple[Tensor, RowStats, Saved
     """Return the reduced loss, the statistics, and what is saved with them."""
     loss, stats, memory = programs.forward(inputs, plan)
     targets = inputs.targets
-    targets.drop_forward(keeps_soft=not plan.in_chunks)
+    targets.drop_forward(keeps_soft=not plan.layout.in_chunks)
     return loss, stats, Saved(plan, memory, targets, inputs.selection, None, inputs.class_row)
 
 
@@ -193,7 +193,7 @@ def loss_backward(
         soft, upstream = classes.take(upstream)
         inputs.targets.parts = inputs.targets.parts._replace(soft=soft)
     of_chunks = None
-    if plan.in_chunks and plan.problem.grad_hidden:
+    if plan.layout.in_chunks and plan.problem.grad_hidden:
         inputs.targets.selection = None  # all rows of the sums are defined
         selection, of_chunks = None, selection
     dx, dw, dbias = programs.backward(plan, memory, inputs, upstream, rows, of_chunks)

@@ -58,17 +58,12 @@ class Plan(Costed):
             return "sampled"
         if not self.problem.needs_gradients:
             return "no_gradients"
-        return "gradients_in_forward" if self.in_chunks else "windows"
-
-    @property
-    def in_chunks(self) -> bool:
-        """Whether the forward has chunks of tokens; it forms their gradients, if any are wanted."""
-        return self.layout.in_chunks
+        return "gradients_in_forward" if self.layout.in_chunks else "windows"
 
     @property
     def adds_in_forward(self) -> bool:
         """Whether gradients in forward add dW to the caller's buffer."""
-        return self.in_chunks and self.problem.adds_in_forward
+        return self.layout.in_chunks and self.problem.adds_in_forward
 
     @property
     def tokens(self) -> int:

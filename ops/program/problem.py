@@ -69,12 +69,12 @@ class LossProblem(Problem):
     """Whether tokens that count come first, in copies of hidden states and dX, as kernels of ours
     need no copies for: products of Triton and cuBLAS leave out the others then."""
 
-    @property
+    @cached_property
     def dx_item(self) -> int:
         """Bytes of an element of dX as a rank returns it: ranks add theirs before it is rounded."""
         return self.accumulator_bytes if self.ranks else self.item_bytes
 
-    @property
+    @cached_property
     def dw_item(self) -> int:
         """Bytes of an element of dW as it is returned."""
         is_wide = self.wide_grad_weight and not self.into
@@ -123,12 +123,12 @@ class LossProblem(Problem):
         """The windows that plans choose from, the widest first."""
         return window_configs(self)
 
-    @property
+    @cached_property
     def tiles(self) -> PortableTiles:
         """The widest window, in tiles."""
         return self.windows[0]
 
-    @property
+    @cached_property
     def block(self) -> int:
         """Columns of which windows of classes are multiples."""
         return self.tiles.reference_block

@@ -168,11 +168,12 @@ def of_llama(mib: int | str | None, frozen: bool = False, **options: Any) -> Any
 def test_the_ends_of_the_budget() -> None:
     everything, default, least = of_llama("max"), of_llama(None), of_llama("min")
     assert everything.layout.kept >= 131072 and default == everything
-    assert not least.in_chunks and least.layout.aliased > 0
+    assert not least.layout.in_chunks and least.layout.aliased > 0
     assert least.workspace_bytes <= 135 * MIB and least.seconds <= 1.28 * PRODUCTS
-    assert of_llama(900).in_chunks and of_llama(900).seconds <= 1.09 * PRODUCTS
+    assert of_llama(900).layout.in_chunks and of_llama(900).seconds <= 1.09 * PRODUCTS
     assert 0 < of_llama(1024).layout.kept < 65536 and of_llama(1024).seconds <= 1.07 * PRODUCTS
-    assert not of_llama(1024, reduction="none").in_chunks, "losses have gradients of their own"
+    of_tokens = of_llama(1024, reduction="none")
+    assert not of_tokens.layout.in_chunks, "losses have gradients of their own"
 
 
 @pytest.mark.parametrize(("mib", "most"), [(110, 0.8), (140, 0.75), (300, 0.7)])
@@ -181,7 +182,7 @@ def test_a_frozen_head_takes_two_products_in_little_memory(
     mib: int, most: float, reduction: str
 ) -> None:
     found = of_llama(mib, frozen=True, reduction=reduction)
-    assert found.in_chunks and found.workspace_bytes <= mib * MIB
+    assert found.layout.in_chunks and found.workspace_bytes <= mib * MIB
     assert found.seconds <= most * PRODUCTS
 
 

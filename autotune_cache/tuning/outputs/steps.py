@@ -159,7 +159,7 @@ def run(
         loss, upstream = selection.restore(loss), selection.take(upstream)
     if not plan.problem.needs_gradients:
         return loss, stats, None, None
-    of_chunks = selection if plan.in_chunks else None
+    of_chunks = selection if plan.layout.in_chunks else None
     if of_chunks is not None:
         inputs.targets.selection = None  # all rows of the sums are defined
     dx, dw, _ = programs.backward(plan, saved.by_home, inputs, upstream, stats, of_chunks)
