@@ -23,6 +23,7 @@ from cutefce.cute_kernels.spec.kernel import KernelSpec
 from cutefce.cute_kernels.variant import PLAIN
 from cutefce.ops.interface.options import LossOptions
 from cutefce.ops.primitives import cute_projection, dispatch
+from cutefce.ops.primitives.portable_projection import Logits
 from cutefce.ops.rows.targets import Targets
 from tests.support.tables import ENTRY, GPU, KEY, OLD, OTHER, PROBLEM, TABLE, TUNED, write
 
@@ -95,7 +96,8 @@ def test_an_edited_configuration_is_launched(file: Path, monkeypatch: pytest.Mon
         kernels = dispatch.kernels_for(torch.device("cuda", 7), PROBLEM, PLAIN)
         steps = dispatch.kernel_primitives(widest_window(PROBLEM), *kernels).projection
         h, w, y = torch.zeros(4, 8), torch.zeros(32, 8), torch.zeros(4, dtype=torch.long)
-        steps.project_exp(h, w, (0, 32), h[:, 0], Targets(y, 32, LossOptions()))
+        targets = Targets(y, 32, LossOptions())
+        steps.project_exp(Logits(h, w, (0, 32), h[:, 0], targets))
         (kernel,) = launched
         assert isinstance(kernel, ProjectExpSpec)
         assert kernel.config == config

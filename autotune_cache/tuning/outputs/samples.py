@@ -18,6 +18,7 @@ from cutefce.autotune_cache.tuning.outputs.steps import Inputs, Way, gradients, 
 from cutefce.cute_kernels.jit.cache import compiled
 from cutefce.cute_kernels.spec.sampling import PrepareSamplesSpec
 from cutefce.ops.primitives.cute_projection import CuteProjection, PartialLse
+from cutefce.ops.primitives.portable_projection import Logits
 from cutefce.ops.primitives.primitives import Primitives
 from cutefce.ops.program import calls as programs
 from cutefce.ops.program.plan import Plan
@@ -101,7 +102,7 @@ def _estimates(inputs: Inputs, projection: CuteProjection) -> Tensor:
     logit, none = projection.target_logit(h, w, targets), torch.full_like(targets.index, -1)
     part, sums = Targets(none, half, targets.options), []
     for rows in (w[:half], w[len(w) - half :]):
-        sums.append(projection.project_exp(h, rows, (0, half), logit, part).sums)
+        sums.append(projection.project_exp(Logits(h, rows, (0, half), logit, part)).sums)
     result = torch.empty_like(logit)
     kernel = PrepareSamplesSpec(projection.kernels.row_sums.arch, "estimate")
     compiled(kernel)(*sums, logit, result, LOG2_RATIO, 0)
