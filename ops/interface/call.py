@@ -190,8 +190,11 @@ def checked_call(
         heads.check_tensors(h, w, target, parts)
         sharding.check(w)
         adds, grad = tensors.accumulate_into is not None, torch.is_grad_enabled()
-        if adds and grad:
-            heads.check_accumulates(own)
+        if adds and grad and not own.requires_grad:
+            raise ValueError(
+                "accumulate_into: got a buffer for a linear_weight that does not require grad, "
+                "expected None"
+            )
         if tensors.given:
             of = checks.Operands(h, w, target.shape, sharding.vocab(w))
             tensors.check(of, options.reduction)

@@ -53,7 +53,6 @@ def _plan(
     **given: Any,
 ) -> Plan:
     """Return what `plan` returns; `given` are its other arguments."""
-    check_types(input=input, linear_weight=linear_weight)
     check_arguments(given)
     workspace = given.pop("workspace", None)
     if is_probabilities(target):
@@ -61,8 +60,6 @@ def _plan(
             "target: got probabilities of all classes, whose loss has no plan, expected class "
             "indices or None"
         )
-    if target is not None:
-        check_types(target=target)
     some = torch.empty(input.shape[:-1], dtype=torch.long, device=input.device)
     part = localize(input, linear_weight, some if target is None else target, given)
     local = with_tensors(part.options, part.h)
