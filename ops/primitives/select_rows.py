@@ -8,7 +8,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from cutefce.cute_kernels.arch.base import TILE_K
 from cutefce.cute_kernels.integers import ceil_div
 from cutefce.cute_kernels.jit.cache import compiled
 from cutefce.cute_kernels.kernel_set import KernelSet
@@ -58,11 +57,6 @@ def far_rows(selection: RowSelection | None, semaphores: Tensor) -> RowSelection
 def row_range(x: Tensor, first: int, last: int) -> Tensor:
     """Return rows [first, last) of x; of all rows no view is made, which takes CPU time."""
     return x if last - first == x.shape[0] else x[first:last]
-
-
-def clear_first_rows(exps: Tensor) -> None:
-    """Write zeros to the rows of exponentials (N, K) that dW's kernels read even of no tokens."""
-    exps[:TILE_K].zero_()
 
 
 def gather_rows(

@@ -6,17 +6,14 @@ On a GPU a 16-bit operand is read once, as it is: each factor becomes a sum of t
 dtype, which hold the 24 bits of a float32, and one GEMM with float32 sums multiplies all three.
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from cutefce.cute_kernels.integers import round_up
 from cutefce.ops.dtypes import sum_dtype
-from cutefce.ops.primitives.block_sizes import soft_block_rows
-from cutefce.ops.primitives.elementwise import add_soft_rows_, can_fuse, fused, gathered_dots_
-from cutefce.ops.primitives.portable_gradients import matmul_into, scale_rows
-from cutefce.ops.rows.blocks import blocks, row_blocks
+from cutefce.ops.primitives.elementwise import add_soft_rows_, gathered_dots_
+from cutefce.ops.primitives.portable_gradients import apply_rowwise, matmul_into, scale_rows
+from cutefce.ops.rows.blocks import row_blocks
 from cutefce.ops.rows.targets import Targets
 
 TERMS = 3
@@ -107,7 +104,9 @@ class SoftTargetSteps:
     def soft_logits(self, out: Tensor, h: Tensor, w: Tensor, targets: Targets) -> None:
         """Write the raw logits of soft targets to `out` (N, K)."""
         assert targets.soft is not None
-        _apply_by_token(gathered_dots_, out, targets.soft.index, h, whole=(w,))
+        index = targets.soft.index
+        gathered = index.shape[1] * w.shape[1]
+        apply_rowwise(gathered_dots_, out, index, h, whole=(w,), gathered=gathered)
 
     def put_soft(self, entries: Tensor | None, exps: Tensor, first: int, targets: Targets) -> None:
         """Write the `SoftTargets.entries` (N, K) to `exps` (N, W), of columns from `first` on.
@@ -145,21 +144,6 @@ class SoftTargetSteps:
 def add_soft_rows(sums: Tensor, entries: Tensor, targets: Targets, w: Tensor) -> None:
     """Add Σ_k entries_ik w_{c_ik} to `sums` (N, D); `entries` are (N, K)."""
     assert targets.soft is not None
-    _apply_by_token(add_soft_rows_, sums, targets.soft.index, entries, whole=(w,))
-
-
-def _apply_by_token(
-    function: Callable[..., None],
-    out: Tensor,
-    index: Tensor,
-    *rowwise: Tensor,
-    whole: tuple[Tensor, ...],
-) -> None:
-    """Call `function` fused, or on blocks of tokens; it gathers rows `index` (N, K) of w (V, D)."""
-    if can_fuse(out):
-        fused(function)(out, index, *rowwise, *whole)
-        return
-    elements = index.shape[1] * whole[-1].shape[1]
-    size = soft_block_rows(elements, out.element_size(), out.device.type)
-    for rows in blocks(len(out), size):
-        function(out[rows], index[rows], *(x[rows] for x in rowwise), *whole)
+    index = targets.soft.index
+    gathered = index.shape[1] * w.shape[1]
+    apply_rowwise(add_soft_rows_, sums, index, entries, whole=(w,), gathered=gathered)

@@ -88,7 +88,7 @@ def finish_chunks(call: Call, s: Step) -> None:
     gradients, targets, order = x.primitives.gradients, x.targets, None
     if selection is not None and selection.is_on_device:
         order = selection.order
-    rounded = call.program.problem.rounds_hidden
+    rounded = call.program.problem.adds_in_forward
     is_placed = order is not None and (rounded or sums.low is not None)
     if rounded:
         upstream = torch.where(upstream.isnan(), upstream, 1)

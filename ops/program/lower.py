@@ -200,12 +200,10 @@ class Lowering(Emitter):
         reference: str,
         *,
         repairs: bool = False,
-    ) -> str:
+    ) -> None:
         """Emit the exponentials of a window relative to a reference that is known by now."""
-        exps = self.exps(n)
         reads = (*states, reference, *self.order)
-        self.emit(Kind.PROJECT, reads, (exps,), rows, n.columns, repairs=repairs)
-        return exps
+        self.emit(Kind.PROJECT, reads, (self.exps(n),), rows, n.columns, repairs=repairs)
 
     # -- gradients in the forward -----------------------------------------------------------------
 
@@ -223,7 +221,7 @@ class Lowering(Emitter):
             sums = self.hidden_sums()
             self.emit(Kind.ENTRIES, (*self.order, self.stats(), *sums), sums, rows)
         factors: tuple[str, ...] = ()
-        if p.grad_weight or p.grad_bias or p.rounds_hidden:
+        if p.grad_weight or p.grad_bias:
             factors = self.factors(rows, "factors")
         if p.soft and not self.has_windows:
             self.entries(rows, n)
@@ -232,7 +230,7 @@ class Lowering(Emitter):
         if p.grad_hidden and not self.has_windows:
             self.add_hidden(rows, n)
         if p.grad_hidden:
-            self.keep_hidden(rows, factors if p.rounds_hidden else ())
+            self.keep_hidden(rows, factors if p.adds_in_forward else ())
         if p.grad_weight:
             scaled = states
             if self.scales_exps:
@@ -247,11 +245,11 @@ class Lowering(Emitter):
     def keep_hidden(self, rows: Range, factors: Sequence[str]) -> None:
         """Emit what is kept of a chunk's sums of dX until the factors of tokens are known."""
         reads = (*self.order, *self.hidden_sums(), *factors)
-        self.emit(Kind.KEEP_HIDDEN, reads, self.kept_hidden(), rows, final=self.p.rounds_hidden)
+        self.emit(Kind.KEEP_HIDDEN, reads, self.kept_hidden(), rows, final=self.p.adds_in_forward)
 
     def kept_hidden(self) -> tuple[str, ...]:
         """Name what is kept of dX: it or its larger pieces in its memory."""
-        rounded = self.p.rounds_hidden or self.p.dx_item == self.p.accumulator_bytes
+        rounded = self.p.adds_in_forward or self.p.dx_item == self.p.accumulator_bytes
         # a sum over all classes is rounded once
         few = self.p.few_low_bits
         return (self.dx(), *(() if rounded else self.low("low of dx", self.p.tokens, few)))

@@ -109,13 +109,8 @@ class LossProblem(Problem):
         return self.stores and self.needs_gradients and known and (scalar or not sums_tokens)
 
     @property
-    def rounds_hidden(self) -> bool:
-        """Whether a chunk's rows of dX are final, as the upstream gradient is known."""
-        return self.upstream is Upstream.KNOWN
-
-    @property
     def adds_in_forward(self) -> bool:
-        """Whether chunks add dW to the caller's buffer at once."""
+        """Whether chunks add dW to the caller's buffer at once, and have final rows of dX."""
         return self.into > 0 and self.adds_in_place and self.upstream is Upstream.KNOWN
 
     @cached_property
