@@ -44,8 +44,6 @@ def loss(
     input: Tensor,
     linear_weight: Tensor,
     target: Tensor | None = None,
-    *,
-    workspace: int | str | None = None,
     **arguments: Any,
 ) -> Tensor:
     """Cross entropy of softmax(input @ linear_weight.T), as `torch.ops.cutefce.loss`.
@@ -55,9 +53,9 @@ def loss(
         linear_weight: (V, D), of input's dtype and device.
         target: (...) integer class indices in [0, V), or `ignore_index`, or (..., V) probabilities;
             None with soft targets.
-        workspace: peak memory in bytes, beyond inputs and gradients, that the call may use for
-            speed, or the least that any plan takes; "min", "max", or None for 2.5 GiB.
-        arguments: the fields of `LossOptions`, `TensorOptions` and `Sharding`, by name.
+        arguments: the fields of `LossOptions`, `TensorOptions` and `Sharding`, by name, and
+            `workspace`: peak memory in bytes, beyond inputs and gradients, that the call may use
+            for speed, or the least that any plan takes; "min", "max", or None for 2.5 GiB.
 
     Returns:
         () or, with reduction "none", (...): float32, or float64 for float64 inputs.
@@ -69,22 +67,20 @@ def loss(
             such a token's loss and the gradients that it takes part in are NaN.
     """
     if target is not None and is_probabilities(target):
-        return loss_of_probabilities(input, linear_weight, target, workspace, arguments)[0]
-    return _evaluate(input, linear_weight, target, workspace, arguments)[0]
+        return loss_of_probabilities(input, linear_weight, target, arguments)[0]
+    return _evaluate(input, linear_weight, target, arguments)[0]
 
 
 def loss_and_lse(
     input: Tensor,
     linear_weight: Tensor,
     target: Tensor | None = None,
-    *,
-    workspace: int | str | None = None,
     **arguments: Any,
 ) -> tuple[Tensor, Tensor]:
     """Return `loss` and the log-sum-exps (...) of the logits, 0 if ignored, without gradient."""
     if target is not None and is_probabilities(target):
-        return loss_of_probabilities(input, linear_weight, target, workspace, arguments)
-    result, more = _evaluate(input, linear_weight, target, workspace, arguments, with_stats=True)
+        return loss_of_probabilities(input, linear_weight, target, arguments)
+    result, more = _evaluate(input, linear_weight, target, arguments, with_stats=True)
     (stats,) = more
     lse = torch.where(_is_active(stats), RowStats(stats).lse, 0).detach()
     shape = arguments["target_indices"].shape[:-1] if target is None else target.shape
@@ -95,8 +91,6 @@ def log_probs(
     input: Tensor,
     linear_weight: Tensor,
     target: Tensor | None = None,
-    *,
-    workspace: int | str | None = None,
     **arguments: Any,
 ) -> list[Tensor]:
     """Return the log-probabilities of targets (...), and other values of each token.
@@ -108,7 +102,7 @@ def log_probs(
         gradients; then those of `ops.rows.outputs.stat_rows`.  All are 0 for ignored tokens.
     """
     arguments = {"outputs": "lse", **arguments, "reduction": OUTPUTS}
-    result, more = _evaluate(input, linear_weight, target, workspace, arguments, with_stats=True)
+    result, more = _evaluate(input, linear_weight, target, arguments, with_stats=True)
     *rows, stats = result, *more
     rows += [torch.where(_is_active(stats), row, 0) for row in stats[NUM_STATS:].detach()]
     if target is not None:
@@ -121,14 +115,12 @@ def _evaluate(
     input: Tensor,
     linear_weight: Tensor,
     target: Tensor | None,
-    workspace: int | str | None,
     arguments: dict[str, Any],
     with_stats: bool = False,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Return the loss, and further results of `loss_forward` if they are wanted."""
-    h, w, y, step, options, tensors, sharding = checked_call(
-        input, linear_weight, target, workspace, arguments
-    )
+    call = checked_call(input, linear_weight, target, arguments)
+    h, w, y, step, options, tensors, sharding = call
     grads = step.gradients
     if tensors.target_indices is not None and tensors.target_probs is not None:
         soft = tensors.target_indices, tensors.target_probs
@@ -158,7 +150,6 @@ def checked_call(
     input: Tensor,
     linear_weight: Tensor,
     target: Tensor | None,
-    workspace: int | str | None,
     arguments: dict[str, Any],
 ) -> LossCall:
     """Return a call of class indices or soft targets; raise an error that names an argument.
@@ -204,7 +195,7 @@ def checked_call(
         if tensors.grad_output is not None and torch_compat.may_recompute():
             # a forward that runs twice would add twice
             tensors = dataclasses.replace(tensors, grad_output=None)
-        budget = checks.workspace_bytes(workspace)
+        budget = checks.workspace_bytes(arguments.get("workspace"))
     rows = h if h.ndim == 2 else h.reshape(-1, w.shape[1])
     copied = copied_item_bytes(input, rows), copied_item_bytes(linear_weight, w)
     step = StepOptions(budget, *grads, *copied)

@@ -54,7 +54,6 @@ def _plan(
 ) -> Plan:
     """Return what `plan` returns; `given` are its other arguments."""
     check_arguments(given)
-    workspace = given.pop("workspace", None)
     if is_probabilities(target):
         raise NotImplementedError(
             "target: got probabilities of all classes, whose loss has no plan, expected class "
@@ -68,7 +67,7 @@ def _plan(
         sharding = Sharding.from_keywords(local)
         tokens = token_shape(part.h, sharding.ranks() if sharding.sequence_parallel else 1)
         y = some.new_empty(tokens)
-    return plan_for(checked_call(part.h, part.w, y, workspace, local).computed())
+    return plan_for(checked_call(part.h, part.w, y, local).computed())
 
 
 @runs(_plan)
