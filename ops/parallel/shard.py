@@ -29,7 +29,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cutefce.ops import torch_compat
-from cutefce.ops.dtypes import sum_dtype
 from cutefce.ops.interface.options import Sharding
 from cutefce.ops.parallel.consistency import exchange
 from cutefce.ops.primitives.dispatch import backend_of
@@ -124,13 +123,6 @@ class VocabShard:
         # contiguous parts of a token are added in the same order for all tokens
         parts = iter(self.all_gather(given).permute(2, 1, 0).contiguous())
         return PartialOutputs(*(None if x is None else next(parts) for x in own))
-
-    def dx_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype in which a rank finishes its part of dX, for inputs of `dtype`.
-
-        That of sums in a group: dX is rounded after the ranks' parts are added.
-        """
-        return sum_dtype(dtype) if self.group else dtype
 
     def reduce_dx(self, dx: Tensor) -> Tensor:
         """Return the rows of the sum of all ranks' parts of dX (N, D) that this rank rounds.

@@ -19,12 +19,11 @@ from cutefce.cute_kernels.jit.cache import compiled
 from cutefce.cute_kernels.kernel_set import KernelSet
 from cutefce.cute_kernels.schedule.order import choose_vocab_splits, most_vocab_splits
 from cutefce.cute_kernels.spec.gemm import ProjectExpSpec
-from cutefce.cute_kernels.workspace import NUM_STATS, forward_semaphore_count
+from cutefce.cute_kernels.workspace import NUM_STATS, Move, Semaphore, forward_semaphore_count
 from cutefce.ops.primitives.block_sizes import UNUSED_COLUMNS
 from cutefce.ops.primitives.portable_projection import Logits, PortableProjection
 from cutefce.ops.primitives.select_rows import (
-    clear_rows,
-    far_rows,
+    as_bits,
     gather_rows,
     row_count,
     row_order,
@@ -217,13 +216,18 @@ class CuteProjection(CuteSoftTargetSteps, PortableProjection):
         compiled(kernel)(x.h, w, *rows, *transform, *numbers, clusters)
 
     def far_rows(self, partial: PartialLse, targets: Targets) -> RowSelection | None:
-        can_skip = self.kernels.grad_hidden_again is not None
-        return far_rows(targets.selection if can_skip else None, partial.semaphores)
+        if targets.selection is None or self.kernels.grad_hidden_again is None:
+            return None
+        # all rows if `reduce_partials` has flagged any of them
+        counts = partial.semaphores[Semaphore.REPAIR_ROWS : Semaphore.REPAIR_ROWS + 1]
+        return replace(targets.selection, counts=counts, may_skip=True, must_skip=True)
 
     def _clear(self, exps: Tensor | None, targets: Targets) -> None:
         """Write zeros to the rows of `exps` (N, K) that do not count, if other GEMMs read them."""
         if self.clears and exps is not None and targets.selection is not None:
-            clear_rows(self.kernels, exps, targets.selection)
+            bits, order = as_bits(exps), targets.selection.order
+            count = targets.selection.count
+            compiled(self.kernels.move_rows)(bits, bits, order, None, count, Move.CLEAR)
 
     def _take_semaphores(self, h: Tensor) -> Tensor:
         count: int = forward_semaphore_count(h.shape[0], self.kernels.reduce_partials.rows)

@@ -12,7 +12,7 @@ from cutefce.cute_kernels.integers import ceil_div
 from cutefce.cute_kernels.jit.cache import compiled
 from cutefce.cute_kernels.kernel_set import KernelSet
 from cutefce.cute_kernels.spec.rowwise import MoveRowsSpec, SelectRowsSpec
-from cutefce.cute_kernels.workspace import Move, Semaphore
+from cutefce.cute_kernels.workspace import Move
 from cutefce.ops.rows.selection import CountedRows, RowSelection
 
 
@@ -44,14 +44,6 @@ def row_count(selection: RowSelection | None, unused: Tensor) -> tuple[Tensor, i
 def row_order(order: Tensor | None, unused: Tensor) -> tuple[Tensor, int]:
     """Return where a launch has its rows, and whether it reads that; `unused` are any int64."""
     return (unused, 0) if order is None else (order, 1)
-
-
-def far_rows(selection: RowSelection | None, semaphores: Tensor) -> RowSelection | None:
-    """Return all rows if `reduce_partials` has flagged any of them, or else none: on the device."""
-    if selection is None:
-        return None
-    counts = semaphores[Semaphore.REPAIR_ROWS : Semaphore.REPAIR_ROWS + 1]
-    return replace(selection, counts=counts, may_skip=True, must_skip=True)
 
 
 def row_range(x: Tensor, first: int, last: int) -> Tensor:
@@ -91,12 +83,6 @@ def restore_rows(selection: RowSelection | None, x: Tensor) -> Tensor:
     out, own = torch.empty_like(x), (selection.order, None, selection.count)
     compiled(MoveRowsSpec(selection.arch))(as_bits(out), as_bits(x), *own, Move.SCATTER)
     return out
-
-
-def clear_rows(kernels: KernelSet, x: Tensor, selection: RowSelection) -> None:
-    """Write zeros to the rows of x (M, D) that do not count."""
-    bits, own = as_bits(x), (selection.order, None, selection.count)
-    compiled(kernels.move_rows)(bits, bits, *own, Move.CLEAR)
 
 
 def select_rows(
