@@ -1,6 +1,7 @@
 """The problem that a call poses: sizes, dtype, device and requested gradients."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 """Bytes per element of each supported dtype."""
@@ -53,18 +54,15 @@ class Problem:
     grad_weight: bool = True
     arch: str | None = None
     """Architecture of the kernels; None for the portable path."""
-    ranks: int = 1
-    """Ranks that split the vocabulary; `vocab` is the size of one shard."""
-    sequence_parallel: bool = False
-    """Whether each rank is given the hidden states of `tokens` / `ranks` rows."""
     grad_bias: bool = False
-    wide_grad_weight: bool = False
-    """Whether dW is in the dtype of sums, as of a float32 weight beside 16-bit hidden states."""
-    tile_copies: int = 0
-    """Copies of a tile of logits that options of the loss make in plain torch."""
     triton: bool = False
     """Whether Triton's kernel makes its exponentials, so that no tile of logits is in memory; then
     `arch` is None."""
+
+    @property
+    def needs_gradients(self) -> bool:
+        """Whether there is a backward."""
+        return self.grad_hidden or self.grad_weight or self.grad_bias
 
     @property
     def selects_rows(self) -> bool:
@@ -75,25 +73,17 @@ class Problem:
         is_small = self.tokens * self.hidden < 1 << 31
         return self.arch is not None and is_small and MIN_SELECTED <= self.tokens <= MAX_SELECTED
 
-    @property
+    @cached_property
     def item_bytes(self) -> int:
         """Bytes per element of the hidden states, the weight and the stored exponentials."""
         return ITEM_BYTES[self.dtype]
 
-    @property
+    @cached_property
     def accumulator_bytes(self) -> int:
         """Bytes per element of logits and sums: 4, or 8 for float64."""
         return max(4, self.item_bytes)
 
     @property
-    def gradient_bytes(self) -> int:
-        """Bytes of the requested gradients."""
-        tokens = self.tokens // self.ranks if self.sequence_parallel else self.tokens
-        dx = tokens * self.hidden * self.item_bytes * self.grad_hidden
-        dw = self.vocab * self.hidden * self.grad_weight_bytes * self.grad_weight
-        return dx + dw + self.vocab * self.item_bytes * self.grad_bias
-
-    @property
-    def grad_weight_bytes(self) -> int:
-        """Bytes per element of dW."""
-        return self.accumulator_bytes if self.wide_grad_weight else self.item_bytes
+    def accumulates_wider(self) -> bool:
+        """Whether sums need more bytes than the inputs have."""
+        return self.item_bytes < self.accumulator_bytes

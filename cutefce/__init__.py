@@ -1,8 +1,7 @@
 """Exact fused linear cross entropy: the loss of `softmax(h @ w.T)` without the logits.
 
 Importing this package registers `torch.ops.cutefce.loss`.  Without torch, only
-`cutefce.ops.costs`, `cutefce.autotune_cache` except `tuning`, and `cutefce.cute_kernels` can be
-imported.
+`cutefce.autotune_cache` except `tuning`, and `cutefce.cute_kernels` can be imported.
 """
 
 from importlib.util import find_spec

@@ -2,7 +2,6 @@
 
     interface/    1. the public functions; where a user error is raised: `checks.py`
     operators/    the operators that autograd and compilers see, and their derivatives
-    costs/        what plans cost: budgets, rates of devices, the memory of single steps
     program/      2. where the plan is made: `plan.py`
                   3. which steps follow, where their buffers lie, and what runs them
     primitives/   4. what steps launch, on the CuTe DSL kernels or in plain torch
@@ -12,6 +11,5 @@
     divergence/   the call of two heads, linear_divergence, from its arguments to its steps
     parallel/     across ranks: vocabulary and tokens sharded over a process group
 
-`schema.py` makes operators' schemas of the option records; `dtypes.py` has their names and those of
-sums; `torch_compat.py` has every private name of torch that the package uses.
+`docs/internals/architecture.md` lists every file.
 """

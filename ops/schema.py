@@ -5,10 +5,10 @@ the order of the arguments is known in one place: the record itself.
 """
 
 import dataclasses
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, cached_property
-from typing import Any, NamedTuple, TypeVar, cast
+from itertools import islice
+from typing import Any, NamedTuple, TypeVar
 
 R = TypeVar("R", bound="OperatorRecord")
 
@@ -44,8 +44,6 @@ class Argument(NamedTuple):
     type: Type
     kind: Any = None
     """The part of the loss that it changes."""
-    meaning: str = ""
-    """A sentence."""
     is_public: bool = True
     """Whether users of `torch.ops.cutefce` can give it."""
 
@@ -60,15 +58,16 @@ class OperatorRecord:
     """Base of dataclasses whose `argument` fields are passed to an operator one by one."""
 
     @classmethod
+    @cache
+    def arguments(cls) -> dict[str, Argument]:
+        """Return the arguments by name, in the schema's order."""
+        return {field.name: field.metadata["argument"] for field in fields(cls)}
+
+    @classmethod
     def names(cls, public: bool = False) -> tuple[str, ...]:
         """Return the names of the arguments, or of the public ones, in the schema's order."""
         own = cls.arguments().items()
         return tuple(name for name, argument in own if argument.is_public or not public)
-
-    @classmethod
-    def arguments(cls) -> dict[str, Argument]:
-        """Return the arguments by name, in the schema's order."""
-        return _arguments(cast(Any, cls))
 
     @classmethod
     def schema(cls, public: bool = False) -> str:
@@ -77,30 +76,31 @@ class OperatorRecord:
         With `public`, without arguments that are not.
         """
         parts = []
-        for field in dataclasses.fields(cast(Any, cls)):
+        for field in fields(cls):
             own = cls.arguments()[field.name]
-            if public and not own.is_public:
-                continue
-            has_default = field.default is not dataclasses.MISSING
-            default = f"={field.default!r}" if has_default else ""
-            parts.append(f"{own.type.schema} {field.name}{default}")
+            if own.is_public or not public:
+                has_default = field.default is not dataclasses.MISSING
+                default = f"={field.default!r}" if has_default else ""
+                parts.append(f"{own.type.schema} {field.name}{default}")
         return ", ".join(parts)
-
-    def pack(self) -> tuple[Any, ...]:
-        """Return the arguments in the schema's order."""
-        return _getter(cast(Any, type(self)))(self)
 
     def by_name(self) -> dict[str, Any]:
         """Return the arguments by name, in the schema's order."""
-        return dict(zip(self.names(), self.pack(), strict=True))
+        own = vars(self)
+        return {name: own[name] for name in self.arguments()}
+
+    def pack(self) -> tuple[Any, ...]:
+        """Return the arguments in the schema's order."""
+        return (*self.by_name().values(),)
 
     @cached_property
     def given(self) -> dict[str, Any]:
         """The arguments that are not at their defaults, by name."""
-        given = {}
-        for (name, default), x in zip(_defaults(cast(Any, type(self))), self.pack(), strict=True):
+        given, own = {}, vars(self)
+        for field in fields(type(self)):
+            x, default = own[field.name], field.default
             if x is not default and (default is None or x != default):
-                given[name] = x
+                given[field.name] = x
         return given
 
     @cached_property
@@ -115,36 +115,16 @@ class OperatorRecord:
         return cls(**{name: keywords[name] for name in cls.arguments() if name in keywords})
 
 
+def fields(cls: type[Any]) -> tuple[dataclasses.Field[Any], ...]:
+    """Return the fields of a record."""
+    return dataclasses.fields(cls)
+
+
 def unpack(arguments: Sequence[Any], *kinds: type[Any]) -> list[Any]:
     """Return one record of each kind; the arguments must be theirs, in the order of `kinds`."""
-    count, spans = _spans(kinds)
-    if len(arguments) > count:
+    rest = iter(arguments)
+    records = [kind(*islice(rest, len(kind.arguments()))) for kind in kinds]
+    if more := [*rest]:
+        count = len(arguments) - len(more)
         raise TypeError(f"arguments: got {len(arguments)}, expected {count}, those of {kinds}")
-    return [make(*arguments[span]) for make, span in spans]
-
-
-@cache
-def _spans(kinds: tuple[type[Any], ...]) -> tuple[int, list[tuple[Callable[..., Any], slice]]]:
-    """Return the number of arguments, and which of them make each record."""
-    start = 0
-    spans: list[tuple[Callable[..., Any], slice]] = []
-    for kind in kinds:
-        end = start + len(kind.names())
-        spans.append((kind, slice(start, end)))
-        start = end
-    return start, spans
-
-
-@cache
-def _getter(cls: type[OperatorRecord]) -> Callable[[OperatorRecord], tuple[Any, ...]]:
-    return operator.attrgetter(*cls.names())
-
-
-@cache
-def _arguments(cls: type[Any]) -> dict[str, Argument]:
-    return {field.name: field.metadata["argument"] for field in dataclasses.fields(cls)}
-
-
-@cache
-def _defaults(cls: type[Any]) -> tuple[tuple[str, Any], ...]:
-    return tuple((field.name, field.default) for field in dataclasses.fields(cls))
+    return records

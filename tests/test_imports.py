@@ -30,7 +30,6 @@ LAYERS = (
 OPS_LAYERS = (
     "cutefce.ops.torch_compat",
     "cutefce.ops.schema",
-    "cutefce.ops.costs",
     "cutefce.ops.interface.checks",
     "cutefce.ops.interface.options",
     "cutefce.ops.rows",
@@ -112,15 +111,6 @@ def test_no_module_waits_for_itself() -> None:
         found = {module_of(name) for name in runs} - {module, ""}
         depends[module] = {name for name in found if not module.startswith(f"{name}.")}
     graphlib.TopologicalSorter(depends).prepare()  # or it raises CycleError with a circle
-
-
-def test_costs_need_no_torch() -> None:
-    below = ("cutefce.ops.costs", "cutefce.cute_kernels", "cutefce.ops.schema")
-    for module, path in modules():
-        if module.startswith("cutefce.ops.costs"):
-            names = [name for name in imported(path.read_text()) if name.startswith("cutefce")]
-            assert all(name.startswith(below) for name in names), (module, names)
-            assert not any(n.split(".")[0] == "torch" for n in imported(path.read_text())), module
 
 
 def test_what_a_plain_call_does_not_need_is_not_imported() -> None:

@@ -15,6 +15,7 @@ from cutefce.autotune_cache.tuning.runner import Runner, with_tuned
 from cutefce.cute_kernels.config import KernelConfigs
 from cutefce.cute_kernels.gpu import Gpu
 from cutefce.cute_kernels.problem import Problem
+from cutefce.ops.primitives.portable_projection import Logits
 from cutefce.ops.primitives.primitives import Primitives
 from cutefce.ops.rows.kept_sums import Sums
 
@@ -61,8 +62,8 @@ class ProjectExpTarget(TuningTarget):
         h, w, targets, kept = inputs.h, inputs.w, inputs.targets, plan.layout.kept
         logit = primitives.projection.target_logit(h, w, targets)
         exps = h.new_empty(len(h), kept) if kept else None
-        operands = h, w, (0, len(w)), logit, targets, exps
-        return lambda: primitives.projection.project_exp(*operands)
+        logits = Logits(h, w, (0, len(w)), logit, targets)
+        return lambda: primitives.projection.project_exp(logits, exps)
 
 
 class GradientTarget(TuningTarget):

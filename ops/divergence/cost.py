@@ -4,13 +4,13 @@ from math import ceil
 
 from cutefce.cute_kernels.schedule.order import PARTIAL_BYTES
 from cutefce.cute_kernels.spec.divergence import DivergenceRowsSpec
-from cutefce.ops.costs.device import Device
-from cutefce.ops.costs.step_memory import accumulates_wider, row_block_bytes, upcast_bytes
 from cutefce.ops.divergence.options import FIRST
 from cutefce.ops.divergence.problem import DivergenceProblem
 from cutefce.ops.divergence.steps import TILES, Kind, side_of
-from cutefce.ops.program.predicted_time import product_seconds
+from cutefce.ops.program.predicted_time import Device, product_seconds
+from cutefce.ops.program.step_memory import upcast_bytes
 from cutefce.ops.program.steps import Program, Step
+from cutefce.ops.rows.blocks import row_block_bytes
 
 KL_BLOCKS, FIRST_BLOCKS = 6.25, 3.25
 """Blocks of rows that an element-wise step holds at a time on a CPU: of a KL divergence, less for
@@ -41,7 +41,7 @@ def scratch_bytes(p: DivergenceProblem, step: Step) -> int:
             side = p.sides[side_of(step.writes[0])]
             return upcast_bytes(side, columns, rows, side.hidden)
         case Kind.BIAS:
-            return 2 * columns * p.sums + row_block_bytes("cpu") * accumulates_wider(p.student)
+            return 2 * columns * p.sums + row_block_bytes("cpu") * p.student.accumulates_wider
         case Kind.FINISH_HIDDEN if p.selects or p.sharded:
             side = p.sides[side_of(step.writes[0])]
             return rows * side.hidden * (side.item_bytes + 2 * p.sums * p.sharded)

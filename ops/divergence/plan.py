@@ -9,8 +9,6 @@ from torch import Tensor
 from cutefce.cute_kernels.integers import ceil_div
 from cutefce.cute_kernels.problem import Problem
 from cutefce.cute_kernels.process_cache import process_cache
-from cutefce.ops.costs.budget import predicted
-from cutefce.ops.costs.device import device_of
 from cutefce.ops.divergence.cost import seconds
 from cutefce.ops.divergence.lower import lower
 from cutefce.ops.divergence.options import Divergence, DivergenceTensors
@@ -20,6 +18,7 @@ from cutefce.ops.interface.options import Sharding
 from cutefce.ops.primitives.dispatch import planned_device
 from cutefce.ops.primitives.portable_projection import is_dense
 from cutefce.ops.program.place import peak
+from cutefce.ops.program.predicted_time import device_of
 from cutefce.ops.program.search import Costed, fastest_within
 from cutefce.ops.program.steps import Program
 
@@ -78,7 +77,7 @@ class DivergencePlan(Costed):
             if self.aliased:
                 text += f", {self.aliased / tokens:.0%} in the memory of dW"
             text += f", backward of {self.tokens} x {self.layout.window}"
-        return f"{text}: {predicted(self.workspace_bytes, self.seconds, self.budget)}"
+        return f"{text}: {self.predicted(self.budget)}"
 
 
 @process_cache

@@ -44,19 +44,19 @@ def _loss(
     checks.check_transform("linear_cross_entropy")
     check_arguments(given)
     refuse_chunking(given.pop("options", None))
-    return_lse, workspace = given.pop("return_lse", False), given.pop("workspace", None)
+    return_lse = given.pop("return_lse", False)
     if isinstance(linear_weight, Tensor) and linear_weight.ndim > 2:
-        each = functools.partial(linear_cross_entropy, return_lse=return_lse, workspace=workspace)
+        each = functools.partial(linear_cross_entropy, return_lse=return_lse)
         loss, lse = loss_of_positions(each, input, linear_weight, target, given)
         return loss if lse is None else LossOutput(loss, lse)
-    checks.workspace_bytes(workspace)
+    checks.workspace_bytes(given.get("workspace"))
     part = localize(input, linear_weight, one_class(target, given), given)
     local = with_tensors(part.options, part.h)
     run: Any = call.loss_and_lse if return_lse else call.loss
-    if call.needs_operator(part.h, part.w, part.y, is_plain=not local):
+    if local.keys() - {"workspace"} or call.needs_operator(part.h, part.w, part.y):
         run = torch.ops.cutefce.loss_and_lse if return_lse else torch.ops.cutefce.loss
     y = None if target is None else part.y
-    result = run(part.h, part.w, y, workspace=workspace, **local)
+    result = run(part.h, part.w, y, **local)
     value, lse = result if return_lse else (result, None)
     value = value.movedim(0, part.dim) if value.ndim else value
     return value if lse is None else LossOutput(value, lse.movedim(0, part.dim))

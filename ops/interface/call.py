@@ -33,7 +33,7 @@ from cutefce.ops.operators.seed import draw_seed
 from cutefce.ops.parallel.consistency import report_errors
 from cutefce.ops.rows.statistics import RowStats
 from cutefce.ops.rows.targets import OUTPUTS
-from cutefce.ops.rows.top_classes import NO_CLASS
+from cutefce.ops.rows.top_classes import ABSENT_CLASS
 from cutefce.ops.soft_targets.output_classes import class_leads
 from cutefce.ops.soft_targets.rows import leads
 
@@ -45,8 +45,6 @@ def loss(
     input: Tensor,
     linear_weight: Tensor,
     target: Tensor | None = None,
-    *,
-    workspace: int | str | None = None,
     **arguments: Any,
 ) -> Tensor:
     """Cross entropy of softmax(input @ linear_weight.T), as `torch.ops.cutefce.loss`.
@@ -56,9 +54,9 @@ def loss(
         linear_weight: (V, D), of input's dtype and device.
         target: (...) integer class indices in [0, V), or `ignore_index`, or (..., V) probabilities;
             None with soft targets.
-        workspace: peak memory in bytes, beyond inputs and gradients, that the call may use for
-            speed, or the least that any plan takes; "min", "max", or None for 2.5 GiB.
-        arguments: the fields of `LossOptions`, `TensorOptions` and `Sharding`, by name.
+        arguments: the fields of `LossOptions`, `TensorOptions` and `Sharding`, by name, and
+            `workspace`: peak memory in bytes, beyond inputs and gradients, that the call may use
+            for speed, or the least that any plan takes; "min", "max", or None for 2.5 GiB.
 
     Returns:
         () or, with reduction "none", (...): float32, or float64 for float64 inputs.
@@ -70,22 +68,20 @@ def loss(
             such a token's loss and the gradients that it takes part in are NaN.
     """
     if target is not None and is_probabilities(target):
-        return loss_of_probabilities(input, linear_weight, target, workspace, arguments)[0]
-    return _evaluate(input, linear_weight, target, workspace, arguments)[0]
+        return loss_of_probabilities(input, linear_weight, target, arguments)[0]
+    return _evaluate(input, linear_weight, target, arguments)[0]
 
 
 def loss_and_lse(
     input: Tensor,
     linear_weight: Tensor,
     target: Tensor | None = None,
-    *,
-    workspace: int | str | None = None,
     **arguments: Any,
 ) -> tuple[Tensor, Tensor]:
     """Return `loss` and the log-sum-exps (...) of the logits, 0 if ignored, without gradient."""
     if target is not None and is_probabilities(target):
-        return loss_of_probabilities(input, linear_weight, target, workspace, arguments)
-    result, more = _evaluate(input, linear_weight, target, workspace, arguments, with_stats=True)
+        return loss_of_probabilities(input, linear_weight, target, arguments)
+    result, more = _evaluate(input, linear_weight, target, arguments, with_stats=True)
     (stats,) = more
     lse = torch.where(_is_active(stats), RowStats(stats).lse, 0).detach()
     shape = arguments["target_indices"].shape[:-1] if target is None else target.shape
@@ -96,8 +92,6 @@ def log_probs(
     input: Tensor,
     linear_weight: Tensor,
     target: Tensor | None = None,
-    *,
-    workspace: int | str | None = None,
     **arguments: Any,
 ) -> list[Tensor]:
     """Return the log-probabilities of targets (...), and other values of each token.
@@ -110,10 +104,10 @@ def log_probs(
         `top_k`, those of `ops.rows.top_classes.top_rows` follow, which have no classes for them.
     """
     arguments = {"outputs": "lse", **arguments, "reduction": OUTPUTS}
-    result, more = _evaluate(input, linear_weight, target, workspace, arguments, with_stats=True)
+    result, more = _evaluate(input, linear_weight, target, arguments, with_stats=True)
     *rows, stats = result, *more
     given, k = stats[NUM_STATS:].detach(), arguments.get("top_k", 0)
-    absent = [0] * (len(given) - 2 * k) + [-torch.inf] * k + [NO_CLASS] * k
+    absent = [0] * (len(given) - 2 * k) + [-torch.inf] * k + [ABSENT_CLASS] * k
     active = _is_active(stats)
     rows += [torch.where(active, row, x) for row, x in zip(given, absent, strict=True)]
     if target is not None:
@@ -126,14 +120,12 @@ def _evaluate(
     input: Tensor,
     linear_weight: Tensor,
     target: Tensor | None,
-    workspace: int | str | None,
     arguments: dict[str, Any],
     with_stats: bool = False,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Return the loss, and further results of `loss_forward` if they are wanted."""
-    h, w, y, step, options, tensors, sharding = checked_call(
-        input, linear_weight, target, workspace, arguments, with_stats
-    )
+    call = checked_call(input, linear_weight, target, arguments)
+    h, w, y, step, options, tensors, sharding = call
     grads = step.gradients
     if tensors.target_indices is not None and tensors.target_probs is not None:
         soft = tensors.target_indices, tensors.target_probs
@@ -163,14 +155,11 @@ def checked_call(
     input: Tensor,
     linear_weight: Tensor,
     target: Tensor | None,
-    workspace: int | str | None,
     arguments: dict[str, Any],
-    with_stats: bool = False,
 ) -> LossCall:
     """Return a call of class indices or soft targets; raise an error that names an argument.
 
-    The arguments are those of `loss`, `arguments` the others by name.  `with_stats` says that
-    somebody reads its statistics.
+    The arguments are those of `loss`, `arguments` the others by name.
     """
     options, tensors, sharding = DEFAULTS
     if arguments:  # the dispatcher leaves out arguments at their defaults
@@ -182,7 +171,7 @@ def checked_call(
         checks.check_transform("linear_log_probs" if returns_outputs else "linear_cross_entropy")
         h, w = autocast(input, linear_weight)
         parts = sharding.ranks() if sharding.sequence_parallel else 1
-        if target is None or (not tensors.is_plain and tensors.soft_targets):
+        if target is None or tensors.soft_targets:
             check = check_output_classes if returns_outputs else check_soft_targets
             target = check(target, h, options, tensors, parts)
         grads, own = wanted_gradients(h, w, tensors.linear_bias), w
@@ -197,9 +186,12 @@ def checked_call(
         heads.check_tensors(h, w, target, parts)
         sharding.check(w)
         adds, grad = tensors.accumulate_into is not None, torch.is_grad_enabled()
-        if adds and grad:
-            heads.check_accumulates(own)
-        if not tensors.is_plain:
+        if adds and grad and not own.requires_grad:
+            raise ValueError(
+                "accumulate_into: got a buffer for a linear_weight that does not require grad, "
+                "expected None"
+            )
+        if tensors.given:
             of = checks.Operands(h, w, target.shape, sharding.vocab(w))
             tensors.check(of, options.reduction)
             tensors = tensors.prepared(h)
@@ -208,16 +200,16 @@ def checked_call(
         if tensors.grad_output is not None and torch_compat.may_recompute():
             # a forward that runs twice would add twice
             tensors = dataclasses.replace(tensors, grad_output=None)
-        budget = checks.workspace_bytes(workspace)
+        budget = checks.workspace_bytes(arguments.get("workspace"))
     rows = h if h.ndim == 2 else h.reshape(-1, w.shape[1])
     copied = copied_item_bytes(input, rows), copied_item_bytes(linear_weight, w)
-    step = StepOptions(budget, *grads, *copied, with_stats)
+    step = StepOptions(budget, *grads, *copied)
     return LossCall(rows, own, target, step, options, tensors, sharding)
 
 
-def needs_operator(h: Tensor, w: Tensor, y: Tensor, *, is_plain: bool) -> bool:
+def needs_operator(h: Tensor, w: Tensor, y: Tensor) -> bool:
     """Whether something must see an operator; calling its function directly takes less CPU time."""
-    if not is_plain or torch.compiler.is_compiling() or torch_compat.has_function_mode():
+    if torch.compiler.is_compiling() or torch_compat.has_function_mode():
         return True
     return not can_bypass_dispatcher(h, w, y)
 

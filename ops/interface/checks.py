@@ -18,8 +18,15 @@ from torch.distributed import ProcessGroup
 
 from cutefce.cute_kernels.problem import ITEM_BYTES
 from cutefce.ops import torch_compat
-from cutefce.ops.costs import budget
 from cutefce.ops.schema import Type
+
+MINIMUM = -1
+"""The budget "min": the fastest plan that takes little more than the least memory."""
+MAXIMUM = 1 << 62
+"""The budget "max": the fastest plan."""
+DEFAULT = 5 << 29
+"""2.5 GiB: all exponentials of 8192 tokens and 128k classes in bfloat16, about what a compiled
+unfused loss takes for the same; larger problems keep a part and recompute the rest."""
 
 DTYPES = {getattr(torch, name) for name in ITEM_BYTES}
 NONE = type(None)
@@ -103,10 +110,10 @@ def check_transform(name: str) -> None:
 def workspace_bytes(workspace: int | str | None) -> int:
     """Return the budget in bytes that `workspace` means: bytes, "min", "max" or None."""
     if workspace is None:
-        return budget.DEFAULT
+        return DEFAULT
     check_type("workspace", workspace, BYTES)
     if isinstance(workspace, str):
-        named = {"min": budget.MINIMUM, "max": budget.MAXIMUM}
+        named = {"min": MINIMUM, "max": MAXIMUM}
         if workspace not in named:
             raise ValueError(f'workspace: got {workspace!r}, expected bytes, "min", "max" or None')
         return named[workspace]
@@ -114,7 +121,7 @@ def workspace_bytes(workspace: int | str | None) -> int:
         raise ValueError(
             f'workspace: got {workspace}, expected bytes from 0 to 2**63 - 1, "min", "max" or None'
         )
-    return min(workspace, budget.MAXIMUM)
+    return min(workspace, MAXIMUM)
 
 
 def check_layout(name: str, x: Tensor) -> None:

@@ -4,7 +4,6 @@ from torch import Tensor
 
 from cutefce.ops import torch_compat
 from cutefce.ops.interface import checks
-from cutefce.ops.interface.checks import TENSOR
 from cutefce.ops.operators.context import is_mixed
 
 SHARDED = (
@@ -81,23 +80,13 @@ def check_head(
 
 
 def check_plain(name: str, x: Tensor, hint: str) -> None:
-    """Raise TypeError unless x is a plain, strided tensor; `hint` is about DTensors."""
-    checks.check_type(name, x, TENSOR)
+    """Raise TypeError unless a tensor is a plain, strided one; `hint` is about DTensors."""
     if torch_compat.is_dtensor(x):
         raise TypeError(
             f"{name}: got a DTensor with placements {x.placements}, expected a plain tensor; "
             f"pass {name}.full_tensor(), or {hint.format(name)}"
         )
     checks.check_layout(name, x)
-
-
-def check_accumulates(linear_weight: Tensor) -> None:
-    """Raise unless the weight has a gradient that a backward can add to a buffer."""
-    if not linear_weight.requires_grad:
-        raise ValueError(
-            "accumulate_into: got a buffer for a linear_weight that does not require grad, "
-            "expected None"
-        )
 
 
 def token_shape(h: Tensor, parts: int) -> tuple[int, ...]:

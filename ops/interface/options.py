@@ -1,9 +1,10 @@
 """What a call asks for beside its tensors: the table of options, one frozen record a group.
 
 An entry has the name, the type and the default of an option, its values or the check of a tensor,
-the part of the loss that it changes, and a sentence.  From it come the errors of arguments, the
-schemas of the operators, the keys of caches, and what the module keeps; the public signatures and
-`docs/api.md` are compared with it.  A new option is an entry, and code in the home of its kind:
+and the part of the loss that it changes; `linear_cross_entropy` says what it is.  From it come the
+errors of arguments, the schemas of the operators, the keys of caches, and what the module keeps;
+the public signatures and `docs/api.md` are compared with it.  A new option is an entry, and code in
+the home of its kind:
 
     Kind.ROW         `ops.rows.loss_terms`: the loss of a token and its coefficients
     Kind.RANK_ONE    `ops.rows.loss_terms`: a term of the class row and its gradients
@@ -65,38 +66,23 @@ class Kind(enum.Enum):
 class LossOptions(OperatorRecord):
     """Options that are constants of a compiled graph."""
 
-    reduction: str = argument(
-        REDUCTION, "mean", None, '"mean" over the targets that are not ignored'
-    )
-    ignore_index: int = argument(
-        checks.INTEGER_OR_NONE, -100, None, "targets with this value have loss 0 and gradient 0"
-    )
-    label_smoothing: float = argument(
-        checks.FROM_0_TO_1, 0.0, Kind.RANK_ONE, "what all classes share of a target's probability"
-    )
-    z_loss: float = argument(
-        checks.NOT_NEGATIVE, 0.0, Kind.ROW, "λ: λ lse² is added to the loss of a token"
-    )
-    logit_scale: float = argument(
-        checks.NOT_ZERO, 1.0, Kind.LOGITS, "factor of the products of input and linear_weight"
-    )
-    softcap: float | None = argument(
-        checks.POSITIVE_OR_NONE, None, Kind.LOGITS, "bound c of the logits, c tanh(x / c)"
-    )
-    gradient: str = argument(
-        GRADIENT, "exact", None, '"sampled": unbiased estimates of the gradients'
-    )
-    samples: int = argument(SAMPLES, 256, None, "expected number of entries of a token, at most")
-    outputs: str = argument(
-        checks.STRINGS, "", Kind.REDUCTION, 'names, of reduction "outputs"', is_public=False
-    )
+    reduction: str = argument(REDUCTION, "mean")
+    ignore_index: int = argument(checks.INTEGER_OR_NONE, -100)
+    label_smoothing: float = argument(checks.FROM_0_TO_1, 0.0, Kind.RANK_ONE)
+    z_loss: float = argument(checks.NOT_NEGATIVE, 0.0, Kind.ROW)
+    logit_scale: float = argument(checks.NOT_ZERO, 1.0, Kind.LOGITS)
+    softcap: float | None = argument(checks.POSITIVE_OR_NONE, None, Kind.LOGITS)
+    gradient: str = argument(GRADIENT, "exact")
+    samples: int = argument(SAMPLES, 256)
+    outputs: str = argument(checks.STRINGS, "", Kind.REDUCTION, is_public=False)
+    """Names, of reduction "outputs"."""
     top_k: int = argument(
         INTEGER.of(lambda x: 0 <= x <= MAX_TOP, f"an integer from 0 to {MAX_TOP}"),
         0,
         Kind.REDUCTION,
-        'how many of the largest classes are returned, with reduction "outputs"',
         is_public=False,
     )
+    """How many of the largest classes of a token are returned, with reduction "outputs"."""
 
     @property
     def is_scalar(self) -> bool:
@@ -184,56 +170,29 @@ class LossOptions(OperatorRecord):
 
 @dataclass(frozen=True)
 class TensorOptions(OperatorRecord):
-    """Options that are tensors, on the device of the hidden states."""
+    """Options that are tensors, on the device of the hidden states.
+
+    Operators take those of tokens as (N,) or (N, K), those of classes as (V,), and scalars as ().
+    """
 
     OF_CLASSES: ClassVar[tuple[str, ...]] = "linear_bias", "accumulate_into"
     """Those of which a rank of a group has the rows of its own classes."""
 
-    linear_bias: Tensor | None = argument(
-        checks.BIAS, None, Kind.LOGITS, "(V,) added to the logits before the softcap"
-    )
-    weight: Tensor | None = argument(
-        checks.OF_CLASSES, None, Kind.ROW, "(V,) factor of each class's losses"
-    )
-    token_weights: Tensor | None = argument(
-        checks.OF_TOKENS, None, Kind.ROW, "(N,) factor of each token's loss; one with 0 is ignored"
-    )
-    temperature: Tensor | None = argument(
-        checks.TEMPERATURE, None, Kind.LOGITS, "() or (N,) divisor of the logits, after the softcap"
-    )
-    denominator: Tensor | None = argument(
-        checks.DIVISOR, None, None, '() divisor of "mean" in place of the number of targets'
-    )
-    accumulate_into: Tensor | None = argument(
-        checks.BUFFER, None, None, "(V, D) buffer to which the backward adds the weight's gradient"
-    )
-    grad_output: Tensor | None = argument(
-        checks.UPSTREAM, None, None, "() gradient that the backward of this loss will get"
-    )
-    target_indices: Tensor | None = argument(
-        TENSOR_OR_NONE, None, None, "(N, K) classes of each token's soft targets"
-    )
-    target_probs: Tensor | None = argument(
-        TENSOR_OR_NONE, None, Kind.ROW, "(N, K) their probabilities, 0 or more"
-    )
-    logit_floor: Tensor | None = argument(
-        checks.OF_TOKENS,
-        None,
-        Kind.LOGITS,
-        "(N,) logits below which classes but the target are left out of the softmax",
-        is_public=False,
-    )
-    seed: Tensor | None = argument(
-        TENSOR_OR_NONE, None, None, "(2,) int32 seed of sampled gradients", is_public=False
-    )
-    weight_cast: Tensor | None = argument(
-        TENSOR_OR_NONE, None, None, "(V, D) a float32 weight in 16 bits", is_public=False
-    )
-
-    @cached_property
-    def is_plain(self) -> bool:
-        """Whether none is given."""
-        return all(tensor is None for tensor in self.pack())
+    linear_bias: Tensor | None = argument(checks.BIAS, None, Kind.LOGITS)
+    weight: Tensor | None = argument(checks.OF_CLASSES, None, Kind.ROW)
+    token_weights: Tensor | None = argument(checks.OF_TOKENS, None, Kind.ROW)
+    temperature: Tensor | None = argument(checks.TEMPERATURE, None, Kind.LOGITS)
+    denominator: Tensor | None = argument(checks.DIVISOR, None)
+    accumulate_into: Tensor | None = argument(checks.BUFFER, None)
+    grad_output: Tensor | None = argument(checks.UPSTREAM, None)
+    target_indices: Tensor | None = argument(TENSOR_OR_NONE, None)
+    target_probs: Tensor | None = argument(TENSOR_OR_NONE, None, Kind.ROW)
+    logit_floor: Tensor | None = argument(checks.OF_TOKENS, None, Kind.LOGITS, is_public=False)
+    """Logits below which classes but the target are left out of the softmax."""
+    seed: Tensor | None = argument(TENSOR_OR_NONE, None, is_public=False)
+    """(2,) int32 seed of sampled gradients."""
+    weight_cast: Tensor | None = argument(TENSOR_OR_NONE, None, is_public=False)
+    """(V, D) a float32 weight in 16 bits."""
 
     @property
     def scales_rows(self) -> bool:
@@ -246,7 +205,7 @@ class TensorOptions(OperatorRecord):
         """Classes of each token whose log-probabilities a call with reduction "outputs" returns."""
         return 1 if self.target_indices is None else self.target_indices.shape[-1]
 
-    @property
+    @cached_property
     def soft_targets(self) -> dict[str, Tensor]:
         """The soft targets, by name; empty without any."""
         given = {"target_indices": self.target_indices, "target_probs": self.target_probs}
@@ -302,15 +261,9 @@ def scalar_beside(x: Tensor, h: Tensor) -> Tensor:
 class Sharding(OperatorRecord):
     """How a vocabulary, and tokens, are sharded over the ranks of a group."""
 
-    group: str | None = argument(
-        checks.GROUP, None, None, "ranks that hold a shard (V_k, D) of the weight each"
-    )
-    shards: list[int] | None = argument(
-        checks.SIZES_OR_NONE, None, None, "V_k of every rank; None if all are equal"
-    )
-    sequence_parallel: bool = argument(
-        BOOL, False, None, "whether input is this rank's equal share of the first dimension"
-    )
+    group: str | None = argument(checks.GROUP, None)
+    shards: list[int] | None = argument(checks.SIZES_OR_NONE, None)
+    sequence_parallel: bool = argument(BOOL, False)
 
     def ranks(self) -> int:
         """Return the number of ranks that share the call; raise ValueError if it lacks a group."""
@@ -342,19 +295,18 @@ class Sharding(OperatorRecord):
 class StepOptions(OperatorRecord):
     """What the plan of a training step depends on, beside sizes and the options of the loss."""
 
-    budget: int = argument(
-        INTEGER, meaning="bytes that the step may take beyond inputs and gradients"
-    )
-    grad_hidden: bool = argument(BOOL, meaning="whether dX is computed")
-    grad_weight: bool = argument(BOOL, meaning="whether dW is computed")
-    grad_bias: bool = argument(BOOL, meaning="whether the gradient of the bias is computed")
-    copied_hidden: int = argument(
-        INTEGER, 0, None, "bytes per element of hidden states that the operator copies"
-    )
-    copied_weight: int = argument(INTEGER, 0, None, "the same of the weight")
-    returns_stats: bool = argument(
-        BOOL, False, None, "whether somebody reads the statistics, in the order of the tokens"
-    )
+    budget: int = argument(INTEGER)
+    """Bytes that the step may take beyond inputs and gradients."""
+    grad_hidden: bool = argument(BOOL)
+    """Whether dX is computed."""
+    grad_weight: bool = argument(BOOL)
+    """Whether dW is computed."""
+    grad_bias: bool = argument(BOOL)
+    """Whether the gradient of the bias is computed."""
+    copied_hidden: int = argument(INTEGER, 0)
+    """Bytes per element of hidden states that the operator copies."""
+    copied_weight: int = argument(INTEGER, 0)
+    """The same of the weight."""
 
     @property
     def gradients(self) -> tuple[bool, bool, bool]:

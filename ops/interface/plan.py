@@ -53,16 +53,12 @@ def _plan(
     **given: Any,
 ) -> Plan:
     """Return what `plan` returns; `given` are its other arguments."""
-    check_types(input=input, linear_weight=linear_weight)
     check_arguments(given)
-    workspace = given.pop("workspace", None)
     if is_probabilities(target):
         raise NotImplementedError(
             "target: got probabilities of all classes, whose loss has no plan, expected class "
             "indices or None"
         )
-    if target is not None:
-        check_types(target=target)
     some = torch.empty(input.shape[:-1], dtype=torch.long, device=input.device)
     part = localize(input, linear_weight, some if target is None else target, given)
     local = with_tensors(part.options, part.h)
@@ -71,7 +67,7 @@ def _plan(
         sharding = Sharding.from_keywords(local)
         tokens = token_shape(part.h, sharding.ranks() if sharding.sequence_parallel else 1)
         y = some.new_empty(tokens)
-    return plan_for(checked_call(part.h, part.w, y, workspace, local).computed())
+    return plan_for(checked_call(part.h, part.w, y, local).computed())
 
 
 @runs(_plan)

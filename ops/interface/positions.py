@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cutefce.ops.dtypes import sum_dtype
 from cutefce.ops.interface import checks
-from cutefce.ops.interface.options import check_tensors, check_types
+from cutefce.ops.interface.options import check_tensors
 from cutefce.ops.interface.probabilities import is_probabilities
 from cutefce.ops.interface.soft_targets import one_class
 
@@ -72,7 +72,6 @@ def _checked_target(
                 f"expected {expected} with losses of K dimensions"
             )
     assert target is not None
-    check_types(input=input, target=target)
     for name, x in (("input", input), ("linear_weight", linear_weight), ("target", target)):
         checks.check_layout(name, x)
     sizes = linear_weight.shape[1:-1]

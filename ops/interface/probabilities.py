@@ -33,7 +33,6 @@ def loss_of_probabilities(
     input: Tensor,
     linear_weight: Tensor,
     target: Tensor,
-    workspace: int | str | None,
     arguments: dict[str, Any],
 ) -> tuple[Tensor, Tensor]:
     """Return the loss of probabilities (..., V), and log-sum-exps (...) without gradient.
@@ -59,7 +58,7 @@ def loss_of_probabilities(
         tensors = dataclasses.replace(tensors, token_weights=token)
         rows = torch.where((token == 0)[:, None], 0, rows)  # what they hold does not matter
     wanted = wanted_gradients(h, w, tensors.linear_bias)
-    step = StepOptions(checks.workspace_bytes(workspace), *wanted)
+    step = StepOptions(checks.workspace_bytes(arguments.get("workspace")), *wanted)
     losses, lse = torch.ops.cutefce.losses_of_probabilities(
         rows, w, target.reshape(-1, len(w)), *step.pack(), *options.pack(), *tensors.pack()
     )

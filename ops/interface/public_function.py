@@ -8,7 +8,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar, cast
 
-from cutefce.ops.interface.options import LOSS_OPTIONS, check_types, refuse
+from cutefce.ops.interface.checks import check_type
+from cutefce.ops.interface.options import ARGUMENTS, LOSS_OPTIONS, refuse
 from cutefce.ops.parallel.consistency import report_errors
 
 P = ParamSpec("P")
@@ -20,9 +21,9 @@ def runs(run: Callable[..., R]) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
     The function has the signature that users, editors and type checkers see.  `run` gets the
     positional arguments as they are, and of those by name the ones that are not at their defaults:
-    a call without options pays for none.  An error is raised on all ranks of the call's group; one
-    of a positional argument of another type names it, which an error of the dispatcher does not.
-    Other names are refused; if it declares `**`, options of the loss are not.
+    a call without options pays for none.  The former are of their types in `options.py`.  An error
+    is raised on all ranks of the call's group.  Other names are refused; if it declares `**`,
+    options of the loss are not.
     """
 
     def decorator(declaration: Callable[P, R]) -> Callable[P, R]:
@@ -42,31 +43,14 @@ def runs(run: Callable[..., R]) -> Callable[[Callable[P, R]], Callable[P, R]]:
                     given[name] = x
             weight = operands[1] if len(operands) > 1 else given.get("linear_weight")
             with report_errors(given.get("group"), weight):
-                try:
-                    for name in given:
-                        if name not in known:
-                            refuse({name: given[name]})
-                    return run(*operands, **given)
-                except Exception:
-                    named = given | dict(zip(names, operands, strict=False))
-                    own = [x for x in names if x in named and named[x] is not defaults[x]]
-                    wrong = _type_error({name: named[name] for name in own})
-                    if wrong is None:
-                        raise
-                    try:
-                        raise wrong from None
-                    finally:
-                        del wrong  # it would be in a reference cycle, which holds the group
+                for name, x in (*zip(names, operands, strict=False), *given.items()):
+                    if name in names and x is not defaults[name]:
+                        check_type(name, x, ARGUMENTS[name].type)
+                for name in given:
+                    if name not in known:
+                        refuse({name: given[name]})
+                return run(*operands, **given)
 
         return cast(Callable[P, R], call)
 
     return decorator
-
-
-def _type_error(arguments: dict[str, Any]) -> TypeError | None:
-    """Return the error of the first argument that is not of its type, None if all are."""
-    try:
-        check_types(**arguments)
-    except TypeError as error:
-        return error
-    return None

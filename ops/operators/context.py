@@ -46,16 +46,12 @@ def is_autocasting(device_type: str) -> bool:
 
 def autocast(h: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     """Cast as `torch.nn.functional.linear` does: all but float64, to the region's dtype."""
-    if not is_autocasting(h.device.type):
-        return h, w
-    return h.to(autocast_dtype(h)), w.to(autocast_dtype(w))
 
+    def lowered(x: Tensor) -> Tensor:
+        kind, is_cast = x.device.type, x.is_floating_point() and x.dtype != torch.float64
+        return x.to(torch.get_autocast_dtype(kind)) if is_cast and is_autocasting(kind) else x
 
-def autocast_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype that `autocast` casts x to, its own outside of an autocast region."""
-    is_cast = x.is_floating_point() and x.dtype != torch.float64
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if is_cast and is_autocasting(kind) else x.dtype
+    return (lowered(h), lowered(w)) if is_autocasting(h.device.type) else (h, w)
 
 
 def refuse_tangents() -> None:
@@ -88,6 +84,8 @@ def isolated_context(function: Callable[..., Any]) -> Callable[..., Any]:
         if first.is_cuda and first.get_device() != torch.cuda.current_device():
             with torch.cuda.device(first.device):
                 return run(first, *rest, **more)
+        if not is_autocasting(first.device.type):
+            return function(first, *rest, **more)
         with outside_autocast(first.device.type):
             return function(first, *rest, **more)
 

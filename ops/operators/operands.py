@@ -23,24 +23,26 @@ from cutefce.ops.rows.targets import Targets, make_targets
 def prepare(shard: VocabShard, x: LossCall, plan: Plan) -> LossInputs:
     """Return the operands of a forward, as programs take them."""
     h, vocab = shard.gather_hidden(x.h), shard.total_vocab(x.w)
-    problem = plan.cost_model.kernel_problem
+    problem = plan.problem
     options, tensors, ignored = x.options, x.tensors, x.options.ignore_index
-    is_exact = problem.arch is not None and not plan.problem.samples
+    is_exact = problem.arch is not None and not problem.samples
     if is_exact and options.is_sampled and any(x.step.gradients):
         reason = sampling_unsupported_reason(problem, h.device, options, tensors)
         if reason is not None:
             report(reason, h.is_cuda, "gradients are exact:")
     check_soft_values(x.y, options, tensors, vocab)
     y = without_weightless(x.y.long(), options, tensors).contiguous()
-    counted = shard.counted(y, ignored) if problem.selects_rows else y
-    chunk = plan.layout.chunk if plan.in_chunks else y.shape[0]
-    tokens = plan.tokens, plan.cost_model.sorts
-    selection = select_rows(problem, y, counted, ignored, tokens, chunk)
+    counted = shard.counted(y, ignored) if problem.selects else y
+    chunk = plan.layout.chunk if plan.layout.in_chunks else y.shape[0]
+    tokens = problem.tokens, problem.sorts
+    selection = select_rows(
+        problem.arch if problem.selects else None, y, counted, ignored, tokens, chunk
+    )
     if selection is not None:
         y, tensors = selection.targets, selection.take_options(tensors)
         if not selection.is_on_device:
             h = h.index_select(0, selection.order)
-    if plan.problem.samples:
+    if problem.samples:
         assert tensors.seed is not None
         tensors = replace(tensors, seed=shard.of_first_rank(tensors.seed))
     given = y, vocab, options, tensors, sum_dtype(h.dtype)
@@ -48,7 +50,7 @@ def prepare(shard: VocabShard, x: LossCall, plan: Plan) -> LossInputs:
     if selection is not None and selection.is_on_device:
         targets.selection = selection
     inputs = _operands(shard, h, x.w, targets, tensors, plan, selection)
-    if plan.problem.every_class:
+    if problem.every_class:
         inputs.class_row = set_class_row(shard, inputs.w, targets)
     return inputs
 
@@ -60,11 +62,11 @@ def resume(shard: VocabShard, x: LossCall, saved: Saved) -> LossInputs:
     backward does not read them.
     """
     h, w, selection = x.h, x.w, saved.selection
-    if not saved.plan.in_chunks:
+    if not saved.plan.layout.in_chunks:
         h = shard.gather_hidden(h)
         if selection is not None and not selection.is_on_device:
             h = h.index_select(0, selection.order)
-    problem = saved.plan.cost_model.kernel_problem
+    problem = saved.plan.problem
     if problem.arch is not None or problem.triton:
         w = with_aligned_rows(w)  # hooks of saved tensors may restore another layout
     inputs = _operands(shard, h, w, copy(saved.targets), x.tensors, saved.plan, selection)
@@ -82,17 +84,11 @@ def _operands(
     selection: RowSelection | None,
 ) -> LossInputs:
     """Return the operands of a program that forward and backward have in common."""
-    problem = plan.cost_model.kernel_problem
-    if problem.tokens != h.shape[0]:
-        problem = replace(problem, tokens=h.shape[0])
-    counted = None if selection is None else selection.counted
-    own = primitives_for(h, w, problem, targets, plan.cost_model.device, counted)
+    counted, p = None if selection is None else selection.counted, plan.problem
+    own = primitives_for(h, w, p, p.tiles, targets, plan.device, counted)
     h, w = own.projection.prepare(h, w)
-    own_sums = tensors.weight_cast is not None or tensors.accumulate_into is not None
-    dw_dtype = sum_dtype(w.dtype) if own_sums else w.dtype
-    buffer = tensors.accumulate_into if plan.problem.grad_weight else None
-    dtypes = shard.dx_dtype(h.dtype), dw_dtype
-    return LossInputs(own, h, w, targets, *dtypes, buffer, ranks=shard.ranks(), selection=selection)
+    buffer = tensors.accumulate_into if p.grad_weight else None
+    return LossInputs(own, h, w, targets, buffer, ranks=shard.ranks(), selection=selection)
 
 
 def plan_of(x: LossCall) -> Plan:

@@ -78,10 +78,7 @@ def define(
 
 
 def loss_forward(h: Tensor, w: Tensor, y: Tensor, *records: Any) -> tuple[Tensor, Tensor]:
-    """Return the reduced loss and statistics (NUM_STATS, N), of the records `STEP`.
-
-    These are in the order of the tokens if the first record says that somebody reads them.
-    """
+    """Return the reduced loss and the statistics (NUM_STATS, N), of the records `STEP`."""
     refuse_tangents()
     x = LossCall(h, w, y, *records).computed()
     plan = plan_of(x)
@@ -94,7 +91,7 @@ def _compiling_at_once(plan: Plan, x: LossCall) -> contextlib.AbstractContextMan
 
     Ranks of a group, which would wait for each other, compile one kernel after the other.
     """
-    has_kernels = plan.cost_model.kernel_problem.arch is not None and not x.h.is_meta
+    has_kernels = plan.problem.arch is not None and not x.h.is_meta
     if not has_kernels or x.sharding.group is not None:
         return NOTHING
 
@@ -135,23 +132,10 @@ def _loss_forward(plan: Plan, x: LossCall) -> tuple[Tensor, Tensor]:
     inputs = prepare(shard, x, plan)
     loss, stats, results = run_forward(inputs, plan)
     selection = inputs.selection
-    # a backward takes them in either order, but graph compilers know their shape
-    if selection is not None and (x.step.returns_stats or not selection.is_on_device):
+    if selection is not None:
         results.stats, stats = stats, stats.restore(selection)
     saved.save(stats.rows, results)
     return restored(loss, selection), stats.rows
-
-
-def loss_forward_into(*arguments: Any) -> tuple[Tensor, Tensor]:
-    """Do what `loss_forward` does of arguments with `accumulate_into` and `grad_output`."""
-    _count_write(arguments[-2])
-    return loss_forward(*arguments)
-
-
-def _count_write(tensors: TensorOptions) -> None:
-    """Tell autograd that the buffer is written, which kernels do not."""
-    assert tensors.accumulate_into is not None
-    torch.autograd.graph.increment_version(tensors.accumulate_into)
 
 
 def restored(loss: Tensor, selection: RowSelection | None) -> Tensor:
@@ -165,7 +149,7 @@ def run_forward(inputs: LossInputs, plan: Plan) -> tuple[Tensor, RowStats, Saved
     """Return the reduced loss, the statistics, and what is saved with them."""
     loss, stats, memory = programs.forward(inputs, plan)
     targets = inputs.targets
-    targets.drop_forward(keeps_soft=not plan.in_chunks)
+    targets.drop_forward(keeps_soft=not plan.layout.in_chunks)
     return loss, stats, Saved(plan, memory, targets, inputs.selection, None, inputs.class_row)
 
 
@@ -209,7 +193,7 @@ def loss_backward(
         soft, upstream = classes.take(upstream)
         inputs.targets.parts = inputs.targets.parts._replace(soft=soft)
     of_chunks = None
-    if plan.in_chunks and plan.problem.grad_hidden:
+    if plan.layout.in_chunks and plan.problem.grad_hidden:
         inputs.targets.selection = None  # all rows of the sums are defined
         selection, of_chunks = None, selection
     dx, dw, dbias = programs.backward(plan, memory, inputs, upstream, rows, of_chunks)
@@ -226,12 +210,19 @@ def loss_backward(
     )
 
 
-def loss_backward_into(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Do what `loss_backward` does of arguments with `accumulate_into`."""
-    _count_write(arguments[-2])
-    return loss_backward(*arguments)
+def _writing(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what `function` does of arguments with `accumulate_into`, as `function`_into."""
+
+    def run(*arguments: Any) -> Any:
+        # autograd is told that the buffer is written, which kernels do not
+        torch.autograd.graph.increment_version(arguments[-2].accumulate_into)
+        return function(*arguments)
+
+    run.__name__ = f"{function.__name__}_into"
+    return run
 
 
+loss_forward_into, loss_backward_into = _writing(loss_forward), _writing(loss_backward)
 IMPLS: dict[Callable[..., Any], Callable[..., Any]] = {
     **{f: isolated_context(falls_back(f)) for f in (loss_forward, loss_backward)},
     # these may have added to the caller's buffer before a kernel failed to compile

@@ -29,7 +29,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cutefce.ops import torch_compat
-from cutefce.ops.dtypes import sum_dtype
 from cutefce.ops.interface.options import Sharding
 from cutefce.ops.parallel.consistency import exchange
 from cutefce.ops.primitives.dispatch import backend_of
@@ -128,13 +127,6 @@ class VocabShard:
     def join_columns(self, x: Tensor) -> Tensor:
         """Return the x (N, K) of all ranks, side by side (N, R K)."""
         return self.all_gather(x).transpose(0, 1).flatten(1)
-
-    def dx_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype in which a rank finishes its part of dX, for inputs of `dtype`.
-
-        That of sums in a group: dX is rounded after the ranks' parts are added.
-        """
-        return sum_dtype(dtype) if self.group else dtype
 
     def finish_dx(self, dx: Tensor, dtype: torch.dtype) -> Tensor:
         """Return dX of this rank's tokens, rounded to `dtype`, from its part (N, D).

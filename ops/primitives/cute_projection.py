@@ -19,12 +19,11 @@ from cutefce.cute_kernels.jit.cache import compiled
 from cutefce.cute_kernels.kernel_set import KernelSet
 from cutefce.cute_kernels.schedule.order import choose_vocab_splits, most_vocab_splits
 from cutefce.cute_kernels.spec.gemm import ProjectExpSpec
-from cutefce.cute_kernels.workspace import NUM_STATS, forward_semaphore_count
-from cutefce.ops.costs.step_memory import UNUSED_COLUMNS
-from cutefce.ops.primitives.portable_projection import PortableProjection
+from cutefce.cute_kernels.workspace import NUM_STATS, Move, Semaphore, forward_semaphore_count
+from cutefce.ops.primitives.block_sizes import UNUSED_COLUMNS
+from cutefce.ops.primitives.portable_projection import Logits, PortableProjection
 from cutefce.ops.primitives.select_rows import (
-    clear_rows,
-    far_rows,
+    as_bits,
     gather_rows,
     row_count,
     row_order,
@@ -53,22 +52,18 @@ class Semaphores:
         self._zeros = self.EMPTY
         self._size = self._taken = 0
 
-    def adopt(self, zeros: Tensor, size: int) -> None:
-        """Take the next counters from `zeros`, which a launch sets to 0."""
-        self._zeros, self._size, self._taken = zeros, size, 0
-
-    def adopt_new(self, like: Tensor) -> Tensor:
+    def adopt(self, like: Tensor, size: int = BLOCK) -> Tensor:
         """Return a block for a launch to set to 0, of which the next counters are taken."""
-        zeros = like.new_empty(self.BLOCK, dtype=torch.int32)  # faster than torch.empty
-        self.adopt(zeros, self.BLOCK)
+        zeros = like.new_empty(size, dtype=torch.int32)  # faster than torch.empty
+        self._zeros, self._size, self._taken = zeros, size, 0
         return zeros
 
     def take(self, count: int, device: torch.device) -> Tensor:
         """Return `count` or more counters that are 0 and belong to one launch."""
         begin = self._taken
         if self._size < begin + count:
-            begin, size = 0, max(count, self.BLOCK)
-            self.adopt(torch.zeros(size, dtype=torch.int32, device=device), size)
+            begin, self._size = 0, max(count, self.BLOCK)
+            self._zeros = torch.zeros(self._size, dtype=torch.int32, device=device)
         self._taken = begin + ceil_div(count, self.ALIGNMENT) * self.ALIGNMENT
         return self._zeros[begin:] if begin else self._zeros
 
@@ -103,8 +98,7 @@ class CuteProjection(CuteSoftTargetSteps, PortableProjection):
         kernel = self.kernels.target_logit
         tokens, class_row = targets.index.shape[0], None
         logit = h.new_empty(tokens, dtype=torch.float32)
-        count = min(Semaphores.BLOCK, kernel.max_zeros(tokens))
-        zeros = h.new_empty(count, dtype=torch.int32)  # faster than torch.empty
+        zeros = self.semaphores.adopt(h, min(Semaphores.BLOCK, kernel.max_zeros(tokens)))
         transform = launch_transform(targets, (0, w.shape[0]))
         order, is_selected = row_order(targets.order, targets.index)
         numbers = targets.options.ignore_index, is_selected
@@ -112,7 +106,6 @@ class CuteProjection(CuteSoftTargetSteps, PortableProjection):
             kernel = replace(kernel, class_row=True)
             class_row = targets.class_row.row, torch.empty_like(logit)
         compiled(kernel)(h, w, targets.index, logit, zeros, transform, order, *numbers, class_row)
-        self.semaphores.adopt(zeros, count)
         if class_row is not None:
             targets.set_class_logits(class_row[1])
         return logit
@@ -120,33 +113,21 @@ class CuteProjection(CuteSoftTargetSteps, PortableProjection):
     def select(self, h: Tensor, selection: RowSelection, scale: Tensor | None, out: Tensor) -> None:
         gather_rows(self.kernels, h, selection, scale, out)
 
-    def project_exp(
-        self,
-        h: Tensor,
-        w: Tensor,
-        window: tuple[int, int],
-        reference: Tensor,
-        targets: Targets,
-        exps: Tensor | None = None,
-    ) -> PartialLse:
-        kernel = self.kernels.row_sums
-        partial = self.launch_sums(kernel, h, w, window, reference, targets, exps)
-        self._clear(exps, targets)
+    def project_exp(self, x: Logits, exps: Tensor | None = None) -> PartialLse:
+        partial = self.launch_sums(self.kernels.row_sums, x, exps)
+        self._clear(exps, x.targets)
         return partial
 
     def launch_sums(
         self,
         kernel: ProjectExpSpec,
-        h: Tensor,
-        w: Tensor,
-        window: tuple[int, int],
-        reference: Tensor,
-        targets: Targets,
+        x: Logits,
         exps: Tensor | None = None,
         samples: tuple[Any, ...] | None = None,
     ) -> PartialLse:
         """Do what `project_exp` does with a kernel of row sums, and its argument `samples`."""
-        (first, last), transform = window, launch_transform(targets, window)
+        h, w, (first, last), reference, targets = x
+        transform = launch_transform(targets, x.window)
         tokens, columns = h.shape[0], last - first
         config, clusters = kernel.config, self._clusters(kernel)
         w = row_range(w, first, last)
@@ -196,24 +177,12 @@ class CuteProjection(CuteSoftTargetSteps, PortableProjection):
         total = torch.logsumexp(partial.sums * math.log(2), 1) / math.log(2)
         return PartialLse(gather(total).t().contiguous(), partial.semaphores)
 
-    def recompute_exp(
-        self,
-        h: Tensor,
-        w: Tensor,
-        window: tuple[int, int],
-        reference: Tensor,
-        targets: Targets,
-        exps: Tensor,
-    ) -> None:
-        (first, last), kernel = window, self.kernels.exps
+    def recompute_exp(self, x: Logits, exps: Tensor) -> None:
+        kernel = self.kernels.exps
         # one split a tile: there are no sums to keep in registers across tiles
-        splits, clusters = ceil_div(last - first, kernel.config.columns), self._clusters(kernel)
-        semaphores = self._take_semaphores(h)
-        rows = reference, targets.index, None, exps, semaphores
-        transform = launch_transform(targets, window), None, None
-        count = row_count(targets.selection, semaphores)
-        compiled(kernel)(h, w[first:last], *rows, *transform, *count, first, splits, clusters)
-        self._clear(exps, targets)
+        splits = ceil_div(x.window[1] - x.window[0], kernel.config.columns)
+        self._store_exps(kernel, x, exps, self._take_semaphores(x.h), splits)
+        self._clear(exps, x.targets)
 
     def reduce_partials(
         self, partial: PartialLse, target_logit: Tensor, targets: Targets
@@ -230,33 +199,35 @@ class CuteProjection(CuteSoftTargetSteps, PortableProjection):
         is_reduced = terms is None or kernel.terms
         return stats, reduce_losses(stats, targets, reduced if is_reduced else None)
 
-    def repair_stored_exps(
-        self,
-        exps: Tensor,
-        h: Tensor,
-        w: Tensor,
-        first: int,
-        targets: Targets,
-        partial: PartialLse,
-        stats: RowStats,
+    def repair_stored_exps(self, x: Logits, exps: Tensor, partial: PartialLse) -> None:
+        kernel, columns = self.kernels.repair_exps, x.window[1] - x.window[0]
+        clusters = self._clusters(kernel)
+        splits = choose_vocab_splits(x.h.shape[0], columns, kernel.config, clusters)
+        self._store_exps(kernel, x, exps, partial.semaphores, splits)
+
+    def _store_exps(
+        self, kernel: ProjectExpSpec, x: Logits, exps: Tensor, semaphores: Tensor, splits: int
     ) -> None:
-        last = min(first + exps.shape[1], w.shape[0])
-        w, semaphores = row_range(w, first, last), partial.semaphores
-        kernel, clusters = self.kernels.repair_exps, self._clusters(self.kernels.repair_exps)
-        splits = choose_vocab_splits(h.shape[0], w.shape[0], kernel.config, clusters)
-        rows = stats.reference, targets.index, None, exps, semaphores
-        transform = launch_transform(targets, (first, last)), None, None
-        count = row_count(targets.selection, semaphores)
-        compiled(kernel)(h, w, *rows, *transform, *count, first, splits, clusters)
+        """Launch a kernel that stores exponentials, and sums none."""
+        rows = x.reference, x.targets.index, None, exps, semaphores
+        transform = launch_transform(x.targets, x.window), None, None
+        numbers = *row_count(x.targets.selection, semaphores), x.window[0], splits
+        w, clusters = row_range(x.w, *x.window), self._clusters(kernel)
+        compiled(kernel)(x.h, w, *rows, *transform, *numbers, clusters)
 
     def far_rows(self, partial: PartialLse, targets: Targets) -> RowSelection | None:
-        can_skip = self.kernels.grad_hidden_again is not None
-        return far_rows(targets.selection if can_skip else None, partial.semaphores)
+        if targets.selection is None or self.kernels.grad_hidden_again is None:
+            return None
+        # all rows if `reduce_partials` has flagged any of them
+        counts = partial.semaphores[Semaphore.REPAIR_ROWS : Semaphore.REPAIR_ROWS + 1]
+        return replace(targets.selection, counts=counts, may_skip=True, must_skip=True)
 
     def _clear(self, exps: Tensor | None, targets: Targets) -> None:
         """Write zeros to the rows of `exps` (N, K) that do not count, if other GEMMs read them."""
         if self.clears and exps is not None and targets.selection is not None:
-            clear_rows(self.kernels, exps, targets.selection)
+            bits, order = as_bits(exps), targets.selection.order
+            count = targets.selection.count
+            compiled(self.kernels.move_rows)(bits, bits, order, None, count, Move.CLEAR)
 
     def _take_semaphores(self, h: Tensor) -> Tensor:
         count: int = forward_semaphore_count(h.shape[0], self.kernels.reduce_partials.rows)

@@ -51,7 +51,7 @@ class RowwiseSteps(PortableGradients):
         if terms is not None:
             spec = replace(spec, terms=True)
         coefficients = rows.new_empty(spec.planes, rows.shape[1])
-        grad_scale, zeros = rows.new_empty(()), self.semaphores.adopt_new(rows)
+        grad_scale, zeros = rows.new_empty(()), self.semaphores.adopt(rows)
         if upstream.dtype != rows.dtype:
             upstream = upstream.to(rows.dtype)
         upstream = upstream.reshape(-1).contiguous()

@@ -9,11 +9,11 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from cutefce.autotune_cache import defaults, lookup, verdicts
+from cutefce.autotune_cache import lookup, verdicts
 from cutefce.cute_kernels import kernel_set
 from cutefce.cute_kernels.arch import ARCHS, arch_for, arch_named
-from cutefce.cute_kernels.arch.base import TILE_K, Arch
-from cutefce.cute_kernels.config import KernelConfigs, PortableTiles, WindowConfig
+from cutefce.cute_kernels.arch.base import TILE_K
+from cutefce.cute_kernels.config import PortableTiles, WindowConfig
 from cutefce.cute_kernels.gpu import Gpu
 from cutefce.cute_kernels.jit.cache import CompilerError, compiled
 from cutefce.cute_kernels.kernel_set import KernelSet
@@ -102,7 +102,7 @@ def problem_of(
     It has `tokens`, if h is a share of these.
     """
     (rows, hidden), vocab = h.shape, w.shape[0]
-    arch = arch_of(h, w, _exact_part(grad_hidden, grad_weight, grad_bias))
+    arch = arch_of(h, w, STEP if grad_hidden or grad_weight or grad_bias else FORWARD)
     return Problem(
         rows if tokens is None else tokens,
         hidden,
@@ -121,27 +121,27 @@ def primitives_for(
     h: Tensor,
     w: Tensor,
     problem: Problem,
+    tiles: PortableTiles,
     targets: Targets | None = None,
     device: torch.device | None = None,
     counted: CountedRows | None = None,
 ) -> Primitives:
     """Return the primitives for one call with h (N, D) and w (V, D), and what `targets` ask for.
 
-    Its kernels are those of `device`, if that is not the one of h.  In plain torch and in Triton,
-    `counted` rows count.
+    `tiles` are the widest window.  Its kernels are those of `device`, if that is not the one of h.
+    In plain torch and in Triton, `counted` rows count.
 
     Raises:
         RuntimeError: in strict mode, if the kernels cannot serve the call.
     """
     if problem.arch is not None:
         kernels = kernels_for(device or h.device, problem, variant_of(targets))
-        return kernel_primitives(*kernels, grad_bias=problem.grad_bias)
-    reason = _unsupported_reason(h, w, _part_of(problem))
+        return kernel_primitives(tiles, *kernels, grad_bias=problem.grad_bias)
+    reason = _unsupported_reason(h, w, STEP if problem.needs_gradients else FORWARD)
     if reason is None and targets is not None:
         reason = options_unsupported_reason(problem, h.device, targets.tensors)
     if problem.tokens and reason is not None:
         report(reason, h.is_cuda)
-    tiles = defaults.widest_window(problem)
     if not problem.triton:
         return portable_primitives(tiles)
     # these import Triton, which no other call needs
@@ -149,7 +149,7 @@ def primitives_for(
     from cutefce.ops.primitives.triton_projection import TritonProjection
 
     steps = TritonProjection(tiles, counted), TritonGradients(tiles.window, counted)
-    return Primitives(tiles, *steps, counted)
+    return Primitives(*steps, counted)
 
 
 def options_unsupported_reason(
@@ -171,15 +171,6 @@ def sampling_unsupported_reason(
     if reason is not None or device.type == "meta":
         return reason
     return unproven_reason(device, problem.dtype, SAMPLES)
-
-
-def _exact_part(*gradients: bool) -> str:
-    """Return the part of calls that compute a loss, with exact gradients if there are any."""
-    return STEP if any(gradients) else FORWARD
-
-
-def _part_of(problem: Problem) -> str:
-    return _exact_part(problem.grad_hidden, problem.grad_weight, problem.grad_bias)
 
 
 def sampling_limit_reason(problem: Problem, samples: int, is_soft: bool) -> str | None:
@@ -208,15 +199,15 @@ def kernel_primitives(
     clears = grad_bias or gemms is None or kernels.row_sums.config.rows % TILE_K > 0
     projection = CuteProjection(kernels, num_sms, semaphores, clears)
     if gemms is None:
-        return Primitives(window, projection, CublasGradients(kernels, window.window, semaphores))
+        return Primitives(projection, CublasGradients(kernels, window.window, semaphores))
     gradients = CuteGradients(kernels, num_sms, semaphores)
-    return Primitives(window, projection, gradients)
+    return Primitives(projection, gradients)
 
 
 @process_cache
 def portable_primitives(tiles: PortableTiles) -> Primitives:
     """Return primitives in plain torch."""
-    return Primitives(tiles, PortableProjection(tiles), PortableGradients(tiles.window))
+    return Primitives(PortableProjection(tiles), PortableGradients(tiles.window))
 
 
 def report(reason: str, on_gpu: bool, what: str = "served by the portable path:") -> None:
@@ -322,12 +313,6 @@ def _unproven_reason(device: torch.device, dtype: str, part: str) -> str | None:
     return _failed_reason(gpu, verdict)
 
 
-def _with_options(configs: KernelConfigs, arch: Arch, tokens: int) -> KernelConfigs:
-    """Return what calls with options have in the place of `configs`."""
-    project_exp = arch.config_with_options(configs.project_exp, tokens)
-    return replace(configs, project_exp=project_exp)
-
-
 def _failed_reason(gpu: Gpu, verdict: verdicts.Verdict | None) -> str | None:
     """Return why the kernels must not be launched, None if they have not failed."""
     if verdict is None or verdict.passed:
@@ -391,11 +376,11 @@ def gpu_of(device: torch.device) -> Gpu:
 @process_cache
 def kernels_for(
     device: torch.device, problem: Problem, variant: KernelVariant
-) -> tuple[WindowConfig, KernelSet, int]:
-    """Return the arguments of `kernel_primitives` for a problem."""
+) -> tuple[KernelSet, int]:
+    """Return the kernels of a problem on a GPU, and its number of SMs."""
     gpu = gpu_of(device)
     configs = lookup.kernel_configs(problem, gpu)
     if variant != PLAIN:
-        configs = _with_options(configs, gpu.arch, problem.tokens)
-    kernels = kernel_set.kernel_set(gpu.arch, problem.dtype, configs, variant)
-    return defaults.widest_window(problem), kernels, gpu.num_sms
+        project_exp = gpu.arch.config_with_options(configs.project_exp, problem.tokens)
+        configs = replace(configs, project_exp=project_exp)
+    return kernel_set.kernel_set(gpu.arch, problem.dtype, configs, variant), gpu.num_sms

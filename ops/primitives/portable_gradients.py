@@ -11,8 +11,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from cutefce.ops.costs.step_memory import UPCAST_BLOCK, finished_rows
 from cutefce.ops.dtypes import sum_dtype
+from cutefce.ops.primitives.block_sizes import UPCAST_BLOCK, finished_rows, soft_block_rows
 from cutefce.ops.primitives.elementwise import (
     can_fuse,
     combine_,
@@ -20,7 +20,7 @@ from cutefce.ops.primitives.elementwise import (
     scale_by_log_,
 )
 from cutefce.ops.primitives.select_rows import row_range
-from cutefce.ops.rows.blocks import blocks, row_blocks
+from cutefce.ops.rows.blocks import blocks, row_block_size
 from cutefce.ops.rows.coefficients import RankOne, RowCoefficients
 from cutefce.ops.rows.kept_sums import Sums
 from cutefce.ops.rows.scaling import Scaling, scaling_of
@@ -298,11 +298,19 @@ def apply_rowwise(
     out: Tensor,
     *rowwise: Tensor | None,
     whole: tuple[Tensor | None, ...] = (),
+    gathered: int = 0,
 ) -> None:
-    """Call `function` fused, or on blocks of the rows of all but `whole`."""
+    """Call `function` fused, or on blocks of the rows of all but `whole`.
+
+    A row takes as many elements as the first matrix has columns, or as many as it `gathered`.
+    """
     if can_fuse(out):
         fused(function)(out, *rowwise, *whole)
         return
     operands = out, *rowwise
-    for rows in row_blocks(next(x for x in operands if x is not None and x.ndim == 2)):
+    if gathered:
+        size = soft_block_rows(gathered, out.element_size(), out.device.type)
+    else:
+        size = row_block_size(next(x for x in operands if x is not None and x.ndim == 2))
+    for rows in blocks(len(out), size):
         function(*(None if x is None else x[rows] for x in operands), *whole)

@@ -20,8 +20,7 @@ float32, or float64 for float64 inputs.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -48,8 +47,21 @@ from cutefce.ops.rows.targets import Targets
 from cutefce.ops.rows.top_classes import top_logits
 
 
-@dataclass(frozen=True)
-class PartialSums:
+class Logits(NamedTuple):
+    """The logits of a window of classes, and what their exponentials are relative to."""
+
+    h: Tensor
+    """(N, D)"""
+    w: Tensor
+    """(V, D)"""
+    window: tuple[int, int]
+    """The classes [first, last); in plain torch from a whole reference block on."""
+    reference: Tensor
+    """(N,)"""
+    targets: Targets
+
+
+class PartialSums(NamedTuple):
     """Row sums of exponentials (N, P), each relative to its own reference (N, P)."""
 
     sums: Tensor
@@ -69,18 +81,10 @@ class PartialSums:
         sums, references = like.new_empty((2, *size))
         return PartialSums(sums, references, of_all, of_others)
 
-    def columns(self, parts: slice) -> "PartialSums":
-        """Return the sums of a slice of the parts."""
-        return self._map(lambda x: x[..., parts])
-
-    def rows(self, rows: slice) -> "PartialSums":
-        """Return the sums of a slice of the rows."""
-        return self._map(lambda x: x[..., rows, :])
-
-    def _map(self, function: Callable[[Tensor], Tensor]) -> "PartialSums":
-        of_all = None if self.of_all is None else function(self.of_all)
-        of_others = None if self.of_others is None else function(self.of_others)
-        return PartialSums(function(self.sums), function(self.references), of_all, of_others)
+    def part(self, rows: slice, parts: slice) -> "PartialSums":
+        """Return the sums of some rows and parts."""
+        some: Any = [None if x is None else x[..., rows, parts] for x in self]
+        return PartialSums(*some)
 
 
 Partials: TypeAlias = Any
@@ -131,46 +135,33 @@ class PortableProjection(SoftTargetSteps):
         logit = torch.where(targets.owned & (logit != torch.inf), logit, torch.nan)
         return torch.where(targets.active, logit, torch.inf)
 
-    def project_exp(
-        self,
-        h: Tensor,
-        w: Tensor,
-        window: tuple[int, int],
-        reference: Tensor,
-        targets: Targets,
-        exps: Tensor | None = None,
-    ) -> Partials:
-        """Return the row sums of e over the columns of `window`, [first, last).
+    def project_exp(self, x: Logits, exps: Tensor | None = None) -> Partials:
+        """Return the row sums of e over the columns of the window.
 
         `exps` (N, K), if given, receives e over the first K columns; those beyond the vocabulary
-        are undefined.  The portable path needs a `first` and a K of whole reference blocks.  Where
-        logits are far above `reference` (N,), sums and `exps` may be relative to another reference,
-        which the result tells `repair_stored_exps`.
+        are undefined.  In plain torch K is of whole reference blocks.  Where logits are far above
+        the reference, sums and `exps` may be relative to another reference, which the result tells
+        `repair_stored_exps`.
         """
-        (first, last), block = window, self.tiles.reference_block
+        (first, last), block = x.window, self.tiles.reference_block
         middle = first if exps is None else min(first + exps.shape[1], last)
         count = ceil_div(last - first, block)
-        partial = PartialSums.empty(reference, count, targets)
+        partial = PartialSums.empty(x.reference, count, x.targets)
         if first < middle:
-            self._project_tiles(h, w, (first, middle), reference, targets, exps, partial)
+            self._project_tiles(x._replace(window=(first, middle)), exps, partial)
         if middle < last:
-            done = (middle - first) // block
-            rest = partial.columns(slice(done, count))
-            self._project_tiles(h, w, (middle, last), reference, targets, None, rest)
+            rest = partial.part(slice(None), slice((middle - first) // block, count))
+            self._project_tiles(x._replace(window=(middle, last)), None, rest)
         return partial
 
     def concat_partials(self, partials: Sequence[Partials]) -> Partials:
         """Return the row sums of all columns from those of consecutive windows."""
         if len(partials) == 1:
             return partials[0]
-        of_all = [x.of_all for x in partials if x.of_all is not None]
-        of_others = [x.of_others for x in partials if x.of_others is not None]
-        return PartialSums(
-            torch.cat([partial.sums for partial in partials], 1),
-            torch.cat([partial.references for partial in partials], 1),
-            torch.cat(of_all, 2) if of_all else None,
-            torch.cat(of_others, 2) if of_others else None,
+        every: Any = (
+            None if x[0] is None else torch.cat(x, -1) for x in zip(*partials, strict=True)
         )
+        return PartialSums(*every)
 
     def partial_outputs(self, partial: Partials, target_logit: Tensor) -> PartialOutputs:
         """Return the reductions that were computed beside the row sums, of all partials."""
@@ -226,17 +217,9 @@ class PortableProjection(SoftTargetSteps):
         shards = gather(torch.stack(joined(partial.sums, partial.references, 1)))
         return PartialSums(shards[:, 0].t(), shards[:, 1].t())
 
-    def recompute_exp(
-        self,
-        h: Tensor,
-        w: Tensor,
-        window: tuple[int, int],
-        reference: Tensor,
-        targets: Targets,
-        exps: Tensor,
-    ) -> None:
-        """Write e over the columns of `window`, relative to `reference`, to `exps` (N, K)."""
-        self._project_tiles(h, w, window, reference, targets, exps, None)
+    def recompute_exp(self, x: Logits, exps: Tensor) -> None:
+        """Write e over the columns of the window, relative to the reference, to `exps` (N, K)."""
+        self._project_tiles(x, exps, None)
 
     def reduce_partials(
         self, partial: Partials, target_logit: Tensor, targets: Targets
@@ -253,24 +236,15 @@ class PortableProjection(SoftTargetSteps):
         stats = RowStats(torch.stack([reference, row_sum, excess + 1, losses]))
         return stats, reduce_losses(stats, targets)
 
-    def repair_stored_exps(
-        self,
-        exps: Tensor,
-        h: Tensor,
-        w: Tensor,
-        first: int,
-        targets: Targets,
-        partial: Partials,
-        stats: RowStats,
-    ) -> None:
-        """Make `exps` (N, K), which `project_exp` stored, relative to `stats.reference`.
+    def repair_stored_exps(self, x: Logits, exps: Tensor, partial: Partials) -> None:
+        """Make `exps` (N, K), which `project_exp` stored, relative to the reference of `x`.
 
-        `exps` are of the columns from `first` on, `partial` is of all columns.
+        `partial` is of all columns.
         """
         block = self.tiles.reference_block
-        start, count = first // block, exps.shape[1] // block
+        start, count = x.window[0] // block, exps.shape[1] // block
         references = partial.references[:, start : start + count]
-        factor = _exp_difference(references, stats.reference[:, None])
+        factor = _exp_difference(references, x.reference[:, None])
         if exps.is_cuda or bool((factor != 1).any()):
             scale_rows(exps.view(-1, block), factor.flatten())
 
@@ -281,18 +255,10 @@ class PortableProjection(SoftTargetSteps):
         """
         return targets.selection
 
-    def _project_tiles(
-        self,
-        h: Tensor,
-        w: Tensor,
-        window: tuple[int, int],
-        reference: Tensor,
-        targets: Targets,
-        exps: Tensor | None,
-        out: PartialSums | None,
-    ) -> None:
+    def _project_tiles(self, x: Logits, exps: Tensor | None, out: PartialSums | None) -> None:
         """Compute tiles."""
-        (first, last), tokens, block = window, h.shape[0], self.tiles.reference_block
+        h, w, (first, last), reference, targets = x
+        tokens, block = h.shape[0], self.tiles.reference_block
         width = self.tiles.columns(tokens)
         run = fused(exponentials) if can_fuse(h) else exponentials_
         in_place = run is exponentials_ and exps is not None and exps.dtype == reference.dtype
@@ -315,7 +281,7 @@ class PortableProjection(SoftTargetSteps):
                 own = None if targets.logits is None else targets.logits.part(rows, classes)
                 logits_into(logits[:, :valid], h[rows], w[classes], own)
                 logits[:, valid:].fill_(-torch.inf)
-                part = None if out is None else out.rows(rows).columns(parts)
+                part = None if out is None else out.part(rows, parts)
                 run(
                     logits.unflatten(1, (-1, block)),
                     start,

@@ -3,7 +3,6 @@
 from copy import copy
 from dataclasses import dataclass
 
-from cutefce.cute_kernels.config import WindowConfig
 from cutefce.ops.primitives.portable_gradients import PortableGradients
 from cutefce.ops.primitives.portable_projection import PortableProjection
 from cutefce.ops.rows.selection import CountedRows
@@ -13,7 +12,6 @@ from cutefce.ops.rows.selection import CountedRows
 class Primitives:
     """One implementation of the steps; all tensors of a call are on one device."""
 
-    config: WindowConfig
     projection: PortableProjection
     gradients: PortableGradients
     counted: CountedRows | None = None
@@ -25,4 +23,4 @@ class Primitives:
             return self
         projection, gradients = copy(self.projection), copy(self.gradients)
         counted = projection.counted = gradients.counted = self.counted.behind(first)
-        return Primitives(self.config, projection, gradients, counted)
+        return Primitives(projection, gradients, counted)

@@ -8,13 +8,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from cutefce.cute_kernels.arch.base import TILE_K
 from cutefce.cute_kernels.integers import ceil_div
 from cutefce.cute_kernels.jit.cache import compiled
 from cutefce.cute_kernels.kernel_set import KernelSet
-from cutefce.cute_kernels.problem import Problem
 from cutefce.cute_kernels.spec.rowwise import MoveRowsSpec, SelectRowsSpec
-from cutefce.cute_kernels.workspace import Move, Semaphore
+from cutefce.cute_kernels.workspace import Move
 from cutefce.ops.rows.selection import CountedRows, RowSelection
 
 
@@ -48,22 +46,9 @@ def row_order(order: Tensor | None, unused: Tensor) -> tuple[Tensor, int]:
     return (unused, 0) if order is None else (order, 1)
 
 
-def far_rows(selection: RowSelection | None, semaphores: Tensor) -> RowSelection | None:
-    """Return all rows if `reduce_partials` has flagged any of them, or else none: on the device."""
-    if selection is None:
-        return None
-    counts = semaphores[Semaphore.REPAIR_ROWS : Semaphore.REPAIR_ROWS + 1]
-    return replace(selection, counts=counts, may_skip=True, must_skip=True)
-
-
 def row_range(x: Tensor, first: int, last: int) -> Tensor:
     """Return rows [first, last) of x; of all rows no view is made, which takes CPU time."""
     return x if last - first == x.shape[0] else x[first:last]
-
-
-def clear_first_rows(exps: Tensor) -> None:
-    """Write zeros to the rows of exponentials (N, K) that dW's kernels read even of no tokens."""
-    exps[:TILE_K].zero_()
 
 
 def gather_rows(
@@ -100,14 +85,8 @@ def restore_rows(selection: RowSelection | None, x: Tensor) -> Tensor:
     return out
 
 
-def clear_rows(kernels: KernelSet, x: Tensor, selection: RowSelection) -> None:
-    """Write zeros to the rows of x (M, D) that do not count."""
-    bits, own = as_bits(x), (selection.order, None, selection.count)
-    compiled(kernels.move_rows)(bits, bits, *own, Move.CLEAR)
-
-
 def select_rows(
-    problem: Problem,
+    arch: str | None,
     y: Tensor,
     counted: Tensor,
     ignored: int,
@@ -117,7 +96,7 @@ def select_rows(
     """Return the selection of the tokens that count, None if all are computed.
 
     Args:
-        problem: the call with all of its tokens.
+        arch: architecture of the kernels that select; None if these do not.
         y: (N,) int64 targets.
         counted: (N,) int64, `ignored` where a token does not count.
         ignored: the index of targets that are ignored.
@@ -126,9 +105,8 @@ def select_rows(
         chunk: tokens of a chunk; those of the plan if it has no chunks.
     """
     tokens = len(y)
-    if problem.selects_rows:
-        assert problem.arch is not None
-        selection = select_on_device(problem.arch, counted, ignored, chunk)
+    if arch is not None:
+        selection = select_on_device(arch, counted, ignored, chunk)
         return selection if counted is y else replace(selection, targets=selection.take(y))
     rows, sorts = planned
     if sorts and not (y.is_cuda and torch.cuda.is_current_stream_capturing()):

@@ -10,13 +10,12 @@ from torch import Tensor
 
 from cutefce.cute_kernels.config import PortableTiles
 from cutefce.ops.primitives import triton_kernels as kernels
-from cutefce.ops.primitives.portable_projection import PartialSums, PortableProjection
+from cutefce.ops.primitives.portable_projection import Logits, PartialSums, PortableProjection
 from cutefce.ops.primitives.select_rows import with_aligned_rows
 from cutefce.ops.primitives.triton_blocks import logits_of_blocks
 from cutefce.ops.rows.logit_map import LogitMap
 from cutefce.ops.rows.selection import CountedRows
-from cutefce.ops.rows.statistics import RowStats
-from cutefce.ops.rows.targets import Targets, launch_transform
+from cutefce.ops.rows.targets import launch_transform
 
 
 class TritonProjection(PortableProjection):
@@ -29,19 +28,10 @@ class TritonProjection(PortableProjection):
     def prepare(self, h: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
         return with_aligned_rows(h), w
 
-    def _project_tiles(
-        self,
-        h: Tensor,
-        w: Tensor,
-        window: tuple[int, int],
-        reference: Tensor,
-        targets: Targets,
-        exps: Tensor | None,
-        out: PartialSums | None,
-    ) -> None:
-        transform = launch_transform(targets, window) or (None, None, None)
-        own = targets.index, exps, out, transform, self.counted
-        kernels.project(h, w, window, reference, *own)
+    def _project_tiles(self, x: Logits, exps: Tensor | None, out: PartialSums | None) -> None:
+        transform = launch_transform(x.targets, x.window) or (None, None, None)
+        own = x.targets.index, exps, out, transform, self.counted
+        kernels.project(x.h, x.w, x.window, x.reference, *own)
 
     @property
     def block(self) -> int:
@@ -53,16 +43,6 @@ class TritonProjection(PortableProjection):
         transform = (None, None, None) if logits is None else logits.columns(0, len(w))
         return logits_of_blocks(h, w, chosen, transform)
 
-    def repair_stored_exps(
-        self,
-        exps: Tensor,
-        h: Tensor,
-        w: Tensor,
-        first: int,
-        targets: Targets,
-        partial: Any,
-        stats: RowStats,
-    ) -> None:
-        start = first // kernels.BLOCK
-        references = partial.references[:, start:]
-        kernels.rescale(exps, references, stats.reference, self.counted)
+    def repair_stored_exps(self, x: Logits, exps: Tensor, partial: Any) -> None:
+        references = partial.references[:, x.window[0] // kernels.BLOCK :]
+        kernels.rescale(exps, references, x.reference, self.counted)

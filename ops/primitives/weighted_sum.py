@@ -6,18 +6,14 @@ On a GPU a 16-bit operand is read once, as it is: each factor becomes a sum of t
 dtype, which hold the 24 bits of a float32, and one GEMM with float32 sums multiplies all three.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from cutefce.cute_kernels.integers import round_up
-from cutefce.ops.costs.step_memory import soft_block_rows
 from cutefce.ops.dtypes import sum_dtype
-from cutefce.ops.primitives.elementwise import add_soft_rows_, can_fuse, fused, gathered_dots_
-from cutefce.ops.primitives.portable_gradients import matmul_into, scale_rows
-from cutefce.ops.rows.blocks import blocks, row_blocks
+from cutefce.ops.primitives.elementwise import add_soft_rows_, gathered_dots_
+from cutefce.ops.primitives.portable_gradients import apply_rowwise, matmul_into, scale_rows
+from cutefce.ops.rows.blocks import row_blocks
 from cutefce.ops.rows.targets import Targets
 
 TERMS = 3
@@ -34,78 +30,61 @@ BATCH_ROWS = 2048
 MAX_BATCHED_COLUMNS = 1 << 14
 
 
-@dataclass(frozen=True)
-class RowFactors:
-    """Factors of M rows, in the form in which a GEMM takes them; for one sum or several."""
-
-    terms: Tensor
-    """(T, M) that add up to factor / scale: in the dtype of the rows, or of sums on a CPU."""
-    scale: Tensor | None
-    """() power of 2; None for 1."""
-
-    @staticmethod
-    def of(factor: Tensor, dtype: torch.dtype) -> "RowFactors":
-        """Return those of `factor` (M,) in the dtype of sums, for rows of `dtype`."""
-        if dtype == factor.dtype or not factor.is_cuda or not len(factor):
-            return RowFactors(factor[None], None)
-        powers = factor.view(torch.int32) & EXPONENT_BITS
-        scale = powers.amax().clamp_(min=LEAST_NORMAL).view(torch.float32)
-        if dtype == torch.float16:
-            scale = scale / LARGEST_FLOAT16
-        rest = factor / scale
-        pitch = round_up(len(factor), ALIGNMENT)
-        terms = torch.empty(TERMS, pitch, dtype=dtype, device=factor.device)[:, : len(factor)]
-        for term in terms[:-1]:
-            term.copy_(rest)
-            rest -= term
-        terms[-1].copy_(rest)
-        return RowFactors(terms, scale)
-
-    @staticmethod
-    def ones(x: Tensor) -> "RowFactors":
-        """Return those of the plain sum of the rows of x (M, K)."""
-        return RowFactors(x.new_ones(1, len(x)), None)
-
-    def sum(self, x: Tensor) -> Tensor:
-        """Return Σ_i factor_i x_i (K,) in the dtype of sums, of x (M, K) with rows of any pitch.
-
-        The result is deterministic.  Errors are relative to the largest factor.  A row that is not
-        finite spreads, even if its factor is 0; a factor that is not finite makes the sum NaN or
-        infinite.
-        """
-        dtype = sum_dtype(x.dtype)
-        if not x.numel():
-            return x.new_zeros(x.shape[1], dtype=dtype)
-        if x.dtype == dtype:
-            return torch.mv(x.t(), self.terms[0])
-        if not x.is_cuda:
-            total = x.new_zeros(x.shape[1], dtype=dtype)
-            for rows in row_blocks(x):
-                total += torch.mv(x[rows].to(dtype).t(), self.terms[0, rows].to(dtype))
-            return total
-        sums, done = x.new_empty(len(self.terms), x.shape[1], dtype=dtype), 0
-        batches = len(x) // BATCH_ROWS
-        if batches > 1 and x.shape[1] <= MAX_BATCHED_COLUMNS:
-            done = batches * BATCH_ROWS
-            terms = self.terms[:, :done].unflatten(1, (batches, BATCH_ROWS)).transpose(0, 1)
-            rows = x[:done].unflatten(0, (batches, BATCH_ROWS))
-            torch.sum(torch.bmm(terms, rows, out_dtype=dtype), 0, out=sums)
-        if done < len(x):
-            matmul_into(sums, self.terms[:, done:], x[done:], accumulate=done > 0)
-        if self.scale is None:
-            return sums[0]
-        return sums.sum(0).mul_(self.scale)
-
-
 def weighted_sum(x: Tensor, factor: Tensor | None) -> Tensor:
-    """Return Σ_i factor_i x_i (K,) in the dtype of sums; see `RowFactors.sum`.
+    """Return Σ_i factor_i x_i (K,) in the dtype of sums.
+
+    The result is deterministic.  Errors are relative to the largest factor.  A row that is not
+    finite spreads, even if its factor is 0; a factor that is not finite makes the sum NaN or
+    infinite.
 
     Args:
         x: (M, K), with rows of any pitch.
         factor: (M,) in the dtype of sums; None for 1.
     """
-    factors = RowFactors.ones(x) if factor is None else RowFactors.of(factor, x.dtype)
-    return factors.sum(x)
+    dtype = sum_dtype(x.dtype)
+    if not x.numel():
+        return x.new_zeros(x.shape[1], dtype=dtype)
+    if factor is None:
+        factor = x.new_ones(len(x))
+    if x.dtype == dtype:
+        return torch.mv(x.t(), factor)
+    if not x.is_cuda:
+        total = x.new_zeros(x.shape[1], dtype=dtype)
+        for rows in row_blocks(x):
+            total += torch.mv(x[rows].to(dtype).t(), factor[rows].to(dtype))
+        return total
+    terms, scale = factor[None], None
+    if factor.dtype == dtype:
+        terms, scale = _terms(factor, x.dtype)
+    sums, done = x.new_empty(len(terms), x.shape[1], dtype=dtype), 0
+    batches = len(x) // BATCH_ROWS
+    if batches > 1 and x.shape[1] <= MAX_BATCHED_COLUMNS:
+        done = batches * BATCH_ROWS
+        parts = terms[:, :done].unflatten(1, (batches, BATCH_ROWS)).transpose(0, 1)
+        rows_of_parts = x[:done].unflatten(0, (batches, BATCH_ROWS))
+        torch.sum(torch.bmm(parts, rows_of_parts, out_dtype=dtype), 0, out=sums)
+    if done < len(x):
+        matmul_into(sums, terms[:, done:], x[done:], accumulate=done > 0)
+    return sums[0] if scale is None else sums.sum(0).mul_(scale)
+
+
+def _terms(factor: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return terms (T, M) of a 16-bit `dtype` that add up to factor / scale, and the scale ().
+
+    `factor` (M,) is float32, on a GPU; the scale is a power of 2.
+    """
+    powers = factor.view(torch.int32) & EXPONENT_BITS
+    scale = powers.amax().clamp_(min=LEAST_NORMAL).view(torch.float32)
+    if dtype == torch.float16:
+        scale = scale / LARGEST_FLOAT16
+    rest = factor / scale
+    pitch = round_up(len(factor), ALIGNMENT)
+    terms = torch.empty(TERMS, pitch, dtype=dtype, device=factor.device)[:, : len(factor)]
+    for term in terms[:-1]:
+        term.copy_(rest)
+        rest -= term
+    terms[-1].copy_(rest)
+    return terms, scale
 
 
 class SoftTargetSteps:
@@ -125,7 +104,9 @@ class SoftTargetSteps:
     def soft_logits(self, out: Tensor, h: Tensor, w: Tensor, targets: Targets) -> None:
         """Write the raw logits of soft targets to `out` (N, K)."""
         assert targets.soft is not None
-        _apply_by_token(gathered_dots_, out, targets.soft.index, h, whole=(w,))
+        index = targets.soft.index
+        gathered = index.shape[1] * w.shape[1]
+        apply_rowwise(gathered_dots_, out, index, h, whole=(w,), gathered=gathered)
 
     def put_soft(self, entries: Tensor | None, exps: Tensor, first: int, targets: Targets) -> None:
         """Write the `SoftTargets.entries` (N, K) to `exps` (N, W), of columns from `first` on.
@@ -163,21 +144,6 @@ class SoftTargetSteps:
 def add_soft_rows(sums: Tensor, entries: Tensor, targets: Targets, w: Tensor) -> None:
     """Add Σ_k entries_ik w_{c_ik} to `sums` (N, D); `entries` are (N, K)."""
     assert targets.soft is not None
-    _apply_by_token(add_soft_rows_, sums, targets.soft.index, entries, whole=(w,))
-
-
-def _apply_by_token(
-    function: Callable[..., None],
-    out: Tensor,
-    index: Tensor,
-    *rowwise: Tensor,
-    whole: tuple[Tensor, ...],
-) -> None:
-    """Call `function` fused, or on blocks of tokens; it gathers rows `index` (N, K) of w (V, D)."""
-    if can_fuse(out):
-        fused(function)(out, index, *rowwise, *whole)
-        return
-    elements = index.shape[1] * whole[-1].shape[1]
-    size = soft_block_rows(elements, out.element_size(), out.device.type)
-    for rows in blocks(len(out), size):
-        function(out[rows], index[rows], *(x[rows] for x in rowwise), *whole)
+    index = targets.soft.index
+    gathered = index.shape[1] * w.shape[1]
+    apply_rowwise(add_soft_rows_, sums, index, entries, whole=(w,), gathered=gathered)

@@ -5,8 +5,9 @@ from typing import Any
 
 import torch
 
+from cutefce.cute_kernels.arch.base import TILE_K
 from cutefce.ops.primitives.portable_gradients import scale_by_log
-from cutefce.ops.primitives.select_rows import clear_first_rows
+from cutefce.ops.primitives.portable_projection import Logits
 from cutefce.ops.primitives.weighted_sum import add_soft_rows
 from cutefce.ops.program.run import Call
 from cutefce.ops.program.steps import Step
@@ -57,8 +58,8 @@ def all_gather(call: Call, s: Step) -> None:
 
 
 def clear(call: Call, s: Step) -> None:
-    """Clear what dW's product reads of a chunk of which no row counts."""
-    clear_first_rows(call.view(s.writes[0]))
+    """Clear the rows that dW's kernels read even of a chunk of which no row counts."""
+    call.view(s.writes[0])[:TILE_K].zero_()
 
 
 def project(call: Call, s: Step) -> None:
@@ -67,15 +68,15 @@ def project(call: Call, s: Step) -> None:
     projection = x.primitives.projection
     exps = None if s.exps is None else exps_of(call, s, whole=True)
     if "logits" in s.reads:
-        given: Any = states, x.w, s.columns, call.values["logits"], x.targets, exps
-        call.values["partials"].append(projection.project_exp(*given))
+        logits = Logits(states, x.w, s.columns, call.values["logits"], x.targets)
+        call.values["partials"].append(projection.project_exp(logits, exps))
         leave_out_entries(call, s)
         return
     assert exps is not None
     stats, targets = call.values["stats"], x.targets
     if s.repairs and "exps" not in s.writes:
-        of_all = targets, call.values["partial"], stats
-        projection.repair_stored_exps(exps, states, x.w, s.columns[0], *of_all)
+        logits = Logits(states, x.w, s.columns, stats.reference, targets)
+        projection.repair_stored_exps(logits, exps, call.values["partial"])
         return
     if s.repairs:  # of windows that are not stored
         targets = copy.copy(targets)
@@ -83,7 +84,7 @@ def project(call: Call, s: Step) -> None:
         call.values["far rows"] = targets.selection
     is_early = s.repairs or "stats" in s.reads
     reference = stats.reference if is_early else call.values["scaling"].reference
-    projection.recompute_exp(states, x.w, s.columns, reference, targets, exps)
+    projection.recompute_exp(Logits(states, x.w, s.columns, reference, targets), exps)
     leave_out_entries(call, s)
 
 

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cutefce.ops.costs.step_memory import few_low_bits
 from cutefce.ops.primitives.select_rows import restore_rows, row_range
 from cutefce.ops.program.inputs import LossInputs
 from cutefce.ops.program.run import Call
@@ -89,7 +88,7 @@ def finish_chunks(call: Call, s: Step) -> None:
     gradients, targets, order = x.primitives.gradients, x.targets, None
     if selection is not None and selection.is_on_device:
         order = selection.order
-    rounded = call.program.problem.rounds_hidden
+    rounded = call.program.problem.adds_in_forward
     is_placed = order is not None and (rounded or sums.low is not None)
     if rounded:
         upstream = torch.where(upstream.isnan(), upstream, 1)
@@ -105,7 +104,7 @@ def finish_chunks(call: Call, s: Step) -> None:
 
 def _kept(call: Call, names: Sequence[str]) -> Sums:
     """Return what chunks keep: dX, or its sums, in fewer bits or not."""
-    return sums_of(call, names, few_low_bits(call.inputs.h.shape[1]))
+    return sums_of(call, names, call.program.problem.few_low_bits)
 
 
 def finish_dx(

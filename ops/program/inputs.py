@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from cutefce.ops.parallel.shard import VocabShard
@@ -25,10 +24,6 @@ class LossInputs:
     w: Tensor
     """(V, D)"""
     targets: Targets
-    dx_dtype: torch.dtype
-    """Dtype of dX as it is returned: that of sums if ranks add theirs before it is rounded."""
-    dw_dtype: torch.dtype
-    """Dtype of dW: that of w, or of sums."""
     accumulate_into: Tensor | None = None
     """(V, D) buffer of the caller's to which dW is added, which is not returned then."""
     class_row: Tensor | None = None

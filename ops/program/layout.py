@@ -73,11 +73,12 @@ def most_aliased(p: LossProblem, window: int, block: int) -> int:
     return max(0, min(by_first, by_last) // block * block)
 
 
-def windows_of(p: LossProblem, x: Layout, block: int) -> Iterator[Window]:
+def windows_of(p: LossProblem, x: Layout) -> Iterator[Window]:
     """Yield the windows of all tokens: in dW, stored apart, and those that are computed again.
 
     Those of a chunk are stored for its gradients if they are one.
     """
+    block = p.block
     if x.in_chunks:
         cut = even_windows(0, p.vocab * p.needs_gradients, x.window, block)
         yield from (Window(columns, x.window >= p.vocab) for columns in cut)
@@ -94,7 +95,7 @@ def windows_of(p: LossProblem, x: Layout, block: int) -> Iterator[Window]:
             fits = (p.vocab - done) * p.hidden // (p.tokens + p.hidden) // block * block
         if fits < max(most_again(p, x.window), x.kept):
             break
-        offset = (p.vocab * p.hidden - p.tokens * fits) * p.item
+        offset = (p.vocab * p.hidden - p.tokens * fits) * p.item_bytes
         yield Window((done, done + fits), False, Home.DW, offset)
         done += fits
     most = max(x.kept, most_again(p, x.window))
@@ -115,7 +116,7 @@ def scales_exps(p: LossProblem, x: Layout) -> bool:
     Entries among narrow exponentials that the forward has stored are rounded once, with them.
     """
     is_stored = x.in_chunks or x.aliased + x.kept > 0
-    return p.scales_exps or (p.soft > 0 and p.keeps_sums and is_stored)
+    return p.scales_exps or (p.soft > 0 and p.accumulates_wider and is_stored)
 
 
 def even_windows(first: int, last: int, most: int, block: int) -> Iterator[Range]:
@@ -149,7 +150,7 @@ def _aliased(p: LossProblem, count: int, block: int) -> Iterator[Window]:
         start = elements - p.tokens * (count - first)
         last = min(start // p.hidden // block * block, count)
         assert last > first, "no more than `most_aliased`"
-        yield Window((first, last), True, Home.DW, start * p.item)
+        yield Window((first, last), True, Home.DW, start * p.item_bytes)
         first = last
 
 

@@ -1,18 +1,16 @@
 """From a problem and a layout to a program: loops that emit steps."""
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 from cutefce.cute_kernels.integers import round_up
 from cutefce.cute_kernels.workspace import NUM_STATS, low_bytes
+from cutefce.ops.program.cost_model import scratch
 from cutefce.ops.program.emit import Emitter
 from cutefce.ops.program.layout import Layout, Window, alike, chunks_of, scales_exps, windows_of
 from cutefce.ops.program.place import place, token_bytes
 from cutefce.ops.program.problem import LossProblem
+from cutefce.ops.program.step_memory import partial_sums, targets_bytes
 from cutefce.ops.program.steps import Home, Kind, Program, Range, Step
-
-if TYPE_CHECKING:
-    from cutefce.ops.program.cost_model import CostModel
 
 ORDER_BYTES = 16
 """Bytes of a token's place and of its target, in the order of the rows that count."""
@@ -20,42 +18,37 @@ FACTORS = 4
 """Numbers of a token: of its exponentials, target and every class, and their reference."""
 
 
-def lower(p: LossProblem, x: Layout, cost_model: "CostModel", *, brief: bool = False) -> Program:
-    """Return the program of a call, with a place for every buffer.
+class Lowering(Emitter):
+    """The steps of a loss and of its gradients.
 
-    A `brief` one has one of many equal chunks and windows, with the memory of all: it serves to
+    A `brief` program has one of many equal chunks and windows, with the memory of all: it serves to
     choose, not to run.
     """
-    return Lowering(p, x, cost_model, brief).lowered()
 
-
-class Lowering(Emitter):
-    """The steps of a loss and of its gradients."""
-
-    def __init__(self, p: LossProblem, x: Layout, cost_model: "CostModel", brief: bool) -> None:
+    def __init__(self, p: LossProblem, x: Layout, *, brief: bool = False) -> None:
         program = Program(p, x.in_chunks, x.low_bits)
         program.gradients, program.token_bytes = p.gradient_bytes(), token_bytes(p)
         super().__init__(program, brief=brief)
-        self.p, self.x, self.cost_model = p, x, cost_model
+        self.p, self.x = p, x
         self.every = (0, p.tokens)
         self.in_chunks = x.in_chunks
-        is_kept = self.in_chunks and p.keeps_sums and p.needs_gradients
+        is_kept = self.in_chunks and p.accumulates_wider and p.needs_gradients
         assert x.low_bits or not is_kept, "sums are in pieces"
         self.parts: list[str] = []
         """Partial sums, which tell until the loss which rows are far."""
         self.has_windows = self.in_chunks and x.window < p.vocab
         """Whether a chunk has its columns one window after the other, which a frozen weight can."""
-        self.windows = list(windows_of(p, x, cost_model.block))
+        self.windows = list(windows_of(p, x))
         if brief:
             self.windows = list(alike(self.windows))
         self.scales_exps = scales_exps(p, x)
         self.order = ("order",) if p.selects else ()
         self.class_row = ("class_row",) if p.every_class else ()
-        narrow = p.keeps_sums and x.low_bits > 0 and p.dx_item == p.item
+        narrow = p.accumulates_wider and x.low_bits > 0 and p.dx_item == p.item_bytes
         self.keeps_hidden = narrow and p.grad_hidden
         """Whether dX's sums over windows are kept in pieces."""
         self.sums_in_dx = p.grad_hidden and not p.selects
-        self.sums_in_dx &= self.keeps_hidden or p.dx_item == p.sums
+        self.sums_in_dx &= self.keeps_hidden or p.dx_item == p.accumulator_bytes
         """Whether they, or the larger pieces, lie in the memory of dX."""
 
     def lowered(self) -> Program:
@@ -70,8 +63,8 @@ class Lowering(Emitter):
         return self.buffer(name, rows, columns, item, Home.OUTSIDE)
 
     def scratch(self, step: Step) -> int:
-        """Return the bytes that the cost model predicts for a step."""
-        return self.cost_model.scratch(self.p, self.x, step)
+        """Return the bytes that a step takes while it runs, beside its buffers."""
+        return scratch(self.p, self.x, step)
 
     def is_output(self, name: str) -> bool:
         """Whether a buffer is no scratch in the memory of a gradient."""
@@ -93,7 +86,7 @@ class Lowering(Emitter):
 
     def stats(self) -> str:
         """Name the statistics of tokens."""
-        return self.buffer("stats", self.p.tokens, NUM_STATS, self.p.sums, Home.STATS)
+        return self.buffer("stats", self.p.tokens, NUM_STATS, self.p.accumulator_bytes, Home.STATS)
 
     def exps(self, n: Window) -> str:
         """Name the exponentials of a window; those that are computed again share a buffer.
@@ -103,9 +96,9 @@ class Lowering(Emitter):
         name = f"exps of {n.columns[0]}"
         if n.home is None and not n.is_stored:
             name = next((self.exps(kept) for kept in self.stored if kept.home is None), "exps")
-        columns = n.width if n.home is not None else round_up(n.width, self.cost_model.block)
+        columns = n.width if n.home is not None else round_up(n.width, self.p.block)
         tokens = self.x.chunk if self.in_chunks else self.p.tokens
-        return self.buffer(name, tokens, columns, self.p.item, n.home, n.offset)
+        return self.buffer(name, tokens, columns, self.p.item_bytes, n.home, n.offset)
 
     def gather(
         self, name: str, rows: Range, factors: Sequence[str] = (), home: Home | None = None
@@ -114,20 +107,20 @@ class Lowering(Emitter):
         if not (self.p.selects or factors):
             return ()
         tokens = self.x.chunk if self.in_chunks else self.p.tokens
-        self.buffer(name, tokens, self.p.hidden, self.p.item, home)
+        self.buffer(name, tokens, self.p.hidden, self.p.item_bytes, home)
         self.emit(Kind.GATHER, (*self.order, *factors), (name,), rows)
         return (name,)
 
     def factors(self, rows: Range, *names: str, final: bool = False) -> tuple[str, ...]:
         """Emit the factors of rows; those of probabilities too, or alone if `final`."""
         for name in names:
-            self.outside(name, self.p.tokens, FACTORS, self.p.sums)
+            self.outside(name, self.p.tokens, FACTORS, self.p.accumulator_bytes)
         self.emit(Kind.COEFFICIENTS, (*self.order, self.stats()), names, rows, final=final)
         return names
 
     def low(self, name: str, rows: int, bits: int | None = None) -> tuple[str, ...]:
         """Name the low bits of `rows` sums; none where sums have their own dtype."""
-        if not (self.p.keeps_sums and self.x.low_bits):
+        if not (self.p.accumulates_wider and self.x.low_bits):
             return ()
         return (self.buffer(name, rows, low_bytes(self.p.hidden, bits or self.x.low_bits), 1),)
 
@@ -140,7 +133,7 @@ class Lowering(Emitter):
             self.outside("order", p.tokens + 1, 1, ORDER_BYTES)
             self.emit(Kind.SELECT, (), ("order",), self.every)
         if p.every_class:
-            self.outside("class_row", 1, p.hidden + 1, p.sums)
+            self.outside("class_row", 1, p.hidden + 1, p.accumulator_bytes)
             self.emit(Kind.CLASS_ROW, (), ("class_row",), self.every)
         if self.in_chunks:
             for rows in self.some(chunks_of(p, self.x)):
@@ -156,7 +149,7 @@ class Lowering(Emitter):
         In this order, as kernels of row sums may read the former before the step before has ended.
         """
         p, states = self.p, self.gather("states", rows)
-        self.outside("logits", p.tokens, 2 if p.every_class else 1, p.sums)
+        self.outside("logits", p.tokens, 2 if p.every_class else 1, p.accumulator_bytes)
         self.emit(Kind.TARGET_LOGIT, (*self.order, *self.class_row), ("logits",), rows)
         if p.ranks:
             self.emit(Kind.ALL_REDUCE, ("logits",), ("logits",), rows)
@@ -164,8 +157,10 @@ class Lowering(Emitter):
 
     def sums_of(self, n: Window, rows: Range) -> str:
         """Name the partial sums of a window."""
-        count = n.times * self.cost_model.partial_sums(self.p, rows[1] - rows[0], n.width)
-        return self.outside(f"partial of {n.columns[0]}", self.x.chunk, count, self.p.sums)
+        count = n.times * partial_sums(self.p, rows[1] - rows[0], n.width)
+        return self.outside(
+            f"partial of {n.columns[0]}", self.x.chunk, count, self.p.accumulator_bytes
+        )
 
     def statistics(self, rows: Range, states: Sequence[str], windows: Sequence[Window]) -> None:
         """Emit the row sums of all columns, the exponentials of `windows`, and the statistics.
@@ -192,7 +187,7 @@ class Lowering(Emitter):
         """Emit the statistics of rows from partial sums."""
         self.parts = [*dict.fromkeys((*self.parts, *parts))]
         if self.p.ranks:
-            shares = self.outside("shares", self.x.chunk, self.p.ranks, self.p.sums)
+            shares = self.outside("shares", self.x.chunk, self.p.ranks, self.p.accumulator_bytes)
             self.emit(Kind.ALL_GATHER, parts, (shares,), rows)
             parts = (shares,)
         self.emit(Kind.REDUCE, (*self.order, "logits", *parts), (self.stats(),), rows)
@@ -205,12 +200,10 @@ class Lowering(Emitter):
         reference: str,
         *,
         repairs: bool = False,
-    ) -> str:
+    ) -> None:
         """Emit the exponentials of a window relative to a reference that is known by now."""
-        exps = self.exps(n)
         reads = (*states, reference, *self.order)
-        self.emit(Kind.PROJECT, reads, (exps,), rows, n.columns, repairs=repairs)
-        return exps
+        self.emit(Kind.PROJECT, reads, (self.exps(n),), rows, n.columns, repairs=repairs)
 
     # -- gradients in the forward -----------------------------------------------------------------
 
@@ -228,7 +221,7 @@ class Lowering(Emitter):
             sums = self.hidden_sums()
             self.emit(Kind.ENTRIES, (*self.order, self.stats(), *sums), sums, rows)
         factors: tuple[str, ...] = ()
-        if p.grad_weight or p.grad_bias or p.rounds_hidden:
+        if p.grad_weight or p.grad_bias:
             factors = self.factors(rows, "factors")
         if p.soft and not self.has_windows:
             self.entries(rows, n)
@@ -237,7 +230,7 @@ class Lowering(Emitter):
         if p.grad_hidden and not self.has_windows:
             self.add_hidden(rows, n)
         if p.grad_hidden:
-            self.keep_hidden(rows, factors if p.rounds_hidden else ())
+            self.keep_hidden(rows, factors if p.adds_in_forward else ())
         if p.grad_weight:
             scaled = states
             if self.scales_exps:
@@ -252,13 +245,13 @@ class Lowering(Emitter):
     def keep_hidden(self, rows: Range, factors: Sequence[str]) -> None:
         """Emit what is kept of a chunk's sums of dX until the factors of tokens are known."""
         reads = (*self.order, *self.hidden_sums(), *factors)
-        self.emit(Kind.KEEP_HIDDEN, reads, self.kept_hidden(), rows, final=self.p.rounds_hidden)
+        self.emit(Kind.KEEP_HIDDEN, reads, self.kept_hidden(), rows, final=self.p.adds_in_forward)
 
     def kept_hidden(self) -> tuple[str, ...]:
         """Name what is kept of dX: it or its larger pieces in its memory."""
-        rounded = self.p.rounds_hidden or self.p.dx_item == self.p.sums
+        rounded = self.p.adds_in_forward or self.p.dx_item == self.p.accumulator_bytes
         # a sum over all classes is rounded once
-        few = self.cost_model.few_low_bits(self.p)
+        few = self.p.few_low_bits
         return (self.dx(), *(() if rounded else self.low("low of dx", self.p.tokens, few)))
 
     # -- products ---------------------------------------------------------------------------------
@@ -267,9 +260,9 @@ class Lowering(Emitter):
         """Name the sums of dX: in the memory of dX, or in scratch."""
         p = self.p
         if self.in_chunks:
-            return (self.buffer("sums", self.x.chunk, p.hidden, p.sums),)
+            return (self.buffer("sums", self.x.chunk, p.hidden, p.accumulator_bytes),)
         low = self.low("low of sums", p.tokens) if self.keeps_hidden else ()
-        item = p.item if self.keeps_hidden else p.sums
+        item = p.item_bytes if self.keeps_hidden else p.accumulator_bytes
         own = self.dx() if self.sums_in_dx else self.buffer("sums", p.tokens, p.hidden, item)
         return (own, *low)
 
@@ -297,14 +290,16 @@ class Lowering(Emitter):
 
     def add_bias(self, rows: Range, n: Window, factors: str) -> None:
         """Emit the sums of the bias' gradient."""
-        sums = self.buffer("sums of bias", 1, self.p.vocab, self.p.sums)
+        sums = self.buffer("sums of bias", 1, self.p.vocab, self.p.accumulator_bytes)
         flags = {"adds": rows[0] > 0, "final": rows[1] == self.p.tokens}
         reads = (*self.order, self.exps(n), factors)
         self.emit(Kind.BIAS, reads, (sums,), rows, n.columns, **flags)
 
     def list_targets(self, states: Sequence[str], factors: str) -> None:
         """Emit the lists of the tokens of each class."""
-        self.outside("listed", 1, self.cost_model.listed_targets(self.p, self.in_chunks), 1)
+        # plain torch adds the targets' part of each chunk
+        is_late = self.p.is_fused or not self.in_chunks
+        self.outside("listed", 1, is_late * targets_bytes(self.p, self.p.tokens), 1)
         self.emit(Kind.LIST_TARGETS, (*self.order, *states, factors), ("listed",), self.every)
 
     def add_weight(
@@ -343,10 +338,14 @@ class Lowering(Emitter):
         """Name dW's sums over chunks: in its memory, or beside the caller's buffer."""
         p = self.p
         if p.into:
-            own = self.buffer("sums of dw", p.vocab, p.hidden, p.item)
+            own = self.buffer("sums of dw", p.vocab, p.hidden, p.item_bytes)
         else:
             own = self.buffer("dw", p.vocab, p.hidden, p.dw_item, Home.DW)
-        return (own, *self.low("low of dw", p.vocab)) if p.into or p.dw_item < p.sums else (own,)
+        return (
+            (own, *self.low("low of dw", p.vocab))
+            if p.into or p.dw_item < p.accumulator_bytes
+            else (own,)
+        )
 
     # -- the backward -----------------------------------------------------------------------------
 
@@ -363,7 +362,7 @@ class Lowering(Emitter):
         p = self.p
         early = [n for n in self.windows if n.is_stored or not p.is_uniform]
         late = [n for n in self.windows if n not in early]
-        is_relative = p.soft > 0 and p.keeps_sums and not self.stored
+        is_relative = p.soft > 0 and p.accumulates_wider and not self.stored
         """Whether soft targets' factors are in the references of exponentials."""
         names = "factors", *["numbers"] * bool(late)
         factors, *numbers = self.factors(self.every, *names, final=is_relative)
@@ -417,7 +416,7 @@ class Lowering(Emitter):
 
     def finish_bias(self) -> None:
         """Emit the gradient of the bias, from its sums."""
-        out = self.buffer("dbias", 1, self.p.vocab, self.p.item, Home.DBIAS)
+        out = self.buffer("dbias", 1, self.p.vocab, self.p.item_bytes, Home.DBIAS)
         self.emit(Kind.FINISH_BIAS, ("sums of bias",), (out,), self.every)
 
     def finish_chunks(self) -> None:
@@ -434,5 +433,5 @@ class Lowering(Emitter):
             if p.into:
                 into = self.buffer("into", p.vocab, p.hidden, p.into, Home.INTO)
                 # sums in one piece are multiplied where they are
-                out = (into,) if p.keeps_sums else (into, *out)
+                out = (into,) if p.accumulates_wider else (into, *out)
             self.emit(Kind.FINISH_WEIGHT, sums, out, self.every, adds=p.into > 0)

@@ -8,8 +8,8 @@ from itertools import groupby
 
 from cutefce.cute_kernels.integers import round_up
 from cutefce.cute_kernels.workspace import NUM_STATS
-from cutefce.ops.costs.step_memory import TARGET_BYTES
 from cutefce.ops.program.problem import LossProblem
+from cutefce.ops.program.step_memory import TARGET_BYTES
 from cutefce.ops.program.steps import ARENAS, Buffer, Home, Program
 
 ITEM = 8
@@ -63,16 +63,16 @@ def peak(program: Program) -> int:
 
 def token_bytes(p: LossProblem) -> int:
     """Bytes of the statistics of tokens, and of their targets."""
-    statistics = NUM_STATS * p.sums * (1 + p.selects)  # in either order
+    statistics = NUM_STATS * p.accumulator_bytes * (1 + p.selects)  # in either order
     return p.tokens * (statistics + TARGET_BYTES + p.soft * soft_target_bytes(p))
 
 
 def soft_target_bytes(p: LossProblem) -> int:
     """Bytes of one of a token's soft targets."""
-    found = 8 + 2 * p.sums
+    found = 8 + 2 * p.accumulator_bytes
     if p.returns_classes:
         # 14 bytes less where exponentials have the dtype of sums: fitted to peaks on a CPU
-        found += (18 if p.item < p.sums else 4) + 5 * p.sums
+        found += (18 if p.item_bytes < p.accumulator_bytes else 4) + 5 * p.accumulator_bytes
     return found
 
 

@@ -1,19 +1,23 @@
 """From a problem and a budget to the plan of a call: the fastest program that fits."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+
+import torch
 
 from cutefce.cute_kernels.integers import ceil_div, round_up
 from cutefce.cute_kernels.problem import LOW_BITS
-from cutefce.ops.costs.budget import predicted
-from cutefce.ops.costs.device import Device
-from cutefce.ops.program.cost_model import CostModel
+from cutefce.ops.program import predicted_time
+from cutefce.ops.program.cost_model import workspace
 from cutefce.ops.program.layout import Layout, most_again, most_aliased, windows_of
+from cutefce.ops.program.lower import Lowering
 from cutefce.ops.program.place import peak, saved_bytes
 from cutefce.ops.program.problem import LossProblem
 from cutefce.ops.program.search import Costed, fastest_within
 from cutefce.ops.program.steps import Program
+from cutefce.ops.sampling import cost_model as sampling
+from cutefce.ops.sampling.lower import SampledLowering
 
 LEAST_CHUNK, LEAST_SEARCHED = 512, 2048
 """Tokens below which a chunk's products wait for the weight to be read; and of a search for the
@@ -35,12 +39,13 @@ class Plan(Costed):
 
     problem: LossProblem
     layout: Layout
-    cost_model: CostModel
+    device: torch.device | None = field(default=None, compare=False)
+    """The GPU whose kernels serve it, if some do."""
 
     @cached_property
     def program(self) -> Program:
         """What runs."""
-        return self.cost_model.lower(self.problem, self.layout)
+        return lower(self.problem, self.layout)
 
     @cached_property
     def without_entropy(self) -> "Plan":
@@ -54,17 +59,12 @@ class Plan(Costed):
             return "sampled"
         if not self.problem.needs_gradients:
             return "no_gradients"
-        return "gradients_in_forward" if self.in_chunks else "windows"
-
-    @property
-    def in_chunks(self) -> bool:
-        """Whether the forward has chunks of tokens; it forms their gradients, if any are wanted."""
-        return self.layout.in_chunks
+        return "gradients_in_forward" if self.layout.in_chunks else "windows"
 
     @property
     def adds_in_forward(self) -> bool:
         """Whether gradients in forward add dW to the caller's buffer."""
-        return self.in_chunks and self.problem.adds_in_forward
+        return self.layout.in_chunks and self.problem.adds_in_forward
 
     @property
     def tokens(self) -> int:
@@ -78,7 +78,7 @@ class Plan(Costed):
 
     def __str__(self) -> str:
         name, x, is_sampled = self.strategy.replace("_", " "), self.layout, self.problem.samples > 0
-        cost = predicted(self.workspace_bytes, self.seconds, None if is_sampled else self.budget)
+        cost = self.predicted(None if is_sampled else self.budget)
         if is_sampled:
             more = "; fewer samples take less, another workspace does not"
             return f"{name} gradients: {cost}" + more * (self.budget is not None)
@@ -88,7 +88,7 @@ class Plan(Costed):
             size += ", dW in the caller's buffer" * self.adds_in_forward
             at_a_time = x.window if x.in_chunks else vocab
         else:
-            windows = windows_of(self.problem, x, self.cost_model.block)
+            windows = windows_of(self.problem, x)
             again = [window.width for window in windows if not window.is_stored]
             size = f"{min(x.kept / vocab, 1):.0%} kept"
             size += f", {x.aliased / vocab:.0%} in the memory of dW" * (x.aliased > 0)
@@ -98,21 +98,20 @@ class Plan(Costed):
         return f"{name}, {size}: {cost}"
 
 
-def planned(p: LossProblem, x: Layout, cost_model: CostModel, device: Device) -> Plan:
+def lower(p: LossProblem, x: Layout, *, brief: bool = False) -> Program:
+    """Return the program of a call, with a place for every buffer; see `Lowering`."""
+    return (SampledLowering if p.samples else Lowering)(p, x, brief=brief).lowered()
+
+
+def planned(p: LossProblem, x: Layout) -> Plan:
     """Return the plan of a layout."""
-    program = cost_model.lower(p, x, brief=True)
-    size = cost_model.workspace(p, peak(program), saved_bytes(program))
-    seconds = cost_model.seconds(program, device)
-    return Plan(p, x, cost_model, workspace_bytes=size, seconds=seconds)
+    program = lower(p, x, brief=True)
+    size = workspace(p, peak(program), saved_bytes(program))
+    seconds = (sampling if p.samples else predicted_time).seconds(program)
+    return Plan(p, x, workspace_bytes=size, seconds=seconds)
 
 
-def plan(
-    p: LossProblem,
-    cost_model: CostModel,
-    device: Device,
-    budget: int,
-    like: Layout | None = None,
-) -> Plan:
+def plan(p: LossProblem, budget: int, like: Layout | None = None) -> Plan:
     """Return the fastest plan within `budget` bytes; if none fits, the smallest.
 
     The smallest budget allows a little more than the smallest plan, see `search`.  More bytes give
@@ -120,24 +119,24 @@ def plan(
     strategy and, if gradients are formed in the forward, the tokens of a chunk.
     """
     if like is not None and like.in_chunks:
-        every = round_up(p.vocab, cost_model.block)
+        every = round_up(p.vocab, p.block)
         window = like.window if like.window < p.vocab else every
         low = _low_bits(p, ceil_div(p.tokens, like.chunk), p.into > 0 and not p.adds_in_forward)
         x = replace(like, window=window, low_bits=low)
-        return planned(p, x, cost_model, device).within(budget)
-    families = [*_families(p, cost_model, like is None)]
-    return fastest_within(families, lambda x: planned(p, x, cost_model, device), budget)
+        return planned(p, x).within(budget)
+    families = [*_families(p, may_chunk=like is None)]
+    return fastest_within(families, lambda x: planned(p, x), budget)
 
 
-def _families(p: LossProblem, cost_model: CostModel, may_chunk: bool) -> Iterator[Sequence[Layout]]:
+def _families(p: LossProblem, *, may_chunk: bool) -> Iterator[Sequence[Layout]]:
     """Yield layouts of which each takes more memory, and less time, than the one before.
 
     The second and the last may not: one stores the first exponentials, so that other factors are
     needed, and one computes nothing again.
     """
-    block, tokens = cost_model.block, max(p.tokens, 1)
+    block, tokens = p.block, max(p.tokens, 1)
     every = round_up(p.vocab, block)
-    widths = [width for width in cost_model.windows if width < p.vocab] or [every]
+    widths = [x.window for x in p.windows if x.window < p.vocab] or [every]
     if not p.needs_gradients and not p.ranks:
         least = LEAST_SEARCHED if p.top_k else LEAST_CHUNK
         counts = _counts(tokens, least)
@@ -149,13 +148,13 @@ def _families(p: LossProblem, cost_model: CostModel, may_chunk: bool) -> Iterato
         yield [Layout(tokens, widths[0])]
         return
     if may_chunk and p.can_chunk:  # the first, so that others are compared with few plans of them
-        yield from _chunks(p, every, cost_model.skips_far)
+        yield from _chunks(p, every)
     for window in widths:
         # float32 sums are worth their memory where few windows add to them
         for low in (*_bits(p, window), *[0] * (window == widths[0])) or (0,):
             for aliased in {0, most_aliased(p, window, block)}:
                 rest = p.vocab - aliased
-                step = max(ceil_div(rest, STEPS), LEAST_STEP // (tokens * p.item))
+                step = max(ceil_div(rest, STEPS), LEAST_STEP // (tokens * p.item_bytes))
                 step = round_up(step, block)
                 # fewer columns take as much memory as windows that are computed again
                 least = max(round_up(most_again(p, window), block), step)
@@ -167,14 +166,14 @@ def _families(p: LossProblem, cost_model: CostModel, may_chunk: bool) -> Iterato
 
 def _bits(p: LossProblem, window: int) -> list[int]:
     """Return the low bits of sums of dX over windows that are worth a try."""
-    if not (p.keeps_sums and p.grad_hidden and p.dx_item == p.item):
+    if not (p.accumulates_wider and p.grad_hidden and p.dx_item == p.item_bytes):
         return []
     return [_low_bits(p, ceil_div(p.vocab, window))]
 
 
 def _low_bits(p: LossProblem, additions: int, is_exact: bool = False) -> int:
     """Return the bits beside 16 of sums of so many additions; the most if they are to be exact."""
-    if not p.keeps_sums:
+    if not p.accumulates_wider:
         return 0
     return LOW_BITS[is_exact or additions > SHORT_SUMS or p.hidden % 2]
 
@@ -187,13 +186,13 @@ def _counts(tokens: int, least: int = LEAST_CHUNK) -> list[int]:
     return counts
 
 
-def _chunks(p: LossProblem, every: int, skips_far: bool) -> Iterator[Sequence[Layout]]:
+def _chunks(p: LossProblem, every: int) -> Iterator[Sequence[Layout]]:
     """Yield chunks from small to large; with windows where dX alone is formed.
 
     Such windows are computed again where references move: steps that skip all rows must be cheap.
     """
     tokens, windows = max(p.tokens, 1), [every]
-    if skips_far and not (p.grad_weight or p.grad_bias):
+    if p.is_fused and p.selects and not (p.grad_weight or p.grad_bias):
         windows += [x for x in CHUNK_WINDOWS if x < p.vocab]
     families: dict[tuple[int, int], list[Layout]] = {}
     for count in sorted({*_counts(tokens), SHORT_SUMS}, reverse=True):

@@ -3,24 +3,49 @@
 It serves to choose among the programs of one call, so what these have in common may be left out.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from dataclasses import dataclass
 
-from cutefce.ops.costs.device import Device
 from cutefce.ops.program.problem import LossProblem
 from cutefce.ops.program.steps import Kind, Program, Step
 
 
-def seconds(
-    program: Program, device: Device, is_fused: Callable[[Step], bool] = lambda step: True
-) -> float:
-    """Return the predicted time of forward and backward.
+@dataclass(frozen=True)
+class Device:
+    """What a device does in a second, and what it cannot share out."""
 
-    Products that are not `is_fused` are written as sums before they are rounded or kept.
-    """
-    return sum(s.times * _seconds(program, s, device, is_fused(s)) for s in program.steps())
+    flops: float
+    """Of products of matrices."""
+    bytes: float
+    """Of memory read or written."""
+    edge: float
+    """Seconds of a product in which processors wait at its beginning and its end."""
+    launch: float
+    """Seconds of any other step beyond what it moves."""
 
 
-def _seconds(program: Program, step: Step, device: Device, is_fused: bool) -> float:
+CPU = Device(flops=1e11, bytes=2e10, edge=2e-5, launch=5e-6)
+GPU = Device(flops=7e14, bytes=4e12, edge=4e-5, launch=3e-6)
+"""An H200's: at its power limit, where 8192x4096x131072 keeps the tensor cores at 7e14 FLOP/s.
+Chunks of 1024 to 8192 tokens of this head take 0.6 to 0.8 ms each beside their products, which is
+the time of dW's sums, read and written once."""
+KEPT_SUMS = 0.09
+"""Part by which a product takes longer that rounds sums of dX to fewer bits: its tiles are
+smaller."""
+
+
+def device_of(device_type: str) -> Device:
+    """Return the numbers of a device by its type, as torch names it."""
+    return CPU if device_type == "cpu" else GPU
+
+
+def seconds(program: Program) -> float:
+    """Return the predicted time of forward and backward."""
+    device = device_of(program.problem.device)
+    return sum(s.times * _seconds(program, s, device) for s in program.steps())
+
+
+def _seconds(program: Program, step: Step, device: Device) -> float:
     p: LossProblem = program.problem
     rows, columns = step.rows[1] - step.rows[0], step.columns[1] - step.columns[0]
     if step.repairs:  # no row is far, but for rare ones
@@ -28,24 +53,30 @@ def _seconds(program: Program, step: Step, device: Device, is_fused: bool) -> fl
     match step.kind:
         case Kind.PROJECT | Kind.GEMM_HIDDEN | Kind.GEMM_WEIGHT:
             is_kept = step.kind is Kind.GEMM_HIDDEN and len(step.writes) > 1
-            longer = device.kept_sums * (is_kept and is_fused)
-            moved = _sums(program, step) + (0 if is_fused else _product_bytes(p, step))
-            product = product_seconds(device, rows, columns, p.hidden, p.item, 1 + longer)
+            longer = KEPT_SUMS * (is_kept and p.is_fused)
+            moved = _sums(program, step) + _product_bytes(p, step)
+            product = product_seconds(device, rows, columns, p.hidden, p.item_bytes, 1 + longer)
             return product + moved / device.bytes
         case Kind.GATHER | Kind.RESCALE | Kind.KEEP_HIDDEN | Kind.FINISH_HIDDEN:
-            return device.launch + 2 * rows * p.hidden * p.item / device.bytes
+            return device.launch + 2 * rows * p.hidden * p.item_bytes / device.bytes
         case Kind.FINISH_WEIGHT:
             return device.launch + _bytes(program, (*step.reads, *step.writes)) / device.bytes
     return device.launch
 
 
 def _product_bytes(p: LossProblem, step: Step) -> int:
-    """Return the bytes of a product's sums that are written, and read again to be rounded."""
-    is_hidden = step.kind is Kind.GEMM_HIDDEN
-    if step.kind is Kind.PROJECT or p.item == p.sums or (is_hidden and len(step.writes) == 1):
+    """Return the bytes of a product's sums that are written, and read again to be rounded.
+
+    Kernels have none.  Triton's rows of dW are rounded at once, and take as long as the others if
+    they are kept.
+    """
+    is_hidden, is_one = step.kind is Kind.GEMM_HIDDEN, len(step.writes) == 1
+    is_fused = p.is_fused or (p.triton and step.kind is Kind.GEMM_WEIGHT and is_one)
+    is_plain = step.kind is Kind.PROJECT or not p.accumulates_wider or (is_hidden and is_one)
+    if is_fused or is_plain:
         return 0
     first, last = step.rows if is_hidden else step.columns
-    return 2 * (last - first) * p.hidden * p.sums
+    return 2 * (last - first) * p.hidden * p.accumulator_bytes
 
 
 def product_seconds(

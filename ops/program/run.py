@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cutefce.ops.dtypes import sum_dtype
 from cutefce.ops.program.inputs import LossInputs
-from cutefce.ops.program.steps import Buffer, Home, Program, Range, Step
+from cutefce.ops.program.steps import Home, Program, Range, Step
 from cutefce.ops.torch_compat import capture_id
 
 
@@ -76,12 +76,12 @@ class Interpreter(Generic[InputsT]):
         h = self.inputs.h
         self.memory[home] = h.new_empty(self.program.arenas[home] // h.dtype.itemsize)
 
-    def dtype_of(self, b: Buffer) -> torch.dtype:
-        """Return the dtype of a buffer's elements."""
+    def dtype_of(self, item: int) -> torch.dtype:
+        """Return the dtype of elements of `item` bytes."""
         dtype = self.inputs.h.dtype
-        if b.item == dtype.itemsize:
+        if item == dtype.itemsize:
             return dtype
-        return torch.uint8 if b.item == 1 else sum_dtype(dtype)
+        return torch.uint8 if item == 1 else sum_dtype(dtype)
 
 
 @dataclass
@@ -114,7 +114,7 @@ class Call(Interpreter[LossInputs]):
         if found is None:
             b = self.program.buffers[name]
             assert b.home is not None
-            found, dtype = self.memory[b.home], self.dtype_of(b)
+            found, dtype = self.memory[b.home], self.dtype_of(b.item)
             if found.dtype != dtype:
                 found = found.view(-1).view(dtype)
             size = b.rows, b.columns if columns is None else columns

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from cutefce.ops.costs.budget import MINIMUM
+from cutefce.ops.interface.checks import MINIMUM
 
 WORTH, FREE = (5, 4), 4 << 20
 """Memory that "min" may take, over the least of any program, and bytes that it may take beside:
@@ -36,6 +36,19 @@ class Costed:
         if MINIMUM < budget < self.workspace_bytes:
             return replace(self, budget=budget)
         return self
+
+    def predicted(self, budget: int | None) -> str:
+        """Return what is printed of memory and time; `budget` are bytes that no plan is within."""
+        is_long = self.seconds >= 1e-3
+        time = f"{self.seconds * 1e3:.1f} ms" if is_long else f"{self.seconds * 1e6:.1f} µs"
+        text = f"{_size(self.workspace_bytes)}, {time} predicted"
+        if budget is not None:
+            text += f"; no plan takes as little as the workspace of {_size(budget)}"
+        return text
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**20:.1f} MiB" if count >= 1 << 20 else f"{count} bytes"
 
 
 def fastest_within(families: Sequence[Sequence[L]], planned: Callable[[L], P], budget: int) -> P:

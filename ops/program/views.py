@@ -27,7 +27,7 @@ def exps_of(call: Call, s: Step, *, whole: bool = False) -> Tensor:
     assert s.exps is not None
     columns = s.columns[1] - s.columns[0]
     if whole:
-        block = call.inputs.primitives.config.reference_block
+        block = call.program.problem.block
         columns = min(round_up(columns, block), call.program.buffers[s.exps].columns)
     return rows_of(call, s, s.exps, columns)
 

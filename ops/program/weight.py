@@ -13,16 +13,16 @@ are added to a buffer of the caller's are kept in 24 bits; with an upstream grad
 before the backward, they are in the buffer itself.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from cutefce.ops.costs.step_memory import added_rows
-from cutefce.ops.primitives.portable_gradients import PortableGradients, TargetGrad, apply_rowwise
+from cutefce.ops.primitives.block_sizes import added_rows
+from cutefce.ops.primitives.portable_gradients import apply_rowwise
 from cutefce.ops.primitives.select_rows import row_range
-from cutefce.ops.primitives.weighted_sum import RowFactors, weighted_sum
+from cutefce.ops.primitives.weighted_sum import weighted_sum
 from cutefce.ops.program.inputs import LossInputs
 from cutefce.ops.program.run import Call
 from cutefce.ops.program.steps import Home, Step
@@ -31,7 +31,6 @@ from cutefce.ops.rows.blocks import blocks, row_blocks
 from cutefce.ops.rows.coefficients import RankOne
 from cutefce.ops.rows.kept_sums import Sums, add_kept_to_
 from cutefce.ops.rows.loss_terms import class_weights
-from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.targets import Targets
 
 
@@ -46,30 +45,17 @@ def list_targets(call: Call, s: Step) -> None:
                 target = target * call.values["known"]
             call.values["listed"] = gradients.target_grad(x.h, target, x.targets)
         return
-    scaling, into = call.values["scaling"], x.accumulate_into
-    out = call.memory[Home.DW] if into is None else into
+    scaling = call.values["scaling"]
     target = None if call.program.scales_exps else scaling.target
-    terms = gradients.target_grad(x.h, target, x.targets)
-    as_sums = into is not None or x.dw_dtype != x.w.dtype
-    every = every_row(x, scaling.every, states_of(call, s))
-    call.values["weight"] = WeightGradient(
-        gradients,
-        out,
-        terms,
-        scaling.grad_scale,
-        every,
-        x.targets.selection,
-        as_sums=as_sums,
-        adds=into is not None,
-    )
+    call.values["listed"] = gradients.target_grad(x.h, target, x.targets)
+    call.values["row"] = every_row(x, scaling.every, states_of(call, s))
 
 
 def gemm_weight(call: Call, s: Step) -> None:
     """Write or add a window's rows of dW."""
     states, exps = states_of(call, s), exps_of(call, s)
     if not call.program.in_chunks:
-        weight: WeightGradient = call.values["weight"]
-        weight.finish(*s.columns, exps, states)
+        add_window(call, *s.columns, exps, states)
         return
     x = call.part(s.rows)
     gradients, selection = x.primitives.gradients, call.inputs.targets.selection
@@ -138,11 +124,7 @@ def bias(call: Call, s: Step) -> None:
             finish_dbias(out, call.inputs.targets, call.values["target"], every)
         return
     scale = scale_of(call) if "factors" in s.reads else None
-    if scale is None:
-        factors = RowFactors.ones(exps)
-    else:
-        factors = RowFactors.of(row_range(scale, 0, rows), x.h.dtype)
-    out.copy_(factors.sum(exps))
+    out.copy_(weighted_sum(exps, None if scale is None else row_range(scale, 0, rows)))
 
 
 def finish_bias(call: Call, s: Step) -> None:
@@ -172,51 +154,37 @@ def finish_dbias(
         dbias.div_(targets.logits.scale)
 
 
-@dataclass(frozen=True)
-class WeightGradient:
-    """What rows of dW are made of, beside exponentials and hidden states."""
+def add_window(call: Call, first: int, last: int, exps: Tensor, scaled: Tensor) -> None:
+    """Write, or add, rows [first, last) of dW; `exps` (N, last - first) are their exponentials.
 
-    gradients: PortableGradients
-    out: Tensor
-    """(V, D)"""
-    target_grad: TargetGrad
-    grad_scale: Tensor
-    """() factor of dW."""
-    every: RankOne | None
-    """The part of dW (V, D) of a loss that depends on every class."""
-    selection: RowSelection | None
-    as_sums: bool
-    """Whether `out` has the dtype of sums beside 16-bit operands, or is added to."""
-    adds: bool
-    """Whether dW is added to what `out` holds."""
+    `scaled` (N, D) are the hidden states with the factors of tokens.
+    """
+    x, grad_scale = call.inputs, call.values["scaling"].grad_scale
+    into, row = x.accumulate_into, call.values["row"]
+    p = call.program.problem
+    as_sums = into is not None or p.dw_item != p.item_bytes
 
-    def finish(self, first: int, last: int, exps: Tensor, scaled: Tensor) -> None:
-        """Write, or add, rows [first, last); `exps` (N, last - first) are their exponentials.
-
-        `scaled` (N, D) are the hidden states with the factors of tokens.
-        """
-        rows, sums = row_range(self.out, first, last), self.grad_scale
-        if not self.adds or can_add_in_place(self.out, exps.dtype, sums.dtype):
-            self._write(rows, exps, scaled, first, accumulate=self.adds)
-            return
-        add = added_rows(rows.shape[1], sums.itemsize, rows.device.type)
-        room = sums.new_empty(min(add, len(rows)), rows.shape[1])
-        for part in blocks(len(rows), add):
-            own = room[: part.stop - part.start]
-            self._write(own, exps[:, part], scaled, first + part.start, accumulate=False)
-            add_rows(rows[part], own)
-
-    def _write(
-        self, out: Tensor, exps: Tensor, scaled: Tensor, first: int, *, accumulate: bool
-    ) -> None:
+    def write(out: Tensor, exps: Tensor, first: int, *, accumulate: bool) -> None:
         """Write the rows of dW from `first` on to `out` (K, D), or add."""
-        term = None if self.every is None else self.every.rows(slice(first, first + len(out)))
-        more: Any = {"rank_one": term, "selection": self.selection, "accumulate": accumulate}
-        if not self.as_sums:
-            more["grad_scale"] = self.grad_scale
-        self.gradients.add_weight(Sums(out), exps, scaled, self.target_grad, first, **more)
-        if self.as_sums and exps.dtype == torch.float16:
-            out.mul_(self.grad_scale)
+        more: Any = {"selection": x.targets.selection, "accumulate": accumulate}
+        more["rank_one"] = row and row.rows(slice(first, first + len(out)))
+        if not as_sums:
+            more["grad_scale"] = grad_scale
+        listed, gradients = call.values["listed"], x.primitives.gradients
+        gradients.add_weight(Sums(out), exps, scaled, listed, first, **more)
+        if as_sums and exps.dtype == torch.float16:
+            out.mul_(grad_scale)
+
+    rows = row_range(call.memory[Home.DW] if into is None else into, first, last)
+    if into is None or can_add_in_place(into, exps.dtype, grad_scale.dtype):
+        write(rows, exps, first, accumulate=into is not None)
+        return
+    add = added_rows(rows.shape[1], grad_scale.itemsize, rows.device.type)
+    room = grad_scale.new_empty(min(add, len(rows)), rows.shape[1])
+    for part in blocks(len(rows), add):
+        own = room[: part.stop - part.start]
+        write(own, exps[:, part], first + part.start, accumulate=False)
+        add_rows(rows[part], own)
 
 
 def every_row(inputs: LossInputs, every: Tensor | None, states: Tensor) -> RankOne | None:

@@ -4,8 +4,12 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from cutefce.ops.costs.step_memory import row_block_bytes
 from cutefce.ops.dtypes import sum_dtype
+
+
+def row_block_bytes(device: str) -> int:
+    """Return the bytes of rows, in the dtype of sums, that an unfused step takes at a time."""
+    return (1 if device == "cpu" else 128) << 20
 
 
 def blocks(count: int, size: int) -> Iterator[slice]:

@@ -14,7 +14,7 @@ from cutefce.ops.rows.blocks import blocks
 from cutefce.ops.rows.statistics import RowStats
 from cutefce.ops.rows.targets import Targets
 
-NO_CLASS = -100
+ABSENT_CLASS = -100
 """The class where a token has none: soft targets do not count it."""
 COMPUTED_BYTES = 32 << 20
 """Logits that are computed again at a time; those of one token at least."""
@@ -72,5 +72,5 @@ def top_rows(values: Tensor, classes: Tensor, stats: RowStats, targets: Targets)
     is_target = classes == (targets.index + targets.first)[:, None]
     log_p = torch.where(is_target, -stats.loss[:, None], log_p.clamp(max=0))
     log_p, places = log_p.topk(targets.options.top_k, 1)
-    classes = classes.gather(1, places).masked_fill(log_p == -torch.inf, NO_CLASS)
+    classes = classes.gather(1, places).masked_fill(log_p == -torch.inf, ABSENT_CLASS)
     return torch.cat([log_p.t(), classes.t().to(log_p.dtype)])

@@ -4,13 +4,12 @@ How many entries there are depends on the softmax.  Predicted are those of a fla
 the most: `samples` of each token.
 """
 
-from cutefce.ops.costs.device import Device
-from cutefce.ops.costs.step_memory import tile_bytes
-from cutefce.ops.program.cost_model import CostModel
+from cutefce.ops.program import cost_model, predicted_time
 from cutefce.ops.program.layout import Layout
+from cutefce.ops.program.predicted_time import device_of
 from cutefce.ops.program.problem import LossProblem
+from cutefce.ops.program.step_memory import partial_sums, tile_bytes
 from cutefce.ops.program.steps import Program, Step
-from cutefce.ops.sampling.lower import SampledLowering
 from cutefce.ops.sampling.steps import SampleKind
 
 CHOOSE = 32
@@ -19,36 +18,30 @@ SAMPLED_AGAIN = 28
 """Bytes of a token's target, order and references where it may be sampled again."""
 
 
-class SampledCostModel(CostModel):
-    """What programs of sampled gradients cost on the kernels."""
-
-    def lower(self, p: LossProblem, x: Layout, *, brief: bool = False) -> Program:
-        """Return the program of a call; a brief one is no shorter."""
-        return SampledLowering(p, x, self, brief=False).lowered()
-
-    def seconds(self, program: Program, device: Device) -> float:
-        """Return the time of a program."""
-        p, total = program.problem, super().seconds(program, device)
-        product = 2 * p.tokens * p.hidden / device.flops
-        sparse = p.tokens * p.samples * p.hidden * p.item / max(p.vocab, 1) / device.bytes
-        for step in program.steps():
-            columns = step.columns[1] - step.columns[0]
-            match step.kind:
-                case SampleKind.PROJECT_CLASSES | SampleKind.SAMPLE:
-                    total += columns * product
-                case SampleKind.SPARSE_HIDDEN | SampleKind.SPARSE_WEIGHT:
-                    total += columns * sparse
-        return total
-
-    def scratch(self, p: LossProblem, x: Layout, step: Step) -> int:
-        """Return the bytes that a step takes while it runs, beside its buffers."""
+def seconds(program: Program) -> float:
+    """Return the predicted time of forward and backward."""
+    p: LossProblem = program.problem
+    total, device = predicted_time.seconds(program), device_of(p.device)
+    product = 2 * p.tokens * p.hidden / device.flops
+    sparse = p.tokens * p.samples * p.hidden * p.item_bytes / max(p.vocab, 1) / device.bytes
+    for step in program.steps():
         columns = step.columns[1] - step.columns[0]
         match step.kind:
-            case SampleKind.CHOOSE_CLASSES:
-                return CHOOSE * p.vocab * max(p.ranks, 1)
-            case SampleKind.PROJECT_CLASSES:
-                return tile_bytes(self.kernel_problem, self.tiles, p.tokens, columns)
-            case SampleKind.SAMPLE_AGAIN:
-                sums = self.partial_sums(p, p.tokens, p.vocab)
-                return p.tokens * (SAMPLED_AGAIN + sums * p.sums)
-        return super().scratch(p, x, step)
+            case SampleKind.PROJECT_CLASSES | SampleKind.SAMPLE:
+                total += columns * product
+            case SampleKind.SPARSE_HIDDEN | SampleKind.SPARSE_WEIGHT:
+                total += columns * sparse
+    return total
+
+
+def scratch(p: LossProblem, x: Layout, step: Step) -> int:
+    """Return the bytes that a step takes while it runs, beside its buffers."""
+    match step.kind:
+        case SampleKind.CHOOSE_CLASSES:
+            return CHOOSE * p.vocab * max(p.ranks, 1)
+        case SampleKind.PROJECT_CLASSES:
+            return tile_bytes(p, p.tokens, step.columns[1] - step.columns[0], copies=p.tile_copies)
+        case SampleKind.SAMPLE_AGAIN:
+            sums = partial_sums(p, p.tokens, p.vocab)
+            return p.tokens * (SAMPLED_AGAIN + sums * p.accumulator_bytes)
+    return cost_model.scratch(p, x, step)

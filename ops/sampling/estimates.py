@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cutefce.ops.primitives.portable_projection import Logits
 from cutefce.ops.program.inputs import LossInputs
 from cutefce.ops.program.run import Call
 from cutefce.ops.program.steps import Step
@@ -92,7 +93,8 @@ def _project(
     options = replace(x.targets.options, reduction="none", outputs="")
     targets = Targets(index, len(w), options, logits=logits)
     targets.selection = x.targets.selection
-    return x.primitives.projection.project_exp(h, w, (0, len(w)), reference, targets)
+    logits_of = Logits(h, w, (0, len(w)), reference, targets)
+    return x.primitives.projection.project_exp(logits_of)
 
 
 def class_sums(call: Call) -> tuple[Any, Any, float]:

@@ -25,6 +25,7 @@ from cutefce.cute_kernels.spec.sampling import (
 )
 from cutefce.ops.dtypes import dtype_name
 from cutefce.ops.primitives.cute_projection import CuteProjection
+from cutefce.ops.primitives.portable_projection import Logits
 from cutefce.ops.primitives.select_rows import (
     gather_rows,
     has_aligned_rows,
@@ -116,8 +117,8 @@ def _fill(
     maps = row_order(order, targets.index)
     chosen = own.threshold, own.row_hash, own.counts, own.entries, targets.first, *maps
     w, projection = call.inputs.w, _projection(call)
-    operands = h, w, (0, len(w)), reference, targets
-    return projection.launch_sums(projection.kernels.sampled_sums, *operands, samples=chosen)
+    logits = Logits(h, w, (0, len(w)), reference, targets)
+    return projection.launch_sums(projection.kernels.sampled_sums, logits, samples=chosen)
 
 
 def sample_again(call: Call, s: Step) -> None:

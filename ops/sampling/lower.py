@@ -2,10 +2,12 @@
 
 from collections.abc import Sequence
 
-from cutefce.ops.costs.step_memory import added_rows
+from cutefce.ops.primitives.block_sizes import added_rows
 from cutefce.ops.program.layout import Window
 from cutefce.ops.program.lower import Lowering
-from cutefce.ops.program.steps import Range
+from cutefce.ops.program.step_memory import partial_sums
+from cutefce.ops.program.steps import Range, Step
+from cutefce.ops.sampling.cost_model import scratch
 from cutefce.ops.sampling.sample_sizes import estimate_count, slots
 from cutefce.ops.sampling.steps import SampleKind
 
@@ -19,15 +21,20 @@ class SampledLowering(Lowering):
     chosen: tuple[str, ...]
     """Names of what a backward is left."""
 
+    def scratch(self, step: Step) -> int:
+        """Return the bytes that a step takes while it runs, beside its buffers."""
+        return scratch(self.p, self.x, step)
+
     def step(
         self,
         kind: SampleKind,
         reads: Sequence[str],
         writes: Sequence[str],
         columns: Range = (0, 0),
+        **flags: bool,
     ) -> None:
         """Append a step of all tokens."""
-        self.emit(kind, (*self.order, *reads), writes, self.every, columns)
+        self.emit(kind, (*self.order, *reads), writes, self.every, columns, **flags)
 
     def estimate(self, states: Sequence[str]) -> None:
         """Emit the estimates of log-sum-exps."""
@@ -37,14 +44,14 @@ class SampledLowering(Lowering):
         if count < total:
             classes.append(self.outside("classes", count, 1, INDEX))
             self.step(kind.CHOOSE_CLASSES, (), classes)
-            classes.append(self.buffer("rows of classes", count, p.hidden, p.item))
+            classes.append(self.buffer("rows of classes", count, p.hidden, p.item_bytes))
             classes.append(self.outside("places", p.tokens, 2, INDEX))
             self.step(kind.GATHER_CLASSES, classes[:1], classes[1:])
         share = count // max(p.ranks, 1)
-        sums = self.cost_model.partial_sums(p, p.tokens, share)
-        partial = self.outside("partial of classes", p.tokens, sums, p.sums)
+        sums = partial_sums(p, p.tokens, share)
+        partial = self.outside("partial of classes", p.tokens, sums, p.accumulator_bytes)
         self.step(kind.PROJECT_CLASSES, (*states, "logits", *classes), (partial,), (0, share))
-        self.outside("estimate", p.tokens, 1, p.sums)
+        self.outside("estimate", p.tokens, 1, p.accumulator_bytes)
         self.step(kind.ESTIMATE, ("logits", partial), ("estimate",))
 
     def statistics(self, rows: Range, states: Sequence[str], windows: Sequence[Window]) -> None:
@@ -57,7 +64,7 @@ class SampledLowering(Lowering):
         reads = (*states, "logits", "estimate")
         self.step(kind.SAMPLE, reads, (partial, *self.chosen), (0, p.vocab))
         self.reduce(rows, [partial])
-        again = self.buffer("again", p.tokens, p.hidden, p.item)
+        again = self.buffer("again", p.tokens, p.hidden, p.item_bytes)
         reads = (*states, self.stats(), *self.chosen)
         self.step(kind.SAMPLE_AGAIN, reads, (again, *self.chosen))
         self.step(kind.FINISH_ENTRIES, (self.stats(), *self.chosen), self.chosen)
@@ -69,18 +76,18 @@ class SampledLowering(Lowering):
         if p.grad_hidden:
             out = [self.dx()]
             if p.every_class:
-                out.append(self.buffer("sums", p.tokens, p.hidden, p.sums))
+                out.append(self.buffer("sums", p.tokens, p.hidden, p.accumulator_bytes))
             reads = (*self.chosen, factors, *self.class_row)
             self.step(kind.SPARSE_HIDDEN, reads, out, every)
         rows = [*self.rows_of_dw(0, p.vocab)]
         if p.grad_bias:
-            rows.append(self.outside("dbias", 1, p.vocab, p.sums))
+            rows.append(self.outside("dbias", 1, p.vocab, p.accumulator_bytes))
         if not rows:
             return
         if p.every_class or not p.grad_weight or (p.into and not p.adds_in_place):
             # sums are formed beside dW, some rows at a time
-            room = min(added_rows(p.hidden, p.sums, self.cost_model.kernel_problem.device), p.vocab)
-            rows.append(self.buffer("room", room, p.hidden, p.sums))
+            room = min(added_rows(p.hidden, p.accumulator_bytes, p.device), p.vocab)
+            rows.append(self.buffer("room", room, p.hidden, p.accumulator_bytes))
         listed = [*self.chosen, self.stats(), factors]
         if p.every_class and p.grad_weight:
             listed += self.gather("states of all", self.every)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from cutefce.autotune_cache import lookup, table_io, verdicts
+from cutefce.autotune_cache.defaults import widest_window
 from cutefce.autotune_cache.tuning.runner import Runner
 from cutefce.cute_kernels import cache_files, process_cache
 from cutefce.cute_kernels.arch import ARCHS
@@ -22,6 +23,7 @@ from cutefce.cute_kernels.spec.kernel import KernelSpec
 from cutefce.cute_kernels.variant import PLAIN
 from cutefce.ops.interface.options import LossOptions
 from cutefce.ops.primitives import cute_projection, dispatch
+from cutefce.ops.primitives.portable_projection import Logits
 from cutefce.ops.rows.targets import Targets
 from tests.support.tables import ENTRY, GPU, KEY, OLD, OTHER, PROBLEM, TABLE, TUNED, write
 
@@ -92,9 +94,10 @@ def test_an_edited_configuration_is_launched(file: Path, monkeypatch: pytest.Mon
         file.write_text(json.dumps(data))
         process_cache.reset()
         kernels = dispatch.kernels_for(torch.device("cuda", 7), PROBLEM, PLAIN)
-        steps = dispatch.kernel_primitives(*kernels).projection
+        steps = dispatch.kernel_primitives(widest_window(PROBLEM), *kernels).projection
         h, w, y = torch.zeros(4, 8), torch.zeros(32, 8), torch.zeros(4, dtype=torch.long)
-        steps.project_exp(h, w, (0, 32), h[:, 0], Targets(y, 32, LossOptions()))
+        targets = Targets(y, 32, LossOptions())
+        steps.project_exp(Logits(h, w, (0, 32), h[:, 0], targets))
         (kernel,) = launched
         assert isinstance(kernel, ProjectExpSpec)
         assert kernel.config == config

@@ -41,6 +41,7 @@ from cutefce.ops.primitives import (
 )
 from cutefce.ops.primitives.cute_projection import CuteProjection, PartialLse
 from cutefce.ops.primitives.dispatch import kernel_primitives
+from cutefce.ops.primitives.portable_projection import Logits
 from cutefce.ops.primitives.primitives import Primitives
 from cutefce.ops.rows.coefficients import RankOne, RowCoefficients
 from cutefce.ops.rows.kept_sums import Sums
@@ -115,13 +116,13 @@ def test_every_configuration(
     exact = exact_exps(case, logit)
     buffer = torch.full((shape[0], round_up(shape[2], 8)), torch.nan, dtype=dtype, device="cuda")
     kept = buffer if dtype == torch.bfloat16 else None
-    partial = steps.project_exp(case.h, case.w, (0, shape[2]), logit, targets, kept)
+    partial = steps.project_exp(Logits(case.h, case.w, (0, shape[2]), logit, targets), kept)
     stats, losses = steps.reduce_partials(partial, logit, targets)
     torch.testing.assert_close(stats.sum_exp_others.double(), exact.sum(1), rtol=1e-5, atol=0)
     torch.testing.assert_close(losses.double(), torch.log1p(exact.sum(1)), rtol=1e-5, atol=1e-6)
     assert torch.equal(stats.reference, logit)
     if kept is None:
-        steps.recompute_exp(case.h, case.w, (0, shape[2]), logit, targets, buffer)
+        steps.recompute_exp(Logits(case.h, case.w, (0, shape[2]), logit, targets), buffer)
     rounding = torch.finfo(dtype).eps / 2
     smallest = 2.0**-24 if dtype == torch.float16 else 1e-30
     got = buffer[:, : shape[2]].double()
@@ -143,7 +144,7 @@ def test_repair_stores_only_flagged_blocks_again(config: GemmConfig) -> None:
     targets = Targets(case.y, 2000, NONE)
     logit = steps.target_logit(case.h, case.w, targets)
     buffer = torch.empty(len(case.y), 2000, dtype=torch.bfloat16, device="cuda")
-    partial = steps.project_exp(case.h, case.w, (0, 2000), logit, targets, buffer)
+    partial = steps.project_exp(Logits(case.h, case.w, (0, 2000), logit, targets), buffer)
     stats, _ = steps.reduce_partials(partial, logit, targets)
     moved = (stats.reference != logit).nonzero()[:, 0]
     assert moved.tolist() == far.tolist()
@@ -152,7 +153,8 @@ def test_repair_stores_only_flagged_blocks_again(config: GemmConfig) -> None:
         == (far // rows).tolist()
     )
     before = buffer.clone()
-    steps.repair_stored_exps(buffer, case.h, case.w, 0, targets, partial, stats)
+    logits = Logits(case.h, case.w, (0, 2000), stats.reference, targets)
+    steps.repair_stored_exps(logits, buffer, partial)
     others = torch.ones(len(case.y), dtype=torch.bool, device="cuda")
     others[far] = False
     assert torch.equal(buffer[others], before[others])
@@ -518,7 +520,7 @@ def test_diverged_rows_in_every_configuration(config: GemmConfig) -> None:
         logit = steps.target_logit(case.h, case.w, targets)
         assert not bool((logit == torch.inf).any()), name
         for buffer in (case.h.new_empty(150, 336), None):
-            partial = steps.project_exp(case.h, case.w, (0, 333), logit, targets, buffer)
+            partial = steps.project_exp(Logits(case.h, case.w, (0, 333), logit, targets), buffer)
             stats, losses = steps.reduce_partials(partial, logit, targets)
             assert_same_kind(losses, want)
             bad = ~(want < GRADIENT_LOSS)
@@ -535,7 +537,7 @@ def test_sums_of_ignored_rows_are_not_read(config: GemmConfig) -> None:
         case.y[ROW] = -100
         targets = Targets(case.y, 333, NONE)
         logit = steps.target_logit(case.h, case.w, targets)
-        partial = steps.project_exp(case.h, case.w, (0, 333), logit, targets)
+        partial = steps.project_exp(Logits(case.h, case.w, (0, 333), logit, targets))
         stats, _ = steps.reduce_partials(partial, logit, targets)
         assert stats.rows[:, ROW].tolist() == [math.inf, 0.0, 1.0, 0.0], name
 
@@ -669,11 +671,12 @@ def test_launch_arguments_match_the_kernels(arch: Arch, monkeypatch: pytest.Monk
     targets = Targets(case.y, 1500, LossOptions())
     exps = torch.empty(300, 1504, dtype=torch.bfloat16)
     logit = steps.target_logit(case.h, case.w, targets)
-    steps.project_exp(case.h, case.w, (0, 1500), logit, targets)
-    partial = steps.project_exp(case.h, case.w, (0, 1500), logit, targets, exps)
+    steps.project_exp(Logits(case.h, case.w, (0, 1500), logit, targets))
+    partial = steps.project_exp(Logits(case.h, case.w, (0, 1500), logit, targets), exps)
     stats, _ = steps.reduce_partials(partial, logit, targets)
-    steps.repair_stored_exps(exps, case.h, case.w, 0, targets, partial, stats)
-    steps.recompute_exp(case.h, case.w, (0, 1024), logit, targets, exps)
+    logits = Logits(case.h, case.w, (0, 1500), stats.reference, targets)
+    steps.repair_stored_exps(logits, exps, partial)
+    steps.recompute_exp(Logits(case.h, case.w, (0, 1024), logit, targets), exps)
     for in_reference in (False, True):
         upstream = torch.ones(())
         gradients.scaling(case.h.dtype, targets, stats, upstream, in_reference=in_reference)

@@ -12,8 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import cutefce
 from cutefce.cute_kernels.config import PortableTiles
-from cutefce.ops.costs import step_memory
-from cutefce.ops.costs.budget import MINIMUM
+from cutefce.ops.interface.checks import MINIMUM
 from cutefce.ops.interface.options import (
     LossCall,
     LossOptions,
@@ -23,6 +22,7 @@ from cutefce.ops.interface.options import (
 )
 from cutefce.ops.operators import agreement, saved
 from cutefce.ops.operators.plans import plan_for
+from cutefce.ops.primitives import block_sizes
 from tests.support.backends import Backend, on_backends
 from tests.support.layouts import LAYOUTS, Layout, pinned
 from tests.support.options import LOSSES, OptionsCase
@@ -116,8 +116,8 @@ def test_every_layout(
     backend: Backend,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(step_memory, "MIN_ADDED_ROWS", 40)
-    monkeypatch.setattr(step_memory, "row_block_bytes", lambda _: 1)
+    monkeypatch.setattr(block_sizes, "MIN_ADDED_ROWS", 40)
+    monkeypatch.setattr(block_sizes, "row_block_bytes", lambda _: 1)
     how: dict[str, Any] = {"dtype": backend.dtype, "device": backend.device}
     case = random_case(150, 48, 333, ignored=0.4, **how)
     want = wanted(case, PROMISED)

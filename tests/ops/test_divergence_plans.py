@@ -10,14 +10,14 @@ import torch
 import cutefce
 from bench.harness.timing import peak_bytes
 from cutefce.cute_kernels.problem import Problem
-from cutefce.ops.costs.budget import MAXIMUM
-from cutefce.ops.costs.device import GPU
 from cutefce.ops.divergence import operators
 from cutefce.ops.divergence.cost import seconds
 from cutefce.ops.divergence.lower import lower
 from cutefce.ops.divergence.plan import DivergencePlan, _families, make_plan
 from cutefce.ops.divergence.problem import DivergenceProblem
+from cutefce.ops.interface.checks import MAXIMUM
 from cutefce.ops.program.place import peak
+from cutefce.ops.program.predicted_time import GPU
 from cutefce.ops.program.steps import ARENAS
 from tests.support.divergence import Heads, heads
 from tests.support.sound_programs import check

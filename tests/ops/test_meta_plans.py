@@ -7,15 +7,12 @@ import torch
 from torch import Tensor
 
 import cutefce
-from cutefce.autotune_cache import defaults
 from cutefce.cute_kernels.problem import Problem
-from cutefce.ops.costs.device import GPU
 from cutefce.ops.divergence.plan import make_plan
 from cutefce.ops.divergence.problem import DivergenceProblem
 from cutefce.ops.dtypes import dtype_name
 from cutefce.ops.interface import checks
 from cutefce.ops.interface.options import DIVERGENCES
-from cutefce.ops.program.cost_model import CostModel
 from cutefce.ops.program.plan import plan as make_loss_plan
 from cutefce.ops.program.problem import LossProblem
 
@@ -35,20 +32,10 @@ def empty(*shape: int, dtype: torch.dtype = torch.bfloat16, grad: bool = True) -
 def test_a_plan_is_that_of_a_hopper_gpu(
     dtype: torch.dtype, arch: str | None, workspace: Any
 ) -> None:
-    problem = Problem(TOKENS, HIDDEN, VOCAB, dtype_name(dtype), "cuda", arch=arch)
-    configs = defaults.window_configs(problem)
-    cost_model = CostModel(problem, configs[0], tuple(config.window for config in configs))
-    item, sums = problem.item_bytes, problem.accumulator_bytes
-    loss = LossProblem(
-        TOKENS,
-        HIDDEN,
-        VOCAB,
-        item,
-        sums,
-        stores=item != 2 or dtype == torch.bfloat16,
-        selects=arch is not None,
-    )
-    want = make_loss_plan(loss, cost_model, GPU, checks.workspace_bytes(workspace))
+    sizes = TOKENS, HIDDEN, VOCAB, dtype_name(dtype), "cuda"
+    stores, selects = dtype != torch.float16, arch is not None
+    problem = LossProblem(*sizes, arch=arch, stores=stores, selects=selects)
+    want = make_loss_plan(problem, checks.workspace_bytes(workspace))
     w = empty(VOCAB, HIDDEN, dtype=dtype)
     for shape in ((TOKENS, HIDDEN), (8, TOKENS // 8, HIDDEN)):
         assert cutefce.plan(empty(*shape, dtype=dtype), w, workspace=workspace) == want

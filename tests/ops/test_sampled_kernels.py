@@ -15,7 +15,6 @@ from cutefce.cute_kernels.config import PortableTiles
 from cutefce.cute_kernels.problem import Problem
 from cutefce.cute_kernels.spec.kernel import KernelSpec
 from cutefce.cute_kernels.spec.rowwise import SelectRowsSpec
-from cutefce.ops.costs.device import GPU
 from cutefce.ops.primitives.dispatch import sampling_limit_reason
 from cutefce.ops.program.plan import planned
 from tests.ops.test_sampled import GREAT, SAMPLED, SHAPE, drawn, eager
@@ -101,9 +100,7 @@ def test_peak_memory_is_predicted(
     options["gradient"] = "sampled"
 
     plan = cutefce.plan(h, w, **options)
-    on_gpu = replace(plan.cost_model.kernel_problem, device="cuda")
-    cost_model = replace(plan.cost_model, kernel_problem=on_gpu)
-    plan = planned(plan.problem, plan.layout, cost_model, GPU)
+    plan = planned(replace(plan.problem, device="cuda"), plan.layout)
     check(plan.program)
 
     def step() -> None:

@@ -8,17 +8,14 @@ import pytest
 import torch
 
 import cutefce
-from cutefce.autotune_cache.defaults import widest_window, window_configs
+from cutefce.autotune_cache.defaults import widest_window
 from cutefce.cute_kernels.config import PortableTiles
 from cutefce.cute_kernels.problem import Problem
-from cutefce.ops.costs.budget import MAXIMUM, MINIMUM
-from cutefce.ops.costs.device import GPU
-from cutefce.ops.program.cost_model import CostModel
+from cutefce.ops.interface.checks import MAXIMUM, MINIMUM
 from cutefce.ops.program.layout import Layout, most_aliased
-from cutefce.ops.program.lower import lower
 from cutefce.ops.program.place import peak
-from cutefce.ops.program.plan import _families, plan, planned
-from cutefce.ops.program.predicted_time import seconds
+from cutefce.ops.program.plan import _families, lower, plan, planned
+from cutefce.ops.program.predicted_time import GPU, seconds
 from cutefce.ops.program.problem import LossProblem, Upstream
 from cutefce.ops.program.search import FREE, WORTH
 from tests.support.sound_programs import check
@@ -35,30 +32,24 @@ SIZES = [
 ]
 
 
-def cost_model_of(p: LossProblem, arch: str | None = "sm_90a") -> CostModel:
-    """Return the primitives of a problem on a Hopper GPU, or on a CPU."""
-    dtype = {2: "bfloat16", 4: "float32", 8: "float64"}[p.item]
-    device = "cpu" if arch is None else "cuda"
-    grads = p.grad_hidden, p.grad_weight
-    problem = Problem(p.tokens, p.hidden, p.vocab, dtype, device, *grads, arch)
-    configs = window_configs(problem)
-    return CostModel(problem, configs[0], tuple(config.window for config in configs))
+ON_HOPPER: dict[str, Any] = {"dtype": "bfloat16", "device": "cuda", "arch": "sm_90a"}
 
 
 DRAWS = {"first": range(3), "others": range(3, 100)}
 
 
-def random_problem(draw: random.Random) -> LossProblem:
-    """Return a problem of any size, with any gradients."""
+def random_problem(draw: random.Random, arch: str | None = "sm_90a") -> LossProblem:
+    """Return a problem of any size, with any gradients, on a GPU or without `arch` on a CPU."""
     tokens, hidden, vocab = (int(2 ** draw.uniform(*span)) for span in ((0, 16), (5, 13), (6, 18)))
     trained = draw.choice(["hw", "hwb", "h", "w", "hb", ""])
-    item, sums = draw.choice([(2, 4), (2, 4), (4, 4), (8, 8)])
+    dtype = draw.choice(["bfloat16", "bfloat16", "float32", "float64"])
     return LossProblem(
         tokens,
         8 * (hidden // 8 + 1),
         vocab,
-        item,
-        sums,
+        dtype,
+        "cpu" if arch is None else "cuda",
+        arch=arch,
         grad_hidden="h" in trained,
         grad_weight="w" in trained,
         grad_bias="b" in trained,
@@ -74,7 +65,7 @@ def random_problem(draw: random.Random) -> LossProblem:
 def random_layout(draw: random.Random, p: LossProblem) -> Layout:
     """Return any layout that this problem can have."""
     window = min(256 * draw.randint(1, 64), p.vocab)
-    low = draw.choice([4, 8]) if p.keeps_sums else 0
+    low = draw.choice([4, 8]) if p.accumulates_wider else 0
     if p.can_chunk and p.tokens > 1 and draw.random() < 0.4:
         has_windows = not (p.grad_weight or p.grad_bias) and draw.random() < 0.5
         columns = window if has_windows else p.vocab
@@ -96,33 +87,31 @@ def test_no_buffers_overlap(draws: range) -> None:
             x = random_layout(draw, p)
             if p.tokens // x.chunk > 40 or p.vocab // x.window > 200:
                 continue
-            cost_model = cost_model_of(p)
-            program = lower(p, x, cost_model)
+            program = lower(p, x)
             check(program)
-            of_brief = lower(p, x, cost_model, brief=True)
+            of_brief = lower(p, x, brief=True)
             assert of_brief.arenas == program.arenas
-            assert seconds(of_brief, GPU) == pytest.approx(seconds(program, GPU), rel=0.02)
+            assert seconds(of_brief) == pytest.approx(seconds(program), rel=0.02)
             assert peak(of_brief) == pytest.approx(peak(program), rel=0.01, abs=MIB)
 
 
 @pytest.mark.parametrize("sizes", rest_slow(SIZES))
 @pytest.mark.parametrize("grad_weight", [True, False])
 def test_more_memory_is_never_slower(sizes: tuple[int, int, int], grad_weight: bool) -> None:
-    p = LossProblem(*sizes, grad_weight=grad_weight, selects=sizes[0] >= 512)
+    p = LossProblem(*sizes, **ON_HOPPER, grad_weight=grad_weight, selects=sizes[0] >= 512)
     grows(p, range(0, 2048 * MIB, 150 * MIB))
 
 
-def grows(p: LossProblem, budgets: range, arch: str | None = "sm_90a") -> None:
+def grows(p: LossProblem, budgets: range) -> None:
     """Check the plans of a problem with budgets that grow."""
-    cost_model = cost_model_of(p, arch)
-    least = plan(p, cost_model, GPU, 0)
+    least = plan(p, 0)
     time, memory = float("inf"), 0
     for budget in (*budgets, MAXIMUM):
-        found = plan(p, cost_model, GPU, budget)
+        found = plan(p, budget)
         assert found.workspace_bytes <= max(budget, least.workspace_bytes)
         assert found.seconds <= time * (1 + 1e-9) and found.workspace_bytes >= memory
         time, memory = found.seconds, found.workspace_bytes
-    smallest = plan(p, cost_model, GPU, MINIMUM)
+    smallest = plan(p, MINIMUM)
     most, of = WORTH
     assert smallest.workspace_bytes <= least.workspace_bytes * most / of + FREE
     assert smallest.seconds <= least.seconds and smallest.budget is None
@@ -136,19 +125,18 @@ def test_no_layout_is_better_than_the_plan(draws: range) -> None:
     """
     for seed in draws:
         draw = random.Random(seed)
-        p, arch = random_problem(draw), draw.choice([None, "sm_90a"])
+        p = random_problem(draw, draw.choice([None, "sm_90a"]))
         if draw.random() < 0.3:
             p = replace(p, soft=draw.choice([4, 64]), into=0)
-        cost_model = cost_model_of(p, arch)
-        families = [*_families(p, cost_model, may_chunk=True)]
+        families = [*_families(p, may_chunk=True)]
         some = [x for f in families for x in (*f[:2], *f[1:-1:9], *f[-2:])]
-        plans = [planned(p, x, cost_model, GPU) for x in dict.fromkeys(some)]
+        plans = [planned(p, x) for x in dict.fromkeys(some)]
         least = min(x.workspace_bytes for x in plans)
         sizes = sorted({x.workspace_bytes for x in plans})
         time, memory = float("inf"), 0
         for size in sizes[:: len(sizes) // 8 + 1]:
             for budget in (size - 1, size):
-                found = plan(p, cost_model, GPU, budget)
+                found = plan(p, budget)
                 assert found.workspace_bytes <= max(1.02 * max(budget, least), MIB)
                 assert found.seconds <= time * (1 + 1e-9)
                 assert 1.02 * found.workspace_bytes >= memory or memory <= MIB
@@ -161,9 +149,9 @@ def test_no_layout_is_better_than_the_plan(draws: range) -> None:
 def test_plans_of_random_problems_grow(draws: range) -> None:
     for seed in draws:
         draw = random.Random(seed)
-        p, arch = random_problem(draw), draw.choice([None, "sm_90a"])
+        p = random_problem(draw, draw.choice([None, "sm_90a"]))
         size = max(sum(p.gradient_bytes().values()), MIB)
-        grows(p, range(0, 2 * size, size // 4), arch)
+        grows(p, range(0, 2 * size, size // 4))
 
 
 H, W = (torch.empty(n, 4096, dtype=torch.bfloat16, device="meta") for n in (8192, 131072))
@@ -180,11 +168,12 @@ def of_llama(mib: int | str | None, frozen: bool = False, **options: Any) -> Any
 def test_the_ends_of_the_budget() -> None:
     everything, default, least = of_llama("max"), of_llama(None), of_llama("min")
     assert everything.layout.kept >= 131072 and default == everything
-    assert not least.in_chunks and least.layout.aliased > 0
+    assert not least.layout.in_chunks and least.layout.aliased > 0
     assert least.workspace_bytes <= 135 * MIB and least.seconds <= 1.28 * PRODUCTS
-    assert of_llama(900).in_chunks and of_llama(900).seconds <= 1.09 * PRODUCTS
+    assert of_llama(900).layout.in_chunks and of_llama(900).seconds <= 1.09 * PRODUCTS
     assert 0 < of_llama(1024).layout.kept < 65536 and of_llama(1024).seconds <= 1.07 * PRODUCTS
-    assert not of_llama(1024, reduction="none").in_chunks, "losses have gradients of their own"
+    of_tokens = of_llama(1024, reduction="none")
+    assert not of_tokens.layout.in_chunks, "losses have gradients of their own"
 
 
 @pytest.mark.parametrize(("mib", "most"), [(110, 0.8), (140, 0.75), (300, 0.7)])
@@ -193,22 +182,23 @@ def test_a_frozen_head_takes_two_products_in_little_memory(
     mib: int, most: float, reduction: str
 ) -> None:
     found = of_llama(mib, frozen=True, reduction=reduction)
-    assert found.in_chunks and found.workspace_bytes <= mib * MIB
+    assert found.layout.in_chunks and found.workspace_bytes <= mib * MIB
     assert found.seconds <= most * PRODUCTS
 
 
 def test_windows_inside_chunks_need_kernels_that_skip_rows() -> None:
-    p = LossProblem(8192, 4096, 131072, grad_weight=False, selects=True)
     for arch in ("sm_90a", "sm_100a"):
-        layouts = [plan(p, cost_model_of(p, arch), GPU, mib * MIB).layout for mib in (80, 140, 300)]
+        of_gpu = ON_HOPPER | {"arch": arch}
+        p = LossProblem(8192, 4096, 131072, **of_gpu, grad_weight=False, selects=True)
+        layouts = [plan(p, mib * MIB).layout for mib in (80, 140, 300)]
         assert any(x.in_chunks and x.window < p.vocab for x in layouts) == (arch == "sm_90a")
 
 
 def test_a_buffer_whose_upstream_gradient_is_known_needs_no_sums() -> None:
-    p = LossProblem(32768, 4096, 131072, selects=True, into=4, upstream=Upstream.KNOWN)
+    p = LossProblem(*SIZES[1], **ON_HOPPER, selects=True, into=4, upstream=Upstream.KNOWN)
     products = 6 * p.tokens * p.hidden * p.vocab / GPU.flops
     for mib, ratio in ((300, 1.3), (1024, 1.1)):
-        found = plan(p, cost_model_of(p), GPU, mib * MIB)
+        found = plan(p, mib * MIB)
         assert found.adds_in_forward and "dW in the caller's buffer" in str(found)
         assert found.workspace_bytes <= mib * MIB and found.seconds <= ratio * products
 

@@ -21,6 +21,7 @@ from cutefce.cute_kernels.arch.sm90 import Sm90
 from cutefce.cute_kernels.config import GemmConfig, KernelConfigs
 from cutefce.cute_kernels.problem import Problem
 from cutefce.cute_kernels.spec.kernel import KernelSpec
+from cutefce.ops.primitives.portable_projection import Logits
 from cutefce.ops.primitives.primitives import Primitives
 from cutefce.ops.rows.kept_sums import Sums
 
@@ -58,25 +59,17 @@ class FaultyProjection:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.own, name)
 
-    def project_exp(
-        self,
-        h: Tensor,
-        w: Tensor,
-        window: tuple[int, int],
-        reference: Tensor,
-        target: Tensor,
-        exps: Tensor | None = None,
-    ) -> Any:
+    def project_exp(self, x: Logits, exps: Tensor | None = None) -> Any:
         if self.kind is Kind.SLOW:
             time.sleep(0.1)
         elif self.kind is Kind.HANGS:
-            _hang(h.is_cuda)
+            _hang(x.h.is_cuda)
         elif self.kind is Kind.CRASHES and exps is not None:
             exps = _out_of_bounds(exps)
         elif self.kind is Kind.LEAKS:
             _limit_memory(1 << 30)
             self.held.append(torch.empty(300 << 20, dtype=torch.uint8))
-        return self.own.project_exp(h, w, window, reference, target, exps)
+        return self.own.project_exp(x, exps)
 
     def reduce_partials(self, *arguments: Any) -> Any:
         stats, loss = self.own.reduce_partials(*arguments)
@@ -103,7 +96,7 @@ class FaultyGradients:
 def faulty(own: Primitives, kind: Kind) -> Primitives:
     projection: Any = FaultyProjection(own.projection, kind)
     gradients: Any = FaultyGradients(own.gradients, kind)
-    return Primitives(own.config, projection, gradients)
+    return Primitives(projection, gradients)
 
 
 def _hang(on_gpu: bool) -> None:

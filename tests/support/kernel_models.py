@@ -68,6 +68,7 @@ from cutefce.ops.primitives import (
     dispatch,
     select_rows,
 )
+from cutefce.ops.program import problem as program_problem
 from cutefce.ops.program.plan import Plan
 from cutefce.ops.rows.loss_terms import LossTerms
 from cutefce.ops.rows.statistics import RowStats
@@ -627,7 +628,9 @@ def serve_calls(
         dtype = dtype_name(h.dtype)
         return dataclasses.replace(own, arch=arch.name, dtype=dtype)
 
-    def primitives_for(h: Tensor, w: Tensor, problem: Problem, targets: Targets, *_: Any) -> Any:
+    def primitives_for(
+        h: Tensor, w: Tensor, problem: Problem, tiles: PortableTiles, targets: Targets, *_: Any
+    ) -> Any:
         if problem.arch is None:
             return dispatch.portable_primitives(tiles)
         variant = variant_of(targets)
@@ -644,7 +647,7 @@ def serve_calls(
     monkeypatch.setattr(cute_gradients, "MAX_UNSCALED_ROWS", 0)
     monkeypatch.setattr(operators, "plan_of", plan_of)
     monkeypatch.setattr(plans, "problem_of", problem_of)
-    monkeypatch.setattr(plans, "window_configs", lambda *_: (tiles,))
+    monkeypatch.setattr(program_problem, "window_configs", lambda *_: (tiles,))
     monkeypatch.setattr(operands, "primitives_for", primitives_for)
 
 

@@ -5,7 +5,7 @@ Tests call the public functions inside `pinned(...)`.  What a plan is, only this
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
@@ -16,8 +16,7 @@ from torch import Tensor
 from cutefce.cute_kernels.config import PortableTiles
 from cutefce.cute_kernels.integers import round_up
 from cutefce.cute_kernels.problem import LOW_BITS
-from cutefce.ops.costs.budget import MAXIMUM
-from cutefce.ops.costs.device import CPU
+from cutefce.ops.interface.checks import MAXIMUM
 from cutefce.ops.interface.options import (
     LossCall,
     LossOptions,
@@ -26,9 +25,10 @@ from cutefce.ops.interface.options import (
     TensorOptions,
 )
 from cutefce.ops.operators import operands
-from cutefce.ops.operators.plans import PlanRequest, cost_model_of, request_of
+from cutefce.ops.operators.plans import loss_problem
 from cutefce.ops.program import layout as program_layout
 from cutefce.ops.program.plan import Plan, planned
+from cutefce.ops.program.problem import LossProblem
 
 SMALL_TILES = PortableTiles(window=64, reference_block=16, tile_columns=32, tile_rows=32)
 """Configurations that give small problems many windows, tiles, row blocks and reference blocks."""
@@ -96,25 +96,24 @@ def chunk_of(layout: Layout, tokens: int) -> int:
     return max(1, min(layout.chunk or tokens, tokens))
 
 
-def plan_of(layout: Layout, request: PlanRequest, device: torch.device) -> Plan:
-    """Return the plan of a request in a layout; beside Triton, tokens that count come first."""
-    if request.kernel_problem.triton:
-        request = request.sorted()
-    p, cost_model = request.problem, cost_model_of(request, device)
-    every = round_up(p.vocab, cost_model.block)
+def plan_of(layout: Layout, p: LossProblem, device: torch.device) -> Plan:
+    """Return the plan of a problem in a layout; beside Triton, tokens that count come first."""
+    if p.triton:
+        p = p.sorted()
+    every = round_up(p.vocab, p.block)
     in_chunks, chunk = layout.in_chunks, chunk_of(layout, p.tokens)
     low = layout.low_bits if in_chunks else layout.hidden_bits or 0
-    if not p.keeps_sums or (p.dx_item != p.item and not in_chunks):
+    if not p.accumulates_wider or (p.dx_item != p.item_bytes and not in_chunks):
         low = 0
     if in_chunks:
         window = layout.window if 0 < layout.kept < p.vocab else every
         x = program_layout.Layout(chunk, window, low_bits=low, in_chunks=True)
     else:
-        most = program_layout.most_aliased(p, cost_model.block, cost_model.block)
+        most = program_layout.most_aliased(p, p.block, p.block)
         aliased = min(layout.aliased, most)
         kept = layout.kept if p.needs_gradients else 0
         x = program_layout.Layout(max(p.tokens, 1), layout.window, kept, aliased, low)
-    return planned(p, x, cost_model, CPU)
+    return replace(planned(p, x), device=device)
 
 
 @contextmanager
@@ -131,10 +130,10 @@ def pinned(layout: Layout | None) -> Iterator[None]:
         shares = layout.aliased and x.step.grad_weight
         if shares and x.h.is_cuda and x.h.dtype.itemsize == 2:
             pytest.skip("kernels have wider blocks of columns in the memory of gradients")
-        request = request_of(x)
+        problem = loss_problem(x)
         if leaves_out and counted is not None:
-            request = request.of_tokens(counted)
-        return plan_of(layout, request, x.h.device)
+            problem = problem.of_tokens(counted)
+        return plan_of(layout, problem, x.h.device)
 
     with _planned_by(plan_for):
         yield
@@ -155,7 +154,7 @@ def predicted(
     step = StepOptions(MAXIMUM, h.requires_grad, w.requires_grad, False)
     records = step, LossOptions(), TensorOptions(**tensors), sharding or Sharding()
     y = torch.empty(len(h), dtype=torch.long, device=h.device)
-    return plan_of(layout, request_of(LossCall(h, w, y, *records)), h.device)
+    return plan_of(layout, loss_problem(LossCall(h, w, y, *records)), h.device)
 
 
 def _planned_by(plan_for: Callable[..., Plan]) -> AbstractContextManager[Any]:

@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cutefce.cute_kernels import process_cache
+from cutefce.ops.program.calls import TABLE
 from cutefce.ops.program.run import Call
 from cutefce.ops.program.steps import Step
-from cutefce.ops.program.table import TABLE
 from cutefce.ops.sampling import sample_sizes
 from cutefce.ops.sampling.steps import SampleKind
 from tests.support.options import OptionsCase, losses_of_logits, model_logits

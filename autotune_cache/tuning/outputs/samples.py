@@ -18,12 +18,12 @@ from cutefce.autotune_cache.tuning.outputs.steps import Inputs, Way, gradients, 
 from cutefce.cute_kernels.jit.cache import compiled
 from cutefce.cute_kernels.spec.sampling import PrepareSamplesSpec
 from cutefce.ops.primitives.cute_projection import CuteProjection, PartialLse
+from cutefce.ops.primitives.portable_projection import Logits
 from cutefce.ops.primitives.primitives import Primitives
 from cutefce.ops.program import calls as programs
 from cutefce.ops.program.plan import Plan
 from cutefce.ops.program.run import Call
 from cutefce.ops.rows.targets import Targets
-from cutefce.ops.sampling.cost_model import SampledCostModel
 from cutefce.ops.sampling.kernels import Entries
 from cutefce.ops.sampling.random_bits import random_bits, row_states
 
@@ -102,7 +102,7 @@ def _estimates(inputs: Inputs, projection: CuteProjection) -> Tensor:
     logit, none = projection.target_logit(h, w, targets), torch.full_like(targets.index, -1)
     part, sums = Targets(none, half, targets.options), []
     for rows in (w[:half], w[len(w) - half :]):
-        sums.append(projection.project_exp(h, rows, (0, half), logit, part).sums)
+        sums.append(projection.project_exp(Logits(h, rows, (0, half), logit, part)).sums)
     result = torch.empty_like(logit)
     kernel = PrepareSamplesSpec(projection.kernels.row_sums.arch, "estimate")
     compiled(kernel)(*sums, logit, result, LOG2_RATIO, 0)
@@ -125,12 +125,10 @@ def _sampled(
 
     Some of its estimates are too low.
     """
-    targets, given, problem = copy(inputs.targets), projection, plan.cost_model.kernel_problem
+    targets, given = copy(inputs.targets), projection
     low = _LowEstimates(given.kernels, given.num_sms, given.semaphores, given.clears)
     targets.tensors = replace(targets.tensors, seed=_seed(targets.index))
     primitives = replace(inputs.primitives, projection=low)
     inputs = replace(inputs, primitives=primitives, targets=targets)
-    problem = replace(problem, arch=given.kernels.row_sums.arch)
-    cost_model = SampledCostModel(problem, plan.cost_model.tiles, plan.cost_model.windows)
     sampled = replace(plan.problem, samples=samples, stores=False)
-    return inputs, Plan(sampled, plan.layout, cost_model)
+    return inputs, Plan(sampled, plan.layout)

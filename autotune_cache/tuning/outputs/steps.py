@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 import torch
 from torch import Tensor
@@ -11,14 +11,12 @@ from cutefce.autotune_cache import defaults
 from cutefce.autotune_cache.tuning.cases import Case, CheckedOutput
 from cutefce.cute_kernels.integers import ceil_div, round_up
 from cutefce.cute_kernels.problem import LOW_BITS, can_keep
-from cutefce.ops.costs.budget import DEFAULT
-from cutefce.ops.dtypes import sum_dtype
+from cutefce.ops.interface.checks import DEFAULT
 from cutefce.ops.interface.options import LossOptions, TensorOptions
 from cutefce.ops.primitives.cute_projection import CuteProjection
 from cutefce.ops.primitives.primitives import Primitives
 from cutefce.ops.primitives.select_rows import restore_rows, select_on_device
 from cutefce.ops.program import calls as programs
-from cutefce.ops.program.cost_model import CostModel
 from cutefce.ops.program.inputs import LossInputs
 from cutefce.ops.program.layout import Layout
 from cutefce.ops.program.plan import Plan
@@ -121,7 +119,7 @@ def prepared(
     window = round_up(ceil_div(p.vocab, way.windows), block)
     affordable = DEFAULT // (p.tokens * p.item_bytes) // block * block
     kept = min(window * way.stored, affordable) if can_keep(p.dtype) else 0
-    targets, sums = make_targets(case, way.reduction), sum_dtype(case.h.dtype)
+    targets = make_targets(case, way.reduction)
     if way.ignores:
         y = _partly_ignored(case)
         if isinstance(primitives.projection, CuteProjection):
@@ -134,23 +132,17 @@ def prepared(
         projection.clears = True
         primitives = replace(primitives, projection=projection)
     h, w = primitives.projection.prepare(case.h, case.w)
-    inputs = LossInputs(primitives, h, w, targets, h.dtype, sums if way.wide else h.dtype)
+    inputs = LossInputs(primitives, h, w, targets)
+    grad_hidden, grad_weight = way.gradients
     problem = LossProblem(
-        p.tokens,
-        p.hidden,
-        p.vocab,
-        h.dtype.itemsize,
-        sums.itemsize,
-        *way.gradients,
+        **asdict(replace(p, grad_hidden=grad_hidden, grad_weight=grad_weight)),
         upstream=Upstream.SCALAR if targets.options.is_scalar else Upstream.ROWS,
         stores=can_keep(p.dtype),
         selects=selection is not None,
-        grad_weight_item=inputs.dw_dtype.itemsize,
+        wide_grad_weight=way.wide,
     )
-    tiles = primitives.config
-    cost_model = CostModel(replace(p, arch=None), tiles, (tiles.window,))
     layout = Layout(chunk, window, kept, 0, way.low_bits, in_chunks=way.chunks > 0)
-    return inputs, Plan(problem, layout, cost_model), selection
+    return inputs, Plan(problem, layout), selection
 
 
 def run(
@@ -167,7 +159,7 @@ def run(
         loss, upstream = selection.restore(loss), selection.take(upstream)
     if not plan.problem.needs_gradients:
         return loss, stats, None, None
-    of_chunks = selection if plan.in_chunks else None
+    of_chunks = selection if plan.layout.in_chunks else None
     if of_chunks is not None:
         inputs.targets.selection = None  # all rows of the sums are defined
     dx, dw, _ = programs.backward(plan, saved.by_home, inputs, upstream, stats, of_chunks)
