@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from cutefce.__main__ import main
 from cutefce.autotune_cache import lookup, table_io, verdicts
 from cutefce.autotune_cache.table_io import file_name
-from cutefce.autotune_cache.tuning import runner, targets, verify
+from cutefce.autotune_cache.tuning import jobs, runner, verify
 from cutefce.commands import compile as compile_command
 from cutefce.commands import info, tune, warmup
 from cutefce.commands import verify as verify_command
@@ -29,18 +29,20 @@ from cutefce.cute_kernels.parts import PARTS
 from cutefce.cute_kernels.spec.gemm import ProjectExpSpec
 from cutefce.cute_kernels.variant import LogitTransform
 from cutefce.version import __version__
-from tests.support.fake_tuner import RUNNER, TARGET, InlineWorker
-from tests.support.faulty_candidates import FaultyTarget, Kind, config
+from tests.support.fake_tuner import RUNNER, InlineWorker, job
+from tests.support.faulty_candidates import Kind, config
 from tests.support.stand_in_gpu import served_by_kernels
 from tests.support.tables import GPU, OLD, TABLE, write
+
+KINDS = Kind.SLOW, Kind.FAST
 
 
 @pytest.fixture
 def command(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """Return a function that runs a command on a GPU whose only target is the fake one."""
+    """Return a function that runs a command on a GPU whose candidates are fake ones."""
     for module in (tune, verify_command):
         monkeypatch.setattr(module, "this_gpu", lambda: (GPU, "cpu"))
-    monkeypatch.setattr(targets, "all_targets", lambda *_: (TARGET,))
+    monkeypatch.setattr(jobs, "jobs_of", lambda _, shapes, dtype: [job(KINDS, x) for x in shapes])
     monkeypatch.setattr(runner, "Runner", lambda *_: RUNNER)
     monkeypatch.setattr(tune, "SubprocessWorker", InlineWorker)
     monkeypatch.setattr(verify, "verify_once", lambda *_: verdicts.Verdict(True))
@@ -85,11 +87,20 @@ def test_tune_does_not_resume_with_a_table_of_other_kernels(command: Any, folder
 
 
 def test_tune_tells_which_candidates_failed(command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    kinds = config(Kind.SLOW), config(Kind.HANGS)
-    monkeypatch.setattr(FaultyTarget, "candidates", lambda _: kinds)
-    result = command("tune", "--shapes", "24x16x300")
+    monkeypatch.setattr(jobs, "jobs_of", lambda *_: [job((Kind.SLOW, Kind.HANGS))])
+    result = command("tune")
     assert result.exit_code == 0, result.output
-    assert f"left out: 24x16x300 project_exp: {kinds[1]}" in result.output
+    assert f"left out: 24x16x300 project_exp: {config(Kind.HANGS)}" in result.output
+
+
+def test_kernels_that_fail_verification_are_not_tuned(
+    command: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrong = verdicts.Verdict(False, "dW is off by 0.03")
+    monkeypatch.setattr(verify, "verify_once", lambda *_: wrong)
+    result = command("tune", "--shapes", "24x16x300")
+    assert result.exit_code == 1 and wrong.reason in result.output
+    assert not list(folder.iterdir())
 
 
 def test_no_gpu_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,14 +4,12 @@ A kernel is compared on small problems with float64 results of the portable path
 """
 
 import dataclasses
-import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from cutefce.cute_kernels.integers import round_up
 from cutefce.cute_kernels.problem import Problem
 
 SMALL_PROBLEMS: dict[str, tuple[int, int, int]] = {
@@ -54,18 +52,6 @@ class Case:
         """Return the case with its tensors on `device`."""
         tensors = (x.to(device) for x in (self.h, self.w, self.y, self.upstream))
         return Case(self.problem, *tensors)
-
-    def random(self, rows: int, columns: int) -> Tensor:
-        """Return (rows, columns) random numbers in [0, 1), cached with the case."""
-        if (rows, columns) not in self._random:
-            numbers = self.h.new_empty(rows, round_up(columns, 8))
-            generator = torch.Generator(numbers.device).manual_seed(1)
-            self._random[rows, columns] = numbers.uniform_(generator=generator)[:, :columns]
-        return self._random[rows, columns]
-
-    @functools.cached_property
-    def _random(self) -> dict[tuple[int, int], Tensor]:
-        return {}
 
 
 def small_case(problem: Problem, name: str, device: str) -> Case:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from cutefce.autotune_cache import verdicts
 from cutefce.autotune_cache.table import TUNED
-from cutefce.autotune_cache.tuning import tuner, worker
+from cutefce.autotune_cache.tuning import worker
 from cutefce.autotune_cache.tuning.runner import Runner
 from cutefce.autotune_cache.verdicts import Verdict
 from cutefce.cute_kernels import cache_files
@@ -28,8 +28,8 @@ from cutefce.cute_kernels.spec.kernel import KernelSpec
 
 LOCK_SECONDS = 1200
 """How long to wait for another process that verifies the same kernels."""
-CHECK_SECONDS = 60
-"""Time limit of checking one configuration."""
+PREPARE_SECONDS, CHECK_SECONDS = 120, 60
+"""Time limits of making inputs and expected outputs, and of checking one configuration."""
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ def first_fault(checks: Sequence[Check], advance: Callable[[str], None]) -> str:
             try:
                 for kernel in check.kernels():
                     process.ask(functools.partial(worker.load, kernel), build.BUILD_SECONDS)
-                process.ask(prepare, tuner.PREPARE_SECONDS)
+                process.ask(prepare, PREPARE_SECONDS)
             except WorkerError as error:
                 raise RuntimeError(str(error)) from error
             try:

@@ -15,7 +15,7 @@ import torch
 
 from cutefce.autotune_cache import lookup, verdicts
 from cutefce.autotune_cache.table_io import file_name
-from cutefce.autotune_cache.tuning import tuner, verify, worker
+from cutefce.autotune_cache.tuning import verify, worker
 from cutefce.autotune_cache.tuning.runner import Runner
 from cutefce.cute_kernels import process_cache
 from cutefce.cute_kernels.arch.sm90 import Sm90
@@ -297,7 +297,7 @@ def test_kernels_that_cannot_be_stored_are_compiled_outside_the_time_limit(
     assert verify.verify(BuiltRunner(GPU, "cpu"), "bfloat16").passed
     assert asked[:3] == [
         ("load", build.BUILD_SECONDS),
-        ("prepare", tuner.PREPARE_SECONDS),
+        ("prepare", verify.PREPARE_SECONDS),
         ("check_small", verify.CHECK_SECONDS),
     ]
 

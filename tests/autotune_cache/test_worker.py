@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from cutefce.autotune_cache.tuning import targets, timing, worker
+from cutefce.autotune_cache.tuning import jobs, timing, worker
 from cutefce.autotune_cache.tuning.cases import SMALL_PROBLEMS, MismatchError
 from cutefce.autotune_cache.tuning.runner import Runner, with_tuned
 from cutefce.cute_kernels import process_cache
@@ -24,7 +24,7 @@ from cutefce.cute_kernels.parts import (
 )
 from cutefce.cute_kernels.spec.kernel import KernelSpec
 from cutefce.cute_kernels.spec.rowwise import SelectRowsSpec
-from tests.support.fake_tuner import RUNNER, SIZES, TARGET
+from tests.support.fake_tuner import RUNNER, job
 from tests.support.faulty_candidates import Kind, config
 from tests.support.kernel_models import model_of, use_models
 from tests.support.tables import GPU
@@ -40,9 +40,9 @@ from tests.support.tiers import rest_slow
 )
 @pytest.mark.parametrize("dtype", rest_slow(["bfloat16", "float16"]))
 def test_slightly_wrong_results_are_found(kind: Kind, said: str, dtype: str) -> None:
-    worker.check_small(RUNNER, dtype, TARGET.configs(config(Kind.FAST)))
+    worker.check_small(RUNNER, dtype, job().configs(config(Kind.FAST)), PARTS)
     with pytest.raises(MismatchError, match=said):
-        worker.check_small(RUNNER, dtype, TARGET.configs(config(kind)))
+        worker.check_small(RUNNER, dtype, job().configs(config(kind)), PARTS)
 
 
 def test_rounds_have_random_orders(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,11 +54,8 @@ def test_rounds_have_random_orders(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(timing, "_timed_on_cpu", sample)
     monkeypatch.setattr(worker, "SECONDS", 0.0)
-    problem = RUNNER.problem(SIZES, "bfloat16")
-    timings = worker.trial(TARGET, problem, (config(Kind.FAST), config(Kind.SLOW)))
-    one, other = timings.values()
-    assert {one.ms, other.ms} == {2.0, 3.0}
-    assert (one.ratio, other.ratio) == (one.ms / other.ms, 1.0)
+    times = worker.trial(job(), (config(Kind.FAST), config(Kind.SLOW)))
+    assert {*times.values()} == {(2.0,) * worker.MIN_ROUNDS, (3.0,) * worker.MIN_ROUNDS}
     rounds = [tuple(calls[i : i + 2]) for i in range(4, len(calls), 2)]
     assert len(rounds) == worker.MIN_ROUNDS
     first, second, *_ = calls
@@ -78,8 +75,7 @@ def test_trials_take_about_as_long_as_they_may(
         return lambda: ms
 
     monkeypatch.setattr(timing, "_timed_on_cpu", sample)
-    problem = RUNNER.problem(SIZES, "bfloat16")
-    worker.trial(TARGET, problem, (config(Kind.FAST), config(Kind.SLOW)))
+    worker.trial(job(), (config(Kind.FAST), config(Kind.SLOW)))
     assert taken[4:] == [worker.CALLS] * 2 * rounds
 
 
@@ -171,16 +167,11 @@ def test_trials_launch_nothing_that_was_not_compiled_ahead(
     arch: Arch, dtype: str, launched: set[KernelSpec]
 ) -> None:
     """Compiling takes longer than a trial may."""
-    for target in targets.all_targets(dataclasses.replace(GPU, arch=arch), "cpu"):
-        runner = target.runner
-        problem = runner.problem((130, 64, 1500), dtype)
-        case = worker._full_case(runner, problem)
-        configs = target.configs(target.default(problem))
-        for name in SMALL_PROBLEMS:
-            runner.outputs(runner.small_case(name, dtype), configs, PARTS)
-        primitives = runner.primitives(problem, configs)
-        target.call(case, primitives)()
-        assert launched and launched <= set(runner.kernels(dtype, configs, PARTS))
+    runner = Runner(dataclasses.replace(GPU, arch=arch), "cpu")
+    for one in jobs.jobs_of(runner, [(130, 64, 1500)], dtype):
+        for call in one.calls(one.candidates).values():
+            call()
+        assert launched and launched <= set(one.kernels())
         launched.clear()
 
 

@@ -3,7 +3,6 @@
 import ctypes
 import resource
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from types import SimpleNamespace
@@ -14,9 +13,9 @@ from torch import Tensor
 
 from cutefce.autotune_cache.table import Candidate
 from cutefce.autotune_cache.tuning.cases import Case, Outputs
+from cutefce.autotune_cache.tuning.jobs import Job
 from cutefce.autotune_cache.tuning.outputs import steps
 from cutefce.autotune_cache.tuning.runner import Runner, portable
-from cutefce.autotune_cache.tuning.targets import ProjectExpTarget
 from cutefce.cute_kernels.arch.sm90 import Sm90
 from cutefce.cute_kernels.config import GemmConfig, KernelConfigs
 from cutefce.cute_kernels.problem import Problem
@@ -160,14 +159,15 @@ class FaultyRunner(Runner):
 WAYS = steps.Way(), steps.Way(" of stored exponentials", stored=1)
 
 
-class FaultyTarget(ProjectExpTarget):
-    """`project_exp` with two candidates; the slow one is the default."""
+@dataclass(frozen=True)
+class FaultyJob(Job):
+    """Candidates of these kinds, the default first."""
 
-    def default(self, problem: Problem) -> Candidate:
-        return config(Kind.SLOW)
+    kinds: tuple[Kind, ...] = (Kind.SLOW, Kind.FAST)
 
-    def candidates(self) -> Sequence[Candidate]:
-        return config(Kind.SLOW), config(Kind.FAST)
+    @property
+    def candidates(self) -> tuple[Candidate, ...]:
+        return tuple(map(config, self.kinds))
 
 
 @dataclass(frozen=True)
