@@ -43,12 +43,8 @@ def candidates(arch: Arch, kernel: str) -> tuple[Candidate, ...]:
 
     There are none for a kernel that the architecture does not have.
     """
-    if kernel == "project_exp":
-        return arch.prebuilt_configs()
-    if kernel == "grad_weight":
-        return arch.grad_weight_configs()
-    configs = arch.grad_hidden_configs()
-    return (None, *configs) if configs else ()
+    configs = arch.listed.get(kernel, ())
+    return (None, *configs) if configs and kernel == "grad_hidden" else configs
 
 
 @dataclass(frozen=True, order=True)

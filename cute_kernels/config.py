@@ -94,9 +94,9 @@ class KernelConfigs:
     """The configuration of each GEMM; only the first three are tuned."""
 
     project_exp: GemmConfig
-    grad_hidden: GemmConfig | None
+    grad_hidden: GemmConfig | None = None
     """None for cuBLAS."""
-    grad_weight: GemmConfig | None
+    grad_weight: GemmConfig | None = None
     """None for cuBLAS and elementwise passes."""
     grad_hidden_short: GemmConfig | None = None
     """`grad_hidden` for windows of fewer columns than `SHORT`."""

@@ -2,7 +2,6 @@
 
 import dataclasses
 from dataclasses import dataclass
-from itertools import cycle
 from typing import Any
 
 import torch
@@ -18,11 +17,11 @@ from cutefce.autotune_cache.tuning.cases import (
 )
 from cutefce.autotune_cache.tuning.outputs import outputs_of
 from cutefce.cute_kernels.arch.base import Arch
-from cutefce.cute_kernels.config import GemmConfig, KernelConfigs
+from cutefce.cute_kernels.config import KernelConfigs
 from cutefce.cute_kernels.gpu import Gpu
 from cutefce.cute_kernels.jit import cache as jit_cache
 from cutefce.cute_kernels.kernel_set import kernel_set
-from cutefce.cute_kernels.parts import FORWARD, PARTS, STEP
+from cutefce.cute_kernels.parts import PARTS, STEP, parts_of
 from cutefce.cute_kernels.problem import Problem
 from cutefce.cute_kernels.process_cache import process_cache
 from cutefce.cute_kernels.spec.kernel import KernelSpec
@@ -66,10 +65,12 @@ class Runner:
 
     def listed_configs(self) -> list[KernelConfigs]:
         """Return configurations with every listed one of each kernel at least once."""
-        first, *others = self.arch.prebuilt_configs()
-        found = with_gradients(self.arch, first)
-        found += [with_gradients(self.arch, each)[0] for each in others]
-        return [with_tuned(configs, "grad_hidden", configs.grad_hidden) for configs in found]
+        listed = self.arch.listed
+        every = [
+            KernelConfigs(**{name: some[i % len(some)] for name, some in listed.items()})
+            for i in range(max(map(len, listed.values())))
+        ]
+        return [with_tuned(configs, "grad_hidden", configs.grad_hidden) for configs in every]
 
     @process_cache
     def kernels(
@@ -115,22 +116,6 @@ class Runner:
         return outputs_of(case, primitives, parts)
 
 
-def with_gradients(arch: Arch, project_exp: GemmConfig) -> list[KernelConfigs]:
-    """Return `project_exp` with every configuration of the gradients' GEMMs, the common ones first.
-
-    Those of which there are fewer are with several of the others.
-    """
-    hidden = arch.grad_hidden_configs()
-    others = arch.grad_weight_configs(), arch.kept_sums_configs(), arch.exps_configs()
-    assert all(len(configs) <= len(hidden) and bool(configs) == bool(hidden) for configs in others)
-    every = zip(hidden, *map(cycle, others), strict=False)
-    found = [
-        KernelConfigs(project_exp, config, weight, kept_sums=kept, exps=exps)
-        for config, weight, kept, exps in every
-    ]
-    return found or [KernelConfigs(project_exp, None, None)]
-
-
 def all_kernels(arch: Arch) -> list[KernelSpec]:
     """Return the kernels that are built ahead and verified, each once: of all that `arch` lists.
 
@@ -143,9 +128,9 @@ def all_kernels(arch: Arch) -> list[KernelSpec]:
         for configs in runner.listed_configs()
         for kernel in runner.kernels(dtype, configs, PARTS)
     }
-    default = with_gradients(arch, arch.default(MANY_TOKENS))[0]
+    dtype, default, parts = arch.dtypes[0], runner.base(), parts_of(STEP)
     for variant in PREBUILT:
-        found |= dict.fromkeys(runner.kernels(arch.dtypes[0], default, (FORWARD, STEP), variant))
+        found |= dict.fromkeys(runner.kernels(dtype, default, parts, variant))
     return list(found)
 
 

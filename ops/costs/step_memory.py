@@ -150,7 +150,7 @@ def has_weight_kernels(p: Problem) -> bool:
 
     Else products are made beside these.
     """
-    return p.arch is not None and arch_named(p.arch).forms_weight_gradient
+    return p.arch is not None and "grad_weight" in arch_named(p.arch).listed
 
 
 def accumulates_wider(p: Problem) -> bool:

@@ -86,7 +86,7 @@ def test_an_edited_configuration_is_launched(file: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(cute_projection, "compiled", note)
     write(file, TABLE)
-    for config in Sm90().prebuilt_configs():
+    for config in Sm90().listed["project_exp"]:
         data = json.loads(file.read_text())
         data["entries"][0]["config"] = dataclasses.asdict(config)
         file.write_text(json.dumps(data))

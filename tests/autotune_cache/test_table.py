@@ -69,8 +69,8 @@ def test_defaults_are_among_what_is_listed(arch: Arch) -> None:
             every = table.candidates(arch, kernel) or (None,)
             assert getattr(default, kernel) in every
         assert default.grad_hidden_short in (None, *table.candidates(arch, "grad_hidden"))
-        assert default.kept_sums in (None, *arch.kept_sums_configs())
-        assert default.exps in (None, *arch.exps_configs())
+        assert default.kept_sums in (None, *arch.listed.get("kept_sums", ()))
+        assert default.exps in (None, *arch.listed.get("exps", ()))
 
 
 def test_cublas_can_win_but_not_for_project_exp(file: Path) -> None:

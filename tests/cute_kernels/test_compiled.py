@@ -26,8 +26,8 @@ def default_kernels(arch: Arch) -> list[KernelSpec]:
 
     Of the GEMMs all, of the others one of each kind: `make wheel` requires of all to be clean.
     """
-    configs = runner.with_gradients(arch, arch.default(runner.MANY_TOKENS))[0]
-    found = runner.Runner(Gpu(arch, "any", 132)).kernels("bfloat16", configs, PARTS)
+    every = runner.Runner(Gpu(arch, "any", 132))
+    found = every.kernels("bfloat16", every.base(), PARTS)
     first = {type(kernel): kernel for kernel in reversed(found)}
     return [x for x in found if isinstance(x, GEMMS) or x is first[type(x)]]
 

@@ -89,7 +89,7 @@ def test_tall_and_swapped_tiles_do_not_sample(tokens: int) -> None:
     """Tall ones would spill registers."""
     exact = kernel_set(ARCH, "bfloat16", ARCH.default_configs(tokens, 4096, 132))
     config = exact.sampled_sums.config
-    assert config.tile_m <= 128 and not config.swaps and config in ARCH.exps_configs()
+    assert config.tile_m <= 128 and not config.swaps and config in ARCH.listed["exps"]
 
 
 def test_overflowing_rows_write_no_more_than_their_slots() -> None:

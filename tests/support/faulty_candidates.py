@@ -38,12 +38,12 @@ class Kind(IntEnum):
 
 def config(kind: Kind) -> GemmConfig:
     """Return the configuration that stands for `kind`."""
-    return Sm90().prebuilt_configs()[kind]
+    return Sm90().listed["project_exp"][kind]
 
 
 def kind_of(configuration: GemmConfig) -> Kind:
     """Return what a configuration stands for."""
-    return Kind(Sm90().prebuilt_configs().index(configuration))
+    return Kind(Sm90().listed["project_exp"].index(configuration))
 
 
 class FaultyProjection:
