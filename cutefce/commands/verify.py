@@ -47,7 +47,9 @@ def verify(path: Path | None) -> None:
         with console.status("compiling") as status:
             for dtype in gpu.arch.dtypes:
                 verdict = verification.verify(
-                    runner.Runner(gpu, device), dtype, lambda step: status.update(Text(step))
+                    runner.Runner(gpu, device),
+                    dtype,
+                    advance=lambda step: status.update(Text(step)),
                 )
                 require_passed(verdict, gpu, dtype)
                 click.echo(f"the {dtype} kernels passed on {gpu.name}")

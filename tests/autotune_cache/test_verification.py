@@ -124,13 +124,16 @@ class DefaultRunner(FaultyRunner):
         return KernelConfigs(config(self.kind), None, None)
 
 
-@pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[verify.Check]:
-    """Return a list of the checks that subprocesses would run, of which all pass."""
-    checks: list[verify.Check] = []
+Checked = tuple[tuple[str, ...], KernelConfigs]
 
-    def all_pass(some: list[verify.Check], _: Any) -> str:
-        checks.extend(some)
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[Checked]:
+    """Return a list of the checks that subprocesses would run, of which all pass."""
+    checks: list[Checked] = []
+
+    def all_pass(_: Runner, __: str, parts: tuple[str, ...], some: Any, ___: Any) -> str:
+        checks.extend((parts, configs) for configs in some)
         return ""
 
     monkeypatch.setattr(verify, "first_fault", all_pass)
@@ -181,7 +184,7 @@ def test_a_kernel_that_fails_is_never_launched_here(
 def test_a_part_is_checked_once_with_all_that_is_listed(
     folder: Path,
     fake_gpu: FakeGpu,
-    asked: list[verify.Check],
+    asked: list[Checked],
 ) -> None:
     every, expected = Runner(GPU).listed_configs(), list[Any]()
     for part in (FORWARD, DIVERGENCES, STEP, SAMPLES):
@@ -192,7 +195,7 @@ def test_a_part_is_checked_once_with_all_that_is_listed(
             if again:  # in another process
                 process_cache.reset()
             assert reason(part) == "None"
-            assert [(check.parts, check.configs) for check in asked] == expected
+            assert asked == expected
     for other in (H100, H20):  # the same code
         assert verdicts.known(other, "bfloat16", FORWARD, STEP, SAMPLES, DIVERGENCES) == PASSED
         assert verdicts.known(other, "bfloat16", SOFT_TARGETS) is None
