@@ -1,7 +1,7 @@
 """Bytes that single steps take: a tile of logits, a block of rows, converted operands."""
 
 from cutefce.cute_kernels.arch import arch_named
-from cutefce.cute_kernels.config import PortableTiles, WindowConfig
+from cutefce.cute_kernels.config import PortableTiles
 from cutefce.cute_kernels.integers import ceil_div
 from cutefce.cute_kernels.problem import LOW_BITS, Problem, can_keep
 from cutefce.cute_kernels.schedule.order import PARTIAL_BYTES
@@ -25,7 +25,7 @@ def row_block_bytes(device: str) -> int:
     return (1 if device == "cpu" else 128) << 20
 
 
-def partial_sums(p: Problem, config: WindowConfig, rows: int, columns: int) -> int:
+def partial_sums(p: Problem, config: PortableTiles, rows: int, columns: int) -> int:
     """Return how many numbers a row has of partial sums, and of their references."""
     if p.arch is None:
         return 2 * ceil_div(columns, config.reference_block)
@@ -47,7 +47,7 @@ def rows_bytes(p: Problem, rows: int, low_bits: int = 0) -> int:
 
 
 def tile_bytes(
-    p: Problem, config: WindowConfig, tokens: int, window: int, *, stored: bool = False
+    p: Problem, config: PortableTiles, tokens: int, window: int, *, stored: bool = False
 ) -> int:
     """Bytes of a tile of the logits of `window` columns, and of the step that computes it.
 
@@ -58,7 +58,6 @@ def tile_bytes(
         return 0 if stored else unused_bytes(p, tokens)
     if p.triton:
         return 0
-    assert isinstance(config, PortableTiles)
     rows, columns = min(tokens, config.tile_rows), config.columns(tokens)
     if p.device != "cpu":
         return rows * columns * p.accumulator_bytes

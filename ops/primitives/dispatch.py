@@ -13,7 +13,7 @@ from cutefce.autotune_cache import defaults, lookup, verdicts
 from cutefce.cute_kernels import kernel_set
 from cutefce.cute_kernels.arch import ARCHS, arch_for, arch_named
 from cutefce.cute_kernels.arch.base import TILE_K, Arch
-from cutefce.cute_kernels.config import KernelConfigs, PortableTiles, WindowConfig
+from cutefce.cute_kernels.config import KernelConfigs, PortableTiles
 from cutefce.cute_kernels.gpu import Gpu
 from cutefce.cute_kernels.jit.cache import CompilerError, compiled
 from cutefce.cute_kernels.kernel_set import KernelSet
@@ -196,7 +196,7 @@ def sampling_limit_reason(problem: Problem, samples: int, is_soft: bool) -> str 
 
 
 def kernel_primitives(
-    window: WindowConfig,
+    window: PortableTiles,
     kernels: KernelSet,
     num_sms: int,
     grad_bias: bool = False,
@@ -391,7 +391,7 @@ def gpu_of(device: torch.device) -> Gpu:
 @process_cache
 def kernels_for(
     device: torch.device, problem: Problem, variant: KernelVariant
-) -> tuple[WindowConfig, KernelSet, int]:
+) -> tuple[PortableTiles, KernelSet, int]:
     """Return the arguments of `kernel_primitives` for a problem."""
     gpu = gpu_of(device)
     configs = lookup.kernel_configs(problem, gpu)

@@ -3,7 +3,7 @@
 from copy import copy
 from dataclasses import dataclass
 
-from cutefce.cute_kernels.config import WindowConfig
+from cutefce.cute_kernels.config import PortableTiles
 from cutefce.ops.primitives.portable_gradients import PortableGradients
 from cutefce.ops.primitives.portable_projection import PortableProjection
 from cutefce.ops.rows.selection import CountedRows
@@ -13,7 +13,7 @@ from cutefce.ops.rows.selection import CountedRows
 class Primitives:
     """One implementation of the steps; all tensors of a call are on one device."""
 
-    config: WindowConfig
+    config: PortableTiles
     projection: PortableProjection
     gradients: PortableGradients
     counted: CountedRows | None = None

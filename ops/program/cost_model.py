@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from cutefce.cute_kernels.config import WindowConfig
+from cutefce.cute_kernels.config import PortableTiles
 from cutefce.cute_kernels.problem import Problem
 from cutefce.ops.costs.device import Device
 from cutefce.ops.costs.step_memory import (
@@ -55,7 +55,7 @@ class CostModel:
 
     kernel_problem: Problem
     """What says which kernels serve it, on which device."""
-    tiles: WindowConfig
+    tiles: PortableTiles
     """The widest window."""
     windows: tuple[int, ...]
     """Widths of windows that plans choose from, the widest first."""
