@@ -21,10 +21,6 @@ from cutefce.cute_kernels.spec.kernel import KernelSpec
 from cutefce.ops.primitives.primitives import Primitives
 from cutefce.ops.rows.kept_sums import Sums
 
-MAX_EXPS_BYTES = 16 << 30
-"""Size of the exponentials above which only the first rows of a gradient are computed.  The fastest
-candidate depends on the length of the sums and on their number."""
-
 
 @dataclass(frozen=True)
 class Job:
@@ -49,7 +45,7 @@ class Job:
         """What may win: the default first, then the others that the architecture lists."""
         p = self.problem
         default = getattr(self.runner.gpu.default_configs(p.tokens, p.hidden), self.kernel)
-        return tuple(dict.fromkeys((default, *candidates(self.runner.arch, self.kernel))))
+        return tuple(dict.fromkeys((default, *candidates(self.runner.gpu.arch, self.kernel))))
 
     def configs(self, candidate: Candidate) -> KernelConfigs:
         """Return the configurations of all kernels with `candidate` for this one."""
@@ -73,7 +69,7 @@ class Job:
 
 def jobs_of(runner: Runner, shapes: Sequence[Sizes], dtype: str) -> list[Job]:
     """Return the jobs of the problems of these shapes: of each kernel that the GPU has."""
-    kernels = [kernel for kernel in TUNED if candidates(runner.arch, kernel)]
+    kernels = [kernel for kernel in TUNED if candidates(runner.gpu.arch, kernel)]
     return [Job(runner, x, runner.problem(sizes, dtype)) for sizes in shapes for x in kernels]
 
 
@@ -94,10 +90,10 @@ def _project_exp(case: Case, every: Every) -> dict[Candidate, Call]:
 
 
 def _grad_hidden(case: Case, every: Every) -> dict[Candidate, Call]:
-    """Return float32 sums of dX: of all rows, or the first ones."""
+    """Return float32 sums of dX, of all exponentials."""
     p, w = case.problem, case.w
-    exps = _random(w, _affordable_rows(p.tokens, p.vocab, p.item_bytes), p.vocab)
-    sums = Sums(w.new_empty(len(exps), p.hidden, dtype=torch.float32))
+    exps = _random(w, p.tokens, p.vocab)
+    sums = Sums(w.new_empty(p.tokens, p.hidden, dtype=torch.float32))
     return {
         candidate: partial(primitives.gradients.add_hidden, sums, exps, w, accumulate=False)
         for candidate, primitives in every.items()
@@ -105,10 +101,10 @@ def _grad_hidden(case: Case, every: Every) -> dict[Candidate, Call]:
 
 
 def _grad_weight(case: Case, every: Every) -> dict[Candidate, Call]:
-    """Return the final dW, in the dtype of the weight: all rows, or the first ones."""
+    """Return the final dW, in the dtype of the weight, of all exponentials."""
     p, h, ones = case.problem, case.h, case.upstream
-    exps = _random(h, p.tokens, _affordable_rows(p.vocab, p.tokens, p.item_bytes))
-    out = Sums(h.new_empty(exps.shape[1], p.hidden))
+    exps = _random(h, p.tokens, p.vocab)
+    out = Sums(h.new_empty(p.vocab, p.hidden))
     calls: dict[Candidate, Call] = {}
     for candidate, primitives in every.items():
         target_grad = primitives.gradients.target_grad(h, ones, make_targets(case))
@@ -120,8 +116,3 @@ def _grad_weight(case: Case, every: Every) -> dict[Candidate, Call]:
 def _random(like: Tensor, rows: int, columns: int) -> Tensor:
     """Return (rows, columns) random numbers in [0, 1), with rows that kernels can read."""
     return like.new_empty(rows, round_up(columns, 8)).uniform_()[:, :columns]
-
-
-def _affordable_rows(rows: int, inner: int, item_bytes: int) -> int:
-    """Return the rows of a result whose exponentials, `inner` a row, fit MAX_EXPS_BYTES."""
-    return min(rows, max(8, MAX_EXPS_BYTES // (inner * item_bytes) // 8 * 8))

@@ -8,13 +8,7 @@ import torch
 
 from cutefce.autotune_cache import defaults
 from cutefce.autotune_cache.table import Candidate
-from cutefce.autotune_cache.tuning.cases import (
-    SMALL_PROBLEMS,
-    Case,
-    Outputs,
-    shape_case,
-    small_case,
-)
+from cutefce.autotune_cache.tuning.cases import SMALL_PROBLEMS, Case, Outputs, small_case
 from cutefce.autotune_cache.tuning.outputs import outputs_of
 from cutefce.cute_kernels.arch.base import Arch
 from cutefce.cute_kernels.config import KernelConfigs
@@ -42,19 +36,10 @@ class Runner:
     device: str = "cuda"
     """The GPU, as torch names it."""
 
-    @property
-    def arch(self) -> Arch:
-        """Architecture of the GPU."""
-        return self.gpu.arch
-
-    @property
-    def device_type(self) -> str:
-        """Type of the device: "cpu" or "cuda"."""
-        return torch.device(self.device).type
-
     def problem(self, sizes: tuple[int, int, int], dtype: str) -> Problem:
         """Return the problem of (tokens, hidden, vocab) on this GPU."""
-        return Problem(*sizes, dtype, self.device_type, arch=self.arch.name)
+        device = torch.device(self.device).type
+        return Problem(*sizes, dtype, device, arch=self.gpu.arch.name)
 
     def base(self) -> KernelConfigs:
         """Return configurations of all kernels, in which one is replaced when it is tuned.
@@ -65,7 +50,7 @@ class Runner:
 
     def listed_configs(self) -> list[KernelConfigs]:
         """Return configurations with every listed one of each kernel at least once."""
-        listed = self.arch.listed
+        listed = self.gpu.arch.listed
         every = [
             KernelConfigs(**{name: some[i % len(some)] for name, some in listed.items()})
             for i in range(max(map(len, listed.values())))
@@ -85,35 +70,30 @@ class Runner:
         They run without data, and launch nothing.
         """
         with torch.device("cpu"), jit_cache.recording() as found:
-            for sizes in SMALL_PROBLEMS.values():
-                case = shape_case(self.problem(sizes, dtype))
-                self.compute(case, self.primitives(case.problem, configs, variant), parts)
+            for name in SMALL_PROBLEMS:
+                case = self.small_case(name, dtype).to("meta")
+                outputs_of(case, self.primitives(case.problem, configs, variant), parts)
         return tuple(found)
 
     def primitives(
         self, problem: Problem, configs: KernelConfigs, variant: KernelVariant = PLAIN
     ) -> Primitives:
         """Return the primitives on the kernels of `configs`, of calls with a variant."""
-        kernels = kernel_set(self.arch, problem.dtype, configs, variant)
+        kernels = kernel_set(self.gpu.arch, problem.dtype, configs, variant)
         return kernel_primitives(defaults.widest_window(problem), kernels, self.gpu.num_sms)
 
     def small_case(self, name: str, dtype: str) -> Case:
-        """Return the inputs of a small problem, by its name."""
-        return small_case(self.problem(SMALL_PROBLEMS[name], dtype), name, self.device)
+        """Return the inputs of a small problem, by its name, on the CPU."""
+        return small_case(name, self.problem(SMALL_PROBLEMS[name], dtype))
 
     def expected(self, case: Case, parts: tuple[str, ...]) -> Outputs:
         """Return what the portable path computes of the `parts` of calls, in float64 on the CPU."""
         exact = case.exact()
-        outputs = self.compute(exact, portable(exact.problem), parts)
-        return {name: output.to(self.device) for name, output in outputs.items()}
+        return outputs_of(exact, portable(exact.problem), parts)
 
     def outputs(self, case: Case, configs: KernelConfigs, parts: tuple[str, ...]) -> Outputs:
         """Return what the kernels of `configs` compute, under the same names."""
-        return self.compute(case, self.primitives(case.problem, configs), parts)
-
-    def compute(self, case: Case, primitives: Primitives, parts: tuple[str, ...]) -> Outputs:
-        """Return what primitives compute of the `parts` of calls, by name."""
-        return outputs_of(case, primitives, parts)
+        return outputs_of(case, self.primitives(case.problem, configs), parts)
 
 
 def all_kernels(arch: Arch) -> list[KernelSpec]:

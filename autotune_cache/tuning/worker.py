@@ -41,7 +41,7 @@ def check_small(runner: Runner, dtype: str, configs: KernelConfigs, parts: tuple
     """Raise MismatchError if kernels of `configs` are wrong on a small problem."""
     for name in SMALL_PROBLEMS:
         case, expected = _small_case(runner, name, dtype, parts)
-        compare(runner.outputs(case, configs, parts), expected, name)
+        compare(runner.outputs(case.to(runner.device), configs, parts), expected, name)
 
 
 @process_cache
@@ -55,7 +55,7 @@ def _small_case(
 def trial(job: Job, candidates: Sequence[Candidate]) -> dict[Candidate, tuple[float, ...]]:
     """Time candidates in interleaved rounds; return the times of each in ms, round by round."""
     _use(job.runner)
-    calls, device = job.calls(candidates), job.runner.device_type
+    calls, device = job.calls(candidates), job.problem.device
     for _ in range(2):  # the first round loads kernels
         once = timing.interleaved(calls, device, 1)
     rounds = round(SECONDS * 1e3 / (CALLS * sum(ms for (ms,) in once.values())))
@@ -64,5 +64,5 @@ def trial(job: Job, candidates: Sequence[Candidate]) -> dict[Candidate, tuple[fl
 
 def _use(runner: Runner) -> None:
     """Make the GPU of `runner` the current one."""
-    if runner.device_type == "cuda":
+    if runner.device != "cpu":
         torch.cuda.set_device(runner.device)

@@ -14,7 +14,7 @@ from torch import Tensor
 from cutefce.autotune_cache.table import Candidate
 from cutefce.autotune_cache.tuning.cases import Case, Outputs
 from cutefce.autotune_cache.tuning.jobs import Job
-from cutefce.autotune_cache.tuning.outputs import steps
+from cutefce.autotune_cache.tuning.outputs import outputs_of, steps
 from cutefce.autotune_cache.tuning.runner import Runner, portable
 from cutefce.cute_kernels.arch.sm90 import Sm90
 from cutefce.cute_kernels.config import GemmConfig, KernelConfigs
@@ -151,9 +151,13 @@ class FaultyRunner(Runner):
     def primitives(self, problem: Problem, configs: KernelConfigs, *_: Any) -> Primitives:
         return faulty(portable(problem), kind_of(configs.project_exp))
 
-    def compute(self, case: Case, primitives: Primitives, parts: Any) -> Outputs:
+    def expected(self, case: Case, parts: Any) -> Outputs:
         """Return the outputs of two steps, in which every fault shows."""
-        return steps.way_outputs(case, primitives, WAYS)
+        exact = case.exact()
+        return steps.way_outputs(exact, portable(exact.problem), WAYS)
+
+    def outputs(self, case: Case, configs: KernelConfigs, parts: Any) -> Outputs:
+        return steps.way_outputs(case, self.primitives(case.problem, configs), WAYS)
 
 
 WAYS = steps.Way(), steps.Way(" of stored exponentials", stored=1)
@@ -182,4 +186,4 @@ class KernelRunner(Runner):
     def outputs(self, case: Case, configs: KernelConfigs, parts: tuple[str, ...]) -> Outputs:
         """Return what faulty kernels compute; what records them without a launch is right."""
         primitives = self.primitives(case.problem, configs)
-        return self.compute(case, faulty(primitives, self.kind), parts)
+        return outputs_of(case, faulty(primitives, self.kind), parts)
