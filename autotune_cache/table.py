@@ -24,9 +24,6 @@ from cutefce.cute_kernels.config import GemmConfig
 from cutefce.cute_kernels.gpu import Gpu
 from cutefce.cute_kernels.problem import Problem
 
-MIN_GAIN = 0.01
-"""Smallest relative saving that counts as one; less is noise."""
-
 TUNED = "project_exp", "grad_hidden", "grad_weight"
 """Fields of `KernelConfigs` that are tuned."""
 DSL_PACKAGE = "nvidia-cutlass-dsl"

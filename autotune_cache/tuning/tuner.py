@@ -1,8 +1,8 @@
 """The tuner: times candidates, which passed verification, in a subprocess.
 
 Each candidate goes through one trial, under a time limit: it is timed against the architecture's
-default.  The fastest one is timed again, with the default, since the fastest of several timings is
-lucky.  Candidates that hang, crash or run out of memory do not win.
+default.  It wins if it saves more than the fastest of several timings may owe to luck.  Candidates
+that hang, crash or run out of memory do not win.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from cutefce.autotune_cache import table_io
 from cutefce.autotune_cache.lookup import current_build
-from cutefce.autotune_cache.table import MIN_GAIN, Candidate, Entry, Table
+from cutefce.autotune_cache.table import Candidate, Entry, Table
 from cutefce.autotune_cache.tuning import worker
 from cutefce.autotune_cache.tuning.jobs import Job
 from cutefce.cute_kernels.gpu import Gpu
@@ -24,6 +24,11 @@ from cutefce.version import __version__
 
 TRIAL_SECONDS = 60
 """Time limit of a trial."""
+MIN_GAIN = 0.01
+"""Smallest relative saving that counts as one; less is noise."""
+
+Times = dict[Candidate, tuple[float, ...]]
+"""Times of a trial in ms, round by round."""
 
 
 @dataclass(frozen=True)
@@ -44,27 +49,23 @@ class Tuner:
 
         Calls `advance` after each candidate.
         """
-        default, ratios = job.candidates[0], dict[Candidate, float]()
+        default, trials = job.candidates[0], dict[Candidate, Times]()
         for candidate in job.candidates:
             times = self._times(job, candidate)
             advance()
             if times is not None:
-                ratios[candidate] = _ratio(times[candidate], times[default])
+                trials[candidate] = times
             elif candidate == default:
                 return None
-        for best in sorted(ratios, key=lambda candidate: ratios[candidate]):
-            times = self._times(job, best)
-            if times is not None:
-                is_faster = _ratio(times[best], times[default]) < 1 - MIN_GAIN
-                own, others = (_median_ms(times[x]) for x in (best, default))
-                fastest = (best, own) if is_faster and own < others else (default, others)
-                entry = Entry(*fastest, others)
-                found = dataclasses.replace(self.header, entries={job.key: entry})
-                table_io.update(self.path, found)
-                return entry
-        return None
+        best = min(trials, key=lambda candidate: _ratio(trials[candidate], candidate, default))
+        ms, default_ms = (_median_ms(trials[best][x]) for x in (best, default))
+        if ms >= default_ms or _ratio(trials[best], best, default) >= 1 - MIN_GAIN:
+            best, ms = default, default_ms
+        entry = Entry(best, ms, default_ms)
+        table_io.update(self.path, dataclasses.replace(self.header, entries={job.key: entry}))
+        return entry
 
-    def _times(self, job: Job, candidate: Candidate) -> dict[Candidate, tuple[float, ...]] | None:
+    def _times(self, job: Job, candidate: Candidate) -> Times | None:
         """Return the times of a candidate and of the default; None if the candidate fails."""
         timed = tuple(dict.fromkeys((candidate, job.candidates[0])))
         try:
@@ -74,9 +75,9 @@ class Tuner:
             return None
 
 
-def _ratio(times: Sequence[float], others: Sequence[float]) -> float:
-    """Return the median over the rounds of a time divided by the other one."""
-    return statistics.median(a / b for a, b in zip(times, others, strict=True))
+def _ratio(times: Times, one: Candidate, other: Candidate) -> float:
+    """Return the median over the rounds of the time of one candidate divided by the other one's."""
+    return statistics.median(a / b for a, b in zip(times[one], times[other], strict=True))
 
 
 def _median_ms(times: Sequence[float]) -> float:

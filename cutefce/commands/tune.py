@@ -24,7 +24,6 @@ from cutefce.commands.common import (
     this_gpu,
     winners,
 )
-from cutefce.cute_kernels.gpu import Gpu
 from cutefce.cute_kernels.jit.subprocess_worker import SubprocessWorker
 
 
@@ -72,7 +71,8 @@ def tune(
     has a shipped table.
     """
     end = time.monotonic() + 60 * budget_minutes
-    gpu, device = _shipped_gpu() if dry_run and not has_gpu() else this_gpu()
+    is_shown = dry_run and not has_gpu()
+    gpu, device = (lookup.shipped_tables()[0].gpu, "cuda") if is_shown else this_gpu()
     header, path = tuner.header_for(gpu), output_dir / table_io.file_name(gpu)
     jobs = tuned.jobs_of(runner.Runner(gpu, device), shapes, dtype)
     done = tuner.read_done(path, header).entries if resume else {}
@@ -99,11 +99,6 @@ def tune(
     console.print(f"written: {path}")
     if left:
         console.print(f"{left} problems are left; to continue, run the same command with --resume")
-
-
-def _shipped_gpu() -> tuple[Gpu, str]:
-    """Return the first GPU model that has a shipped table, and a device that is not used."""
-    return lookup.shipped_tables()[0].gpu, "cuda"
 
 
 def _run(console: Console, jobs: list[Job], work: tuner.Tuner, end: float) -> int:

@@ -9,7 +9,6 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,7 +20,7 @@ from cutefce.autotune_cache.tuning.runner import Runner
 from cutefce.autotune_cache.tuning.tuner import Tuner
 from cutefce.commands.common import this_gpu
 from cutefce.cute_kernels.arch import arch_for
-from cutefce.cute_kernels.jit.subprocess_worker import SubprocessWorker, WorkerError
+from cutefce.cute_kernels.jit.subprocess_worker import SubprocessWorker
 from tests.support.fake_tuner import (
     HEADER,
     InlineWorker,
@@ -100,24 +99,6 @@ def test_two_tuners_at_once_lose_nothing(folder: Path) -> None:
     pids = [fork(functools.partial(tune_inline, path, some, lambda job: None)) for some in ranges]
     assert all(os.waitpid(pid, 0)[1] == 0 for pid in pids)
     assert {key.vocab for key in table_io.read(path).entries} == set(range(100, 150))
-
-
-def test_a_winner_that_fails_its_last_trial_does_not_win(folder: Path) -> None:
-    """The next one, or else the default, wins."""
-    trials: list[bool] = []
-
-    class Brittle(InlineWorker):
-        def ask(self, call: Any, seconds: float) -> Any:
-            trials.append(config(Kind.FAST) in call.args[1])
-            if trials[-1] and sum(trials) > 1:
-                raise WorkerError("it hung")
-            return super().ask(call, seconds)
-
-    path, kinds = folder / "table.json", (Kind.SLOW, Kind.FAST)
-    work, todo = Tuner(path, HEADER, Brittle()), job(kinds)
-    entry = work.tune(todo, nothing)
-    assert work.failures == {(todo, config(Kind.FAST)): "it hung"}
-    assert entry is not None and entry.config == config(Kind.SLOW)
 
 
 def test_nothing_wins_without_a_time_of_the_default(folder: Path) -> None:
