@@ -296,7 +296,7 @@ def _device_unsupported_reason(device: torch.device, dtype: torch.dtype) -> str 
     return (
         _missing_reason()
         or _compiler_failures.get(arch.name)
-        or _failed_reason(gpu_of(device), verdicts.failure(gpu_of(device), name))
+        or _failed_reason(gpu_of(device), verdicts.known(gpu_of(device), name))
     )
 
 
@@ -318,7 +318,7 @@ def _unproven_reason(device: torch.device, dtype: str, part: str) -> str | None:
     if verdict is None:
         if torch.cuda.is_current_stream_capturing():
             raise _RetryLaterError(f"the kernels never ran on {gpu.name}; first run: {VERIFY}")
-        verdict = verdicts.verified(gpu, str(device), dtype, part)
+        verdict = verdicts.verify(gpu, str(device), dtype, part)
     return _failed_reason(gpu, verdict)
 
 
