@@ -70,9 +70,6 @@ class Entry:
     """Time of the architecture's default, in the same run."""
 
 
-Entries = Mapping[Key, Entry]
-
-
 @dataclass(frozen=True)
 class Table:
     """The contents of one file."""
@@ -80,7 +77,7 @@ class Table:
     gpu: Gpu
     versions: Mapping[str, str]
     """Versions with which the kernels were verified, those of `BUILD` among them."""
-    entries: Entries = field(default_factory=dict)
+    entries: Mapping[Key, Entry] = field(default_factory=dict)
     left_out: int = field(default=0, compare=False)
     """How many entries a file has whose configuration is none of `candidates`."""
 

@@ -1,8 +1,10 @@
 """What is tuned: the GEMMs of `project_exp`, dX and dW, each with the call that is timed."""
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,7 +12,7 @@ from torch import Tensor
 from cutefce.autotune_cache.table import TUNED, Candidate, Key, candidates, key_of
 from cutefce.autotune_cache.tuning.cases import Case, full_case
 from cutefce.autotune_cache.tuning.outputs.steps import Way, make_targets, prepared
-from cutefce.autotune_cache.tuning.runner import Runner, with_tuned
+from cutefce.autotune_cache.tuning.runner import Runner
 from cutefce.autotune_cache.tuning.shapes import Sizes
 from cutefce.autotune_cache.tuning.timing import Call
 from cutefce.cute_kernels.config import KernelConfigs
@@ -49,7 +51,8 @@ class Job:
 
     def configs(self, candidate: Candidate) -> KernelConfigs:
         """Return the configurations of all kernels with `candidate` for this one."""
-        return with_tuned(self.runner.base(), self.kernel, candidate)
+        changed: dict[str, Any] = {self.kernel: candidate}
+        return dataclasses.replace(self.runner.base(), **changed)
 
     def kernels(self) -> list[KernelSpec]:
         """Return the kernels that trials launch."""
@@ -73,10 +76,7 @@ def jobs_of(runner: Runner, shapes: Sequence[Sizes], dtype: str) -> list[Job]:
     return [Job(runner, x, runner.problem(sizes, dtype)) for sizes in shapes for x in kernels]
 
 
-Every = Mapping[Candidate, Primitives]
-
-
-def _project_exp(case: Case, every: Every) -> dict[Candidate, Call]:
+def _project_exp(case: Case, every: Mapping[Candidate, Primitives]) -> dict[Candidate, Call]:
     """Return the forward's GEMM: it stores as many exponentials as the default workspace holds."""
     calls: dict[Candidate, Call] = {}
     for candidate, primitives in every.items():
@@ -89,7 +89,7 @@ def _project_exp(case: Case, every: Every) -> dict[Candidate, Call]:
     return calls
 
 
-def _grad_hidden(case: Case, every: Every) -> dict[Candidate, Call]:
+def _grad_hidden(case: Case, every: Mapping[Candidate, Primitives]) -> dict[Candidate, Call]:
     """Return float32 sums of dX, of all exponentials."""
     p, w = case.problem, case.w
     exps = _random(w, p.tokens, p.vocab)
@@ -100,7 +100,7 @@ def _grad_hidden(case: Case, every: Every) -> dict[Candidate, Call]:
     }
 
 
-def _grad_weight(case: Case, every: Every) -> dict[Candidate, Call]:
+def _grad_weight(case: Case, every: Mapping[Candidate, Primitives]) -> dict[Candidate, Call]:
     """Return the final dW, in the dtype of the weight, of all exponentials."""
     p, h, ones = case.problem, case.h, case.upstream
     exps = _random(h, p.tokens, p.vocab)

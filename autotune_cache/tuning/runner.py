@@ -1,13 +1,10 @@
 """How configurations of the kernels run on one GPU, for verification and for the tuner."""
 
-import dataclasses
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from cutefce.autotune_cache import defaults
-from cutefce.autotune_cache.table import Candidate
 from cutefce.autotune_cache.tuning.cases import SMALL_PROBLEMS, Case, Outputs, small_case
 from cutefce.autotune_cache.tuning.outputs import outputs_of
 from cutefce.cute_kernels.arch.base import Arch
@@ -51,11 +48,10 @@ class Runner:
     def listed_configs(self) -> list[KernelConfigs]:
         """Return configurations with every listed one of each kernel at least once."""
         listed = self.gpu.arch.listed
-        every = [
+        return [
             KernelConfigs(**{name: some[i % len(some)] for name, some in listed.items()})
             for i in range(max(map(len, listed.values())))
         ]
-        return [with_tuned(configs, "grad_hidden", configs.grad_hidden) for configs in every]
 
     @process_cache
     def kernels(
@@ -117,14 +113,3 @@ def all_kernels(arch: Arch) -> list[KernelSpec]:
 def portable(problem: Problem) -> Primitives:
     """Return the primitives of the portable path."""
     return portable_primitives(defaults.widest_window(problem))
-
-
-def with_tuned(configs: KernelConfigs, kernel: str, config: Candidate) -> KernelConfigs:
-    """Return `configs` with that of one kernel, as tables name it.
-
-    That of dX is also the one for few columns, which small problems have.
-    """
-    changed: dict[str, Any] = {kernel: config}
-    if kernel == "grad_hidden":
-        changed["grad_hidden_short"] = config
-    return dataclasses.replace(configs, **changed)

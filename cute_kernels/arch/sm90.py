@@ -117,6 +117,7 @@ class Sm90(Arch):
         {
             "project_exp": (*UNSWAPPED, LOW, *SWAPPED),
             "grad_hidden": (GRAD_128, GRAD_192, GRAD_256),
+            "grad_hidden_short": (GRAD_128, GRAD_192, GRAD_256),
             "grad_weight": (GRAD_128, GRAD_192),
             "kept_sums": (KEPT_128, KEPT_192),
             "exps": (WIDE_CLUSTER2, WIDE),
