@@ -1,7 +1,7 @@
 """What is tuned: the GEMMs of `project_exp`, dX and dW, each with the call that is timed."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -60,59 +60,35 @@ class Job:
         return [x for configs in every for x in self.runner.kernels(dtype, configs, parts)]
 
     def calls(self, some: Sequence[Candidate]) -> dict[Candidate, Call]:
-        """Return the calls whose times decide, of some candidates, on random inputs."""
-        make = {
-            "project_exp": _project_exp,
-            "grad_hidden": _grad_hidden,
-            "grad_weight": _grad_weight,
-        }[self.kernel]
-        every = {x: self.runner.primitives(self.problem, self.configs(x)) for x in some}
-        return make(full_case(self.problem, self.runner.device), every)
+        """Return the calls whose times decide, of some candidates, on the same random inputs."""
+        p, case = self.problem, full_case(self.problem, self.runner.device)
+        columns = 0 if self.kernel == "project_exp" else round_up(p.vocab, 8)
+        exps = case.h.new_empty(p.tokens, columns).uniform_()[:, : p.vocab]
+        every = {x: self.runner.primitives(p, self.configs(x)) for x in some}
+        return {x: self._call(case, exps, primitives) for x, primitives in every.items()}
+
+    def _call(self, case: Case, exps: Tensor, primitives: Primitives) -> Call:
+        """Return the GEMM of sums of dX, or of the final dW, from `exps` (N, V), or of the forward.
+
+        That stores as many exponentials as the default workspace holds.
+        """
+        p, gradients = case.problem, primitives.gradients
+        if self.kernel == "project_exp":
+            inputs, plan, _ = prepared(case, primitives, Way(stored=1))
+            h, w, targets, kept = inputs.h, inputs.w, inputs.targets, plan.layout.kept
+            logit = primitives.projection.target_logit(h, w, targets)
+            stored = h.new_empty(p.tokens, kept) if kept else None
+            operands = h, w, (0, p.vocab), logit, targets, stored
+            return partial(primitives.projection.project_exp, *operands)
+        if self.kernel == "grad_hidden":
+            sums = Sums(case.w.new_empty(p.tokens, p.hidden, dtype=torch.float32))
+            return partial(gradients.add_hidden, sums, exps, case.w, accumulate=False)
+        target_grad = gradients.target_grad(case.h, case.upstream, make_targets(case))
+        dw, scale = Sums(torch.empty_like(case.w)), case.upstream[0]
+        return partial(gradients.add_weight, dw, exps, case.h, target_grad, 0, grad_scale=scale)
 
 
 def jobs_of(runner: Runner, shapes: Sequence[Sizes], dtype: str) -> list[Job]:
     """Return the jobs of the problems of these shapes: of each kernel that the GPU has."""
     kernels = [kernel for kernel in TUNED if candidates(runner.gpu.arch, kernel)]
     return [Job(runner, x, runner.problem(sizes, dtype)) for sizes in shapes for x in kernels]
-
-
-def _project_exp(case: Case, every: Mapping[Candidate, Primitives]) -> dict[Candidate, Call]:
-    """Return the forward's GEMM: it stores as many exponentials as the default workspace holds."""
-    calls: dict[Candidate, Call] = {}
-    for candidate, primitives in every.items():
-        inputs, plan, _ = prepared(case, primitives, Way(stored=1))
-        h, w, targets, kept = inputs.h, inputs.w, inputs.targets, plan.layout.kept
-        logit = primitives.projection.target_logit(h, w, targets)
-        exps = h.new_empty(len(h), kept) if kept else None
-        operands = h, w, (0, len(w)), logit, targets, exps
-        calls[candidate] = partial(primitives.projection.project_exp, *operands)
-    return calls
-
-
-def _grad_hidden(case: Case, every: Mapping[Candidate, Primitives]) -> dict[Candidate, Call]:
-    """Return float32 sums of dX, of all exponentials."""
-    p, w = case.problem, case.w
-    exps = _random(w, p.tokens, p.vocab)
-    sums = Sums(w.new_empty(p.tokens, p.hidden, dtype=torch.float32))
-    return {
-        candidate: partial(primitives.gradients.add_hidden, sums, exps, w, accumulate=False)
-        for candidate, primitives in every.items()
-    }
-
-
-def _grad_weight(case: Case, every: Mapping[Candidate, Primitives]) -> dict[Candidate, Call]:
-    """Return the final dW, in the dtype of the weight, of all exponentials."""
-    p, h, ones = case.problem, case.h, case.upstream
-    exps = _random(h, p.tokens, p.vocab)
-    out = Sums(h.new_empty(p.vocab, p.hidden))
-    calls: dict[Candidate, Call] = {}
-    for candidate, primitives in every.items():
-        target_grad = primitives.gradients.target_grad(h, ones, make_targets(case))
-        operands = out, exps, h, target_grad, 0
-        calls[candidate] = partial(primitives.gradients.add_weight, *operands, grad_scale=ones[0])
-    return calls
-
-
-def _random(like: Tensor, rows: int, columns: int) -> Tensor:
-    """Return (rows, columns) random numbers in [0, 1), with rows that kernels can read."""
-    return like.new_empty(rows, round_up(columns, 8)).uniform_()[:, :columns]
