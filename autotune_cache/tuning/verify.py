@@ -9,7 +9,7 @@ are recorded for the architecture, kernels, compiler and dtype.
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from cutefce.autotune_cache import verdicts
 from cutefce.autotune_cache.table import TUNED
@@ -44,8 +44,13 @@ def verify_call(gpu: Gpu, device: str, dtype: str, part: str) -> Verdict:
 
 
 def verify_once(runner: Runner, dtype: str, parts: tuple[str, ...] = PARTS) -> Verdict:
-    """Return the known verdict on parts of calls; verify them without one."""
-    with _alone(runner.gpu, dtype):
+    """Return the known verdict on parts of calls; verify them without one, in one process."""
+    with contextlib.ExitStack() as stack:
+        # without a lock, each process verifies
+        with contextlib.suppress(OSError):
+            # one lock for all dtypes: two verifications would slow each other past the time limits
+            path = verdicts.record_path(runner.gpu.arch, dtype).with_name("verify")
+            stack.enter_context(cache_files.lock(path, LOCK_SECONDS))
         known = verdicts.known(runner.gpu, dtype, *parts)
         if known is not None:  # by another process, meanwhile
             return known
@@ -56,18 +61,6 @@ def verify_once(runner: Runner, dtype: str, parts: tuple[str, ...] = PARTS) -> V
             "once; that may take a minute"
         )
         return verify(runner, dtype, parts)
-
-
-@contextlib.contextmanager
-def _alone(gpu: Gpu, dtype: str) -> Iterator[None]:
-    """Verify in one process at a time."""
-    with contextlib.ExitStack() as stack:
-        # without a lock, each process verifies
-        with contextlib.suppress(OSError):
-            # one lock for all dtypes: two verifications would slow each other past the time limits
-            path = verdicts.record_path(gpu.arch, dtype).with_name("verify")
-            stack.enter_context(cache_files.lock(path, LOCK_SECONDS))
-        yield
 
 
 def verify(

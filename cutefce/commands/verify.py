@@ -37,7 +37,7 @@ def verify(path: Path | None) -> None:
 
     def renewed(file: Path) -> Table:
         table = read_table(file)
-        table.check_arch(gpu)
+        table.check_matches(dataclasses.replace(table.gpu, arch=gpu.arch))
         return dataclasses.replace(table, versions={**table.versions, **lookup.current_build()})
 
     try:

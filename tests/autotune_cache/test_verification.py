@@ -17,7 +17,7 @@ from cutefce.autotune_cache import lookup, verdicts
 from cutefce.autotune_cache.table_io import file_name
 from cutefce.autotune_cache.tuning import verify, worker
 from cutefce.autotune_cache.tuning.runner import Runner
-from cutefce.cute_kernels import process_cache
+from cutefce.cute_kernels import cache_files, process_cache
 from cutefce.cute_kernels.arch.sm90 import Sm90
 from cutefce.cute_kernels.arch.sm100 import Sm100
 from cutefce.cute_kernels.config import KernelConfigs
@@ -256,11 +256,12 @@ def test_a_process_that_waited_uses_what_the_other_found(
     folder: Path, fake_gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     @contextlib.contextmanager
-    def meanwhile(gpu: Gpu, dtype: str) -> Iterator[None]:
-        verdicts.record(gpu, dtype, PASSED, PARTS)
+    def meanwhile(path: Path, seconds: float) -> Iterator[None]:
+        for dtype in GPU.arch.dtypes:
+            verdicts.record(GPU, dtype, PASSED, PARTS)
         yield
 
-    monkeypatch.setattr(verify, "_alone", meanwhile)
+    monkeypatch.setattr(cache_files, "lock", meanwhile)
     monkeypatch.setattr(verify, "SubprocessWorker", None)
     assert reason() == "None"
     assert verify.verify_once(Runner(GPU, "cpu"), "float16").passed
