@@ -35,7 +35,7 @@ KERNEL_REFERENCE_BLOCK = 256
 def widest_window(problem: Problem) -> PortableTiles:
     """Return the widest window for `problem`, no wider than its vocabulary.
 
-    For the kernels a tile is a window; they read only the `WindowConfig` part.
+    For the kernels a tile is a window.
     """
     kind = "triton" if problem.triton else problem.device
     config = PORTABLE_TILES.get(kind, PORTABLE_TILES["cuda"])

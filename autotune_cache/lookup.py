@@ -70,24 +70,16 @@ def tables(gpu: Gpu) -> tuple[Table, ...]:
 @process_cache
 def shipped_tables() -> tuple[Table, ...]:
     """Return every table that comes with the package."""
-    return tuple(table for path in sorted(SHIPPED_FOLDER.glob("*.json")) for table in _read(path))
+    return tuple(map(read, sorted(SHIPPED_FOLDER.glob("*.json"))))
 
 
 @process_cache
 def _user_tables(gpu: Gpu) -> tuple[Table, ...]:
+    """Return the user's table; nothing if there is none or, with a warning, if it is bad."""
     try:
-        return _read(user_folder() / file_name(gpu), gpu)
-    except CacheError as error:
-        warn_once(str(error))
-        return ()
-
-
-def _read(path: Path, gpu: Gpu | None = None) -> tuple[Table, ...]:
-    """Return the table of a file, which must be of `gpu`; nothing, with a warning, if it is bad."""
-    try:
+        path = user_folder() / file_name(gpu)
         table = read(path)
-        if gpu is not None:
-            table.check_matches(gpu)
+        table.check_matches(gpu)
         return (table,)
     except FileNotFoundError:
         pass

@@ -24,9 +24,6 @@ from cutefce.cute_kernels.config import GemmConfig
 from cutefce.cute_kernels.gpu import Gpu
 from cutefce.cute_kernels.problem import Problem
 
-MIN_GAIN = 0.01
-"""Smallest relative saving that counts as one; less is noise."""
-
 TUNED = "project_exp", "grad_hidden", "grad_weight"
 """Fields of `KernelConfigs` that are tuned."""
 DSL_PACKAGE = "nvidia-cutlass-dsl"
@@ -43,12 +40,8 @@ def candidates(arch: Arch, kernel: str) -> tuple[Candidate, ...]:
 
     There are none for a kernel that the architecture does not have.
     """
-    if kernel == "project_exp":
-        return arch.prebuilt_configs()
-    if kernel == "grad_weight":
-        return arch.grad_weight_configs()
-    configs = arch.grad_hidden_configs()
-    return (None, *configs) if configs else ()
+    configs = arch.listed.get(kernel, ())
+    return (None, *configs) if configs and kernel == "grad_hidden" else configs
 
 
 @dataclass(frozen=True, order=True)
@@ -77,9 +70,6 @@ class Entry:
     """Time of the architecture's default, in the same run."""
 
 
-Entries = Mapping[Key, Entry]
-
-
 @dataclass(frozen=True)
 class Table:
     """The contents of one file."""
@@ -87,7 +77,7 @@ class Table:
     gpu: Gpu
     versions: Mapping[str, str]
     """Versions with which the kernels were verified, those of `BUILD` among them."""
-    entries: Entries = field(default_factory=dict)
+    entries: Mapping[Key, Entry] = field(default_factory=dict)
     left_out: int = field(default=0, compare=False)
     """How many entries a file has whose configuration is none of `candidates`."""
 
@@ -103,19 +93,13 @@ class Table:
 
     def check_matches(self, gpu: Gpu) -> None:
         """Raise ValueError if the table was made on another kind of GPU."""
-        self.check_arch(gpu)
         for name, got, expected in (
+            ("arch", self.gpu.arch.name, gpu.arch.name),
             ("device", self.gpu.name, gpu.name),
             ("num_sms", self.gpu.num_sms, gpu.num_sms),
         ):
             if got != expected:
                 raise ValueError(f"{name}: got {got!r}, expected {expected!r}")
-
-    def check_arch(self, gpu: Gpu) -> None:
-        """Raise ValueError if the table was made on a GPU that executes other code."""
-        got, expected = self.gpu.arch.name, gpu.arch.name
-        if got != expected:
-            raise ValueError(f"arch: got {got!r}, expected {expected!r}")
 
 
 def bucket(tokens: int) -> int:

@@ -9,10 +9,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from cutefce.autotune_cache.table import TUNED, Candidate, Entry, Key, Table, candidates
+from cutefce.autotune_cache.table import TUNED, Entry, Key, Table, candidates
 from cutefce.cute_kernels import cache_files
 from cutefce.cute_kernels.arch import arch_named
-from cutefce.cute_kernels.arch.base import Arch
 from cutefce.cute_kernels.gpu import Gpu
 from cutefce.cute_kernels.process_cache import warn_once
 
@@ -53,10 +52,15 @@ def read(path: Path) -> Table:
         versions = {name: _text(data["versions"], name) for name in data["versions"]}
         entries, left_out = dict[Key, Entry](), 0
         for item in data["entries"]:
-            listed = candidates(arch, _text(item, "kernel", TUNED))
-            found = [each for each in listed if _config_item(each) == item["config"]]
-            left_out += not found
-            entries |= {_key(arch, item): _entry(each, item) for each in found}
+            kernel = _text(item, "kernel", TUNED)
+            fields = {x: x and dataclasses.asdict(x) for x in candidates(arch, kernel)}
+            configs = [config for config in fields if fields[config] == item["config"]]
+            if not configs:
+                left_out += 1
+                continue
+            sizes = (_integer(item, name) for name in ("hidden", "vocab", "tokens"))
+            key = Key(kernel, _text(item, "dtype", arch.dtypes), *sizes)
+            entries[key] = Entry(configs[0], _ms(item, "ms"), _ms(item, "default_ms"))
     except (LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"a field is missing or has the wrong type: {error}") from error
     return Table(gpu, versions, entries, left_out)
@@ -94,19 +98,6 @@ def _ms(item: dict[str, Any], name: str) -> float:
     if type(time) not in (int, float) or not MIN_MS <= time <= MAX_MS:
         raise ValueError(f"{name}: got {time!r}, expected {MIN_MS:g} to {MAX_MS:g}")
     return float(time)
-
-
-def _key(arch: Arch, item: dict[str, Any]) -> Key:
-    sizes = (_integer(item, name) for name in ("hidden", "vocab", "tokens"))
-    return Key(item["kernel"], _text(item, "dtype", arch.dtypes), *sizes)
-
-
-def _entry(candidate: Candidate, item: dict[str, Any]) -> Entry:
-    return Entry(candidate, _ms(item, "ms"), _ms(item, "default_ms"))
-
-
-def _config_item(candidate: Candidate) -> dict[str, Any] | None:
-    return None if candidate is None else dataclasses.asdict(candidate)
 
 
 def update(path: Path, found: Table) -> None:

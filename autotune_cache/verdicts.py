@@ -36,22 +36,13 @@ class Verdict:
 
 
 Verifier = Callable[[Gpu, str, str, str], Verdict]
-"""Verifies a part of calls on a GPU: of its device and a dtype."""
-_verifiers: list[Verifier] = []
-
-
-def verify_by(verifier: Verifier) -> None:
-    """Have calls verify by this function, of a layer above, what no verdict proves."""
-    _verifiers[:] = [verifier]
-
-
-def verified(gpu: Gpu, device: str, dtype: str, part: str) -> Verdict:
-    """Verify a part of calls, and return the verdict."""
-    return _verifiers[0](gpu, device, dtype, part)
+verify: Verifier
+"""Verifies a part of calls on a GPU, of its device and a dtype; a function of a layer above, which
+`cutefce` puts here."""
 
 
 def known(gpu: Gpu, dtype: str, *parts: str) -> Verdict | None:
-    """Return the verdict on parts of calls, None without one.
+    """Return the verdict on parts of calls, None without one; of no parts, whether any failed.
 
     A recorded failure is one on all kernels of `dtype`, and outweighs what tables prove.
     """
@@ -60,12 +51,6 @@ def known(gpu: Gpu, dtype: str, *parts: str) -> Verdict | None:
         return recorded
     is_proven = recorded.parts.issuperset(parts) or _has_table(gpu.arch, dtype)
     return Verdict(True) if is_proven else None
-
-
-def failure(gpu: Gpu, dtype: str) -> Verdict | None:
-    """Return the recorded failure of the kernels of `dtype`, None without one."""
-    verdict = _recorded(gpu.arch, dtype)
-    return None if verdict.passed else verdict
 
 
 def record(gpu: Gpu, dtype: str, verdict: Verdict, parts: Iterable[str]) -> None:

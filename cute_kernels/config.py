@@ -5,30 +5,17 @@ from typing import ClassVar
 
 
 @dataclass(frozen=True)
-class WindowConfig:
-    """Windows of contiguous columns that are processed one after the other."""
+class PortableTiles:
+    """Windows of contiguous columns that are processed one after the other, each in tiles."""
 
     window: int
     """Columns whose exponentials are in memory at once: the paper's window size."""
     reference_block: int
-    """Columns whose exponentials share a reference; divides `window`."""
-
-    def __post_init__(self) -> None:
-        check_multiple("window", self.window, self.reference_block)
-
-
-@dataclass(frozen=True)
-class PortableTiles(WindowConfig):
-    """Windows whose logits are computed in tiles, for the portable path."""
-
+    """Columns whose exponentials share a reference; divides `tile_columns`."""
     tile_columns: int
-    """Columns of one tile of logits; divides `window`."""
+    """Columns of one tile of logits; divides `window`.  The kernels' windows are one tile each."""
     tile_rows: int
     """Rows of one tile of logits; with fewer tokens, tiles are wider."""
-
-    def __post_init__(self) -> None:
-        check_multiple("window", self.window, self.tile_columns)
-        check_multiple("tile_columns", self.tile_columns, self.reference_block)
 
     def columns(self, tokens: int) -> int:
         """Return the columns of a tile for `tokens` rows in total."""
@@ -36,12 +23,6 @@ class PortableTiles(WindowConfig):
         while 2 * columns <= self.window and 2 * columns * tokens <= area:
             columns *= 2
         return columns
-
-
-def check_multiple(name: str, value: int, multiple_of: int) -> None:
-    """Raise ValueError unless `value` is a multiple of `multiple_of`."""
-    if value % multiple_of:
-        raise ValueError(f"{name}: got {value}, expected a multiple of {multiple_of}")
 
 
 @dataclass(frozen=True)
@@ -94,9 +75,9 @@ class KernelConfigs:
     """The configuration of each GEMM; only the first three are tuned."""
 
     project_exp: GemmConfig
-    grad_hidden: GemmConfig | None
+    grad_hidden: GemmConfig | None = None
     """None for cuBLAS."""
-    grad_weight: GemmConfig | None
+    grad_weight: GemmConfig | None = None
     """None for cuBLAS and elementwise passes."""
     grad_hidden_short: GemmConfig | None = None
     """`grad_hidden` for windows of fewer columns than `SHORT`."""

@@ -1,15 +1,11 @@
 """Integer arithmetic of sizes."""
 
-from typing import TypeVar
 
-Integer = TypeVar("Integer", bound=int)
-
-
-def ceil_div(a: Integer, b: int) -> Integer:
+def ceil_div(a: int, b: int) -> int:
     """Return a / b rounded up."""
-    return -(-a // b)  # type: ignore[return-value]
+    return -(-a // b)
 
 
-def round_up(a: Integer, multiple_of: int) -> Integer:
+def round_up(a: int, multiple_of: int) -> int:
     """Return the smallest multiple of `multiple_of` that is at least `a`."""
-    return ceil_div(a, multiple_of) * multiple_of  # type: ignore[return-value]
+    return ceil_div(a, multiple_of) * multiple_of

@@ -89,7 +89,7 @@ def kernel_set(
     transform, reductions = variant.transform, variant.reductions
     assert variant == PLAIN or not configs.project_exp.swaps
     exps = configs.exps or configs.project_exp
-    repair = arch.exps_configs()[0] if configs.exps else exps  # it seldom has anything to do
+    repair = arch.listed["exps"][0] if configs.exps else exps  # it seldom has anything to do
     project = functools.partial(ProjectExpSpec, arch.name, dtype, transform=transform)
     hidden, short = (
         None if config is None else GradGemmSpec(arch.name, dtype, config, "hidden", final=False)
@@ -99,7 +99,7 @@ def kernel_set(
     again = hidden
     if configs.grad_weight is not None:
         assert configs.kept_sums is not None
-        first = arch.grad_hidden_configs()[0]
+        first = arch.listed["grad_hidden"][0]
         again = hidden or GradGemmSpec(arch.name, dtype, first, "hidden", final=False)
         weight = GradGemmSpec(arch.name, dtype, configs.grad_weight, "weight", final=True)
         keep_weight = dataclasses.replace(

@@ -18,7 +18,7 @@ def _verify(*part: Any) -> verdicts.Verdict:
     return verify.verify_call(*part)
 
 
-verdicts.verify_by(_verify)
+verdicts.verify = _verify
 if find_spec("torch") is not None:
     from cutefce.integrations.deferral import DeferralReport, defer, deferral_report, undefer
     from cutefce.ops.divergence.api import (

@@ -16,31 +16,34 @@ from click.testing import CliRunner
 from cutefce.__main__ import main
 from cutefce.autotune_cache import lookup, table_io, verdicts
 from cutefce.autotune_cache.table_io import file_name
-from cutefce.autotune_cache.tuning import runner, targets, verify
+from cutefce.autotune_cache.tuning import jobs, runner, verify
 from cutefce.commands import compile as compile_command
 from cutefce.commands import info, tune, warmup
 from cutefce.commands import verify as verify_command
 from cutefce.cute_kernels import cache_files
 from cutefce.cute_kernels.arch import arch_named
 from cutefce.cute_kernels.arch.sm90 import LOW
-from cutefce.cute_kernels.jit.compiler import Report
+from cutefce.cute_kernels.jit import build, compiler
+from cutefce.cute_kernels.jit import cache as jit_cache
 from cutefce.cute_kernels.jit.subprocess_worker import WorkerError
 from cutefce.cute_kernels.parts import PARTS
 from cutefce.cute_kernels.spec.gemm import ProjectExpSpec
 from cutefce.cute_kernels.variant import LogitTransform
 from cutefce.version import __version__
-from tests.support.fake_tuner import RUNNER, TARGET, InlineWorker
-from tests.support.faulty_candidates import FaultyTarget, Kind, config
+from tests.support.fake_tuner import RUNNER, InlineWorker, InProcess, job
+from tests.support.faulty_candidates import Kind, config
 from tests.support.stand_in_gpu import served_by_kernels
 from tests.support.tables import GPU, OLD, TABLE, write
+
+KINDS = Kind.SLOW, Kind.FAST
 
 
 @pytest.fixture
 def command(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """Return a function that runs a command on a GPU whose only target is the fake one."""
+    """Return a function that runs a command on a GPU whose candidates are fake ones."""
     for module in (tune, verify_command):
         monkeypatch.setattr(module, "this_gpu", lambda: (GPU, "cpu"))
-    monkeypatch.setattr(targets, "all_targets", lambda *_: (TARGET,))
+    monkeypatch.setattr(jobs, "jobs_of", lambda _, shapes, dtype: [job(KINDS, x) for x in shapes])
     monkeypatch.setattr(runner, "Runner", lambda *_: RUNNER)
     monkeypatch.setattr(tune, "SubprocessWorker", InlineWorker)
     monkeypatch.setattr(verify, "verify_once", lambda *_: verdicts.Verdict(True))
@@ -85,11 +88,20 @@ def test_tune_does_not_resume_with_a_table_of_other_kernels(command: Any, folder
 
 
 def test_tune_tells_which_candidates_failed(command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    kinds = config(Kind.SLOW), config(Kind.HANGS)
-    monkeypatch.setattr(FaultyTarget, "candidates", lambda _: kinds)
-    result = command("tune", "--shapes", "24x16x300")
+    monkeypatch.setattr(jobs, "jobs_of", lambda *_: [job((Kind.SLOW, Kind.HANGS))])
+    result = command("tune")
     assert result.exit_code == 0, result.output
-    assert f"left out: 24x16x300 project_exp: {kinds[1]}" in result.output
+    assert f"left out: 24x16x300 project_exp: {config(Kind.HANGS)}" in result.output
+
+
+def test_kernels_that_fail_verification_are_not_tuned(
+    command: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrong = verdicts.Verdict(False, "dW is off by 0.03")
+    monkeypatch.setattr(verify, "verify_once", lambda *_: wrong)
+    result = command("tune", "--shapes", "24x16x300")
+    assert result.exit_code == 1 and wrong.reason in result.output
+    assert not list(folder.iterdir())
 
 
 def test_no_gpu_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -333,31 +345,38 @@ def test_verify_renews_a_table_whose_kernels_pass(
 
 
 @pytest.mark.parametrize(
-    ("transform", "spilled", "warnings", "passes"),
+    ("transform", "spilled", "warning", "passes"),
     [
-        (LogitTransform(), 0, (), True),
-        (LogitTransform(), 8, (), False),
-        (LogitTransform(row_scale=True, softcap=True), 24, (), True),
-        (LogitTransform(row_scale=True, softcap=True), 40, (), False),
-        (LogitTransform(row_scale=True, softcap=True), 24, ("C7510",), False),
+        (LogitTransform(), 0, "", True),
+        (LogitTransform(), 8, "", False),
+        (LogitTransform(row_scale=True, softcap=True), 24, "", True),
+        (LogitTransform(row_scale=True, softcap=True), 40, "", False),
+        (LogitTransform(row_scale=True, softcap=True), 24, "C7510", False),
     ],
 )
 def test_compile_fails_for_kernels_that_spill(
     transform: LogitTransform,
     spilled: int,
-    warnings: tuple[str, ...],
+    warning: str,
     passes: bool,
+    folder: Path,
     monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
 ) -> None:
     """A variant may spill the scalars that it reloads once a tile."""
+    pytest.importorskip("cutlass")
     kernel = ProjectExpSpec("sm_90a", "bfloat16", LOW, sums=True, store=True, transform=transform)
-    report = Report(kernel, 40, spilled, warnings, 0.1)
-    monkeypatch.setenv("CUTEFCE_CACHE_DIR", str(tmp_path))
+
+    def compile_kernel(_: ProjectExpSpec, options: str) -> None:
+        text = f"{warning} 0 bytes spill stores,\n {spilled} bytes spill loads"
+        Path(options.split()[-1]).write_text(text)
+
+    monkeypatch.setattr(compiler, "compile_kernel", compile_kernel)
+    monkeypatch.setattr(jit_cache, "_write", lambda *_: None)
+    monkeypatch.setattr(build, "SubprocessWorker", lambda **_: InProcess())
     monkeypatch.setattr(compile_command, "all_kernels", lambda arch: [kernel])
-    monkeypatch.setattr(compile_command, "_reports", lambda kernels: iter([report]))
     result = CliRunner().invoke(compile_command.compile_kernels, ["--arch", "sm_90a"])
     assert (result.exit_code == 0) == passes, result.output
+    assert passes or f"ValueError: {spilled} bytes spilled" in result.output
 
 
 def test_verify_records_a_verdict_for_each_dtype(

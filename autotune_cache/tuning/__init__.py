@@ -5,7 +5,7 @@ outputs/      what is computed of them
 runner.py     one GPU, how configurations run on it, and which kernels they launch
 verify.py     which parts of calls are checked, and what follows
 shapes.py     problems that are tuned by name
-targets.py    what is tuned, and the calls that are timed
+jobs.py       what is tuned, its candidates, and the calls that are timed
 timing.py     interleaved timing
 tuner.py      one tuning run
 worker.py     what runs in the subprocess of both

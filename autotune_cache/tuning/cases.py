@@ -4,14 +4,12 @@ A kernel is compared on small problems with float64 results of the portable path
 """
 
 import dataclasses
-import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from cutefce.cute_kernels.integers import round_up
 from cutefce.cute_kernels.problem import Problem
 
 SMALL_PROBLEMS: dict[str, tuple[int, int, int]] = {
@@ -45,35 +43,25 @@ class Case:
     """(N,) gradient of each row's loss."""
 
     def exact(self) -> "Case":
-        """Return the case in float64 on the CPU."""
+        """Return the case, which is on the CPU, in float64."""
         problem = dataclasses.replace(self.problem, dtype="float64", device="cpu", arch=None)
         h, w, upstream = self.h.double(), self.w.double(), self.upstream.double()
-        return Case(problem, h, w, self.y, upstream).to("cpu")
+        return Case(problem, h, w, self.y, upstream)
 
     def to(self, device: str) -> "Case":
         """Return the case with its tensors on `device`."""
         tensors = (x.to(device) for x in (self.h, self.w, self.y, self.upstream))
         return Case(self.problem, *tensors)
 
-    def random(self, rows: int, columns: int) -> Tensor:
-        """Return (rows, columns) random numbers in [0, 1), cached with the case."""
-        if (rows, columns) not in self._random:
-            numbers = self.h.new_empty(rows, round_up(columns, 8))
-            generator = torch.Generator(numbers.device).manual_seed(1)
-            self._random[rows, columns] = numbers.uniform_(generator=generator)[:, :columns]
-        return self._random[rows, columns]
 
-    @functools.cached_property
-    def _random(self) -> dict[tuple[int, int], Tensor]:
-        return {}
-
-
-def small_case(problem: Problem, name: str, device: str) -> Case:
-    """Return the inputs of a small `problem` on `device`, in the regime of that `name`."""
-    (tokens, hidden, vocab), dtype = SMALL_PROBLEMS[name], getattr(torch, problem.dtype)
-    torch.manual_seed(0)
-    h, w = torch.randn(tokens, hidden), torch.randn(vocab, hidden) / hidden**0.5
-    y, upstream = torch.randint(vocab, (tokens,)), torch.randn(tokens)
+def small_case(name: str, problem: Problem) -> Case:
+    """Return the inputs of a small `problem` on the CPU, in the regime of that `name`."""
+    tokens, hidden, vocab = SMALL_PROBLEMS[name]
+    dtype, random = getattr(torch, problem.dtype), torch.Generator().manual_seed(0)
+    h = torch.randn(tokens, hidden, generator=random)
+    w = torch.randn(vocab, hidden, generator=random) / hidden**0.5
+    y = torch.randint(vocab, (tokens,), generator=random)
+    upstream = torch.randn(tokens, generator=random)
     if name == "rows far above their targets":
         y[tokens // 2 :] = vocab - 1  # tiles whose tokens have one target
         far = torch.tensor([3, 130, 700, tokens - 1])
@@ -82,15 +70,7 @@ def small_case(problem: Problem, name: str, device: str) -> Case:
         y[5::7] = -100
     elif name == "a row of NaN":
         h[100, 5] = torch.nan
-    return Case(problem, h.to(dtype), w.to(dtype), y, upstream).to(device)
-
-
-def shape_case(problem: Problem) -> Case:
-    """Return inputs of `problem` without data, on `meta`."""
-    n, d, v, dtype = problem.tokens, problem.hidden, problem.vocab, getattr(torch, problem.dtype)
-    h, w = (torch.empty(rows, d, dtype=dtype, device="meta") for rows in (n, v))
-    y = torch.empty(n, dtype=torch.int64, device="meta")
-    return Case(problem, h, w, y, torch.empty_like(y, dtype=torch.float32))
+    return Case(problem, h.to(dtype), w.to(dtype), y, upstream)
 
 
 def full_case(problem: Problem, device: str) -> Case:
@@ -118,11 +98,6 @@ class CheckedOutput:
     """Added to the denominator of relative errors."""
     relative_to_row: bool = False
     """Whether errors are relative to the largest value of a row instead of to each value."""
-
-    def to(self, device: str) -> "CheckedOutput":
-        """Return the output with its tensors on `device`."""
-        scale = None if self.scale is None else self.scale.to(device)
-        return dataclasses.replace(self, values=self.values.to(device), scale=scale)
 
 
 Outputs = Mapping[str, CheckedOutput]
@@ -155,6 +130,6 @@ def _max_relative_error(got: CheckedOutput, expected: CheckedOutput) -> float:
 
 
 def _wide(output: CheckedOutput) -> Tensor:
-    """Return the values (N, C), or (N, 1), in float64 over the scales of the rows."""
-    values = output.values.view(len(output.values), -1).double()
-    return values if output.scale is None else values / output.scale[:, None].double()
+    """Return the values (N, C), or (N, 1), in float64 over the scales of the rows, on the CPU."""
+    values = output.values.view(len(output.values), -1).cpu().double()
+    return values if output.scale is None else values / output.scale[:, None].cpu().double()

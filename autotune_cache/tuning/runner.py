@@ -1,28 +1,18 @@
 """How configurations of the kernels run on one GPU, for verification and for the tuner."""
 
-import dataclasses
 from dataclasses import dataclass
-from itertools import cycle
-from typing import Any
 
 import torch
 
 from cutefce.autotune_cache import defaults
-from cutefce.autotune_cache.table import Candidate
-from cutefce.autotune_cache.tuning.cases import (
-    SMALL_PROBLEMS,
-    Case,
-    Outputs,
-    shape_case,
-    small_case,
-)
+from cutefce.autotune_cache.tuning.cases import SMALL_PROBLEMS, Case, Outputs, small_case
 from cutefce.autotune_cache.tuning.outputs import outputs_of
 from cutefce.cute_kernels.arch.base import Arch
-from cutefce.cute_kernels.config import GemmConfig, KernelConfigs
+from cutefce.cute_kernels.config import KernelConfigs
 from cutefce.cute_kernels.gpu import Gpu
 from cutefce.cute_kernels.jit import cache as jit_cache
 from cutefce.cute_kernels.kernel_set import kernel_set
-from cutefce.cute_kernels.parts import FORWARD, PARTS, STEP
+from cutefce.cute_kernels.parts import PARTS, STEP, parts_of
 from cutefce.cute_kernels.problem import Problem
 from cutefce.cute_kernels.process_cache import process_cache
 from cutefce.cute_kernels.spec.kernel import KernelSpec
@@ -43,19 +33,10 @@ class Runner:
     device: str = "cuda"
     """The GPU, as torch names it."""
 
-    @property
-    def arch(self) -> Arch:
-        """Architecture of the GPU."""
-        return self.gpu.arch
-
-    @property
-    def device_type(self) -> str:
-        """Type of the device: "cpu" or "cuda"."""
-        return torch.device(self.device).type
-
     def problem(self, sizes: tuple[int, int, int], dtype: str) -> Problem:
         """Return the problem of (tokens, hidden, vocab) on this GPU."""
-        return Problem(*sizes, dtype, self.device_type, arch=self.arch.name)
+        device = torch.device(self.device).type
+        return Problem(*sizes, dtype, device, arch=self.gpu.arch.name)
 
     def base(self) -> KernelConfigs:
         """Return configurations of all kernels, in which one is replaced when it is tuned.
@@ -66,10 +47,11 @@ class Runner:
 
     def listed_configs(self) -> list[KernelConfigs]:
         """Return configurations with every listed one of each kernel at least once."""
-        first, *others = self.arch.prebuilt_configs()
-        found = with_gradients(self.arch, first)
-        found += [with_gradients(self.arch, each)[0] for each in others]
-        return [with_tuned(configs, "grad_hidden", configs.grad_hidden) for configs in found]
+        listed = self.gpu.arch.listed
+        return [
+            KernelConfigs(**{name: some[i % len(some)] for name, some in listed.items()})
+            for i in range(max(map(len, listed.values())))
+        ]
 
     @process_cache
     def kernels(
@@ -84,51 +66,30 @@ class Runner:
         They run without data, and launch nothing.
         """
         with torch.device("cpu"), jit_cache.recording() as found:
-            for sizes in SMALL_PROBLEMS.values():
-                case = shape_case(self.problem(sizes, dtype))
-                self.compute(case, self.primitives(case.problem, configs, variant), parts)
+            for name in SMALL_PROBLEMS:
+                case = self.small_case(name, dtype).to("meta")
+                outputs_of(case, self.primitives(case.problem, configs, variant), parts)
         return tuple(found)
 
     def primitives(
         self, problem: Problem, configs: KernelConfigs, variant: KernelVariant = PLAIN
     ) -> Primitives:
         """Return the primitives on the kernels of `configs`, of calls with a variant."""
-        kernels = kernel_set(self.arch, problem.dtype, configs, variant)
+        kernels = kernel_set(self.gpu.arch, problem.dtype, configs, variant)
         return kernel_primitives(defaults.widest_window(problem), kernels, self.gpu.num_sms)
 
     def small_case(self, name: str, dtype: str) -> Case:
-        """Return the inputs of a small problem, by its name."""
-        return small_case(self.problem(SMALL_PROBLEMS[name], dtype), name, self.device)
+        """Return the inputs of a small problem, by its name, on the CPU."""
+        return small_case(name, self.problem(SMALL_PROBLEMS[name], dtype))
 
     def expected(self, case: Case, parts: tuple[str, ...]) -> Outputs:
         """Return what the portable path computes of the `parts` of calls, in float64 on the CPU."""
         exact = case.exact()
-        outputs = self.compute(exact, portable(exact.problem), parts)
-        return {name: output.to(self.device) for name, output in outputs.items()}
+        return outputs_of(exact, portable(exact.problem), parts)
 
     def outputs(self, case: Case, configs: KernelConfigs, parts: tuple[str, ...]) -> Outputs:
         """Return what the kernels of `configs` compute, under the same names."""
-        return self.compute(case, self.primitives(case.problem, configs), parts)
-
-    def compute(self, case: Case, primitives: Primitives, parts: tuple[str, ...]) -> Outputs:
-        """Return what primitives compute of the `parts` of calls, by name."""
-        return outputs_of(case, primitives, parts)
-
-
-def with_gradients(arch: Arch, project_exp: GemmConfig) -> list[KernelConfigs]:
-    """Return `project_exp` with every configuration of the gradients' GEMMs, the common ones first.
-
-    Those of which there are fewer are with several of the others.
-    """
-    hidden = arch.grad_hidden_configs()
-    others = arch.grad_weight_configs(), arch.kept_sums_configs(), arch.exps_configs()
-    assert all(len(configs) <= len(hidden) and bool(configs) == bool(hidden) for configs in others)
-    every = zip(hidden, *map(cycle, others), strict=False)
-    found = [
-        KernelConfigs(project_exp, config, weight, kept_sums=kept, exps=exps)
-        for config, weight, kept, exps in every
-    ]
-    return found or [KernelConfigs(project_exp, None, None)]
+        return outputs_of(case, self.primitives(case.problem, configs), parts)
 
 
 def all_kernels(arch: Arch) -> list[KernelSpec]:
@@ -143,23 +104,12 @@ def all_kernels(arch: Arch) -> list[KernelSpec]:
         for configs in runner.listed_configs()
         for kernel in runner.kernels(dtype, configs, PARTS)
     }
-    default = with_gradients(arch, arch.default(MANY_TOKENS))[0]
+    dtype, default, parts = arch.dtypes[0], runner.base(), parts_of(STEP)
     for variant in PREBUILT:
-        found |= dict.fromkeys(runner.kernels(arch.dtypes[0], default, (FORWARD, STEP), variant))
+        found |= dict.fromkeys(runner.kernels(dtype, default, parts, variant))
     return list(found)
 
 
 def portable(problem: Problem) -> Primitives:
     """Return the primitives of the portable path."""
     return portable_primitives(defaults.widest_window(problem))
-
-
-def with_tuned(configs: KernelConfigs, kernel: str, config: Candidate) -> KernelConfigs:
-    """Return `configs` with that of one kernel, as tables name it.
-
-    That of dX is also the one for few columns, which small problems have.
-    """
-    changed: dict[str, Any] = {kernel: config}
-    if kernel == "grad_hidden":
-        changed["grad_hidden_short"] = config
-    return dataclasses.replace(configs, **changed)

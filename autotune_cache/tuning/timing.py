@@ -36,6 +36,7 @@ def interleaved(
         repeats: Calls in a row of which a time is the mean.
         before: Called before these, untimed.
     """
+    timed = _timed_on_cpu if device == "cpu" else _timed_on_gpu
     order, names = random.Random(0), list(calls)
     readers: dict[K, list[Reader]] = {name: [] for name in names}
     for _ in range(rounds):
@@ -43,16 +44,12 @@ def interleaved(
         for name in names:
             if before is not None:
                 before()
-            readers[name].append(timed(calls[name], device, repeats))
+            readers[name].append(timed(calls[name], repeats))
     return {name: tuple(read() for read in taken) for name, taken in readers.items()}
 
 
-def timed(call: Call, device: str, repeats: int = 1) -> Reader:
-    """Make `repeats` calls in a row; return a reader of their mean time."""
-    return (_timed_on_cpu if device == "cpu" else _timed_on_gpu)(call, repeats)
-
-
 def _timed_on_cpu(call: Call, repeats: int) -> Reader:
+    """Make `repeats` calls in a row; return a reader of their mean time."""
     begin = time.perf_counter()
     for _ in range(repeats):
         call()

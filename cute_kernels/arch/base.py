@@ -2,7 +2,9 @@
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from cutefce.cute_kernels.config import GemmConfig, KernelConfigs
 
@@ -21,23 +23,18 @@ def epi_tile_columns(tile_n: int, item_bytes: int) -> int:
 class Arch(ABC):
     """An architecture's answers to the questions that hosts, tuner and kernels ask."""
 
+    listed: ClassVar[Mapping[str, tuple[GemmConfig, ...]]]
+    """All configurations of the kernels that it has, by field of `KernelConfigs`: what is compiled
+    ahead, verified and chosen from.  Repairs have the first of `exps`."""
+    logits_config: ClassVar[GemmConfig | None] = None
+    """Configuration of the GEMM of logits in float32; None for cuBLAS."""
+    smem_bytes: ClassVar[int] = 227 << 10
+    dtypes: ClassVar[tuple[str, ...]] = ("bfloat16", "float16")
+
     name: str
     capability: tuple[int, int]
     family: str
     """Folder of the kernels for this architecture."""
-    forms_weight_gradient: bool
-    """Whether it has gradient GEMMs for dW."""
-    logits_config: GemmConfig | None = None
-    """Configuration of the GEMM of logits in float32; None for cuBLAS."""
-    smem_bytes: int = 227 << 10
-    dtypes: tuple[str, ...] = ("bfloat16", "float16")
-
-    @abstractmethod
-    def prebuilt_configs(self) -> tuple[GemmConfig, ...]:
-        """Return every prebuilt and verified configuration of `project_exp`.
-
-        These are the defaults and common winners.
-        """
 
     @abstractmethod
     def default(self, tokens: int) -> GemmConfig:
@@ -50,38 +47,15 @@ class Arch(ABC):
         """
         return config
 
-    def exps_config(self, tokens: int) -> GemmConfig:
-        """Return `KernelConfigs.exps` of `tokens` rows: one of few configurations."""
-        return self.default(tokens)
-
     @abstractmethod
     def default_configs(
         self, tokens: int, hidden: int, num_sms: int, model: str = ""
     ) -> KernelConfigs:
         """Return the default configurations of all kernels on a GPU model, as torch names it."""
 
-    def grad_hidden_configs(self) -> tuple[GemmConfig, ...]:
-        """Return every configuration of `grad_hidden` that the defaults choose from.
-
-        There are none if cuBLAS computes the gradients.
-        """
-        return ()
-
-    def grad_weight_configs(self) -> tuple[GemmConfig, ...]:
-        """Return those of `grad_weight`."""
-        return ()
-
     def scaling_config(self, config: GemmConfig) -> GemmConfig:
         """Return that of a `grad_hidden` that scales exponentials, in the place of `config`."""
         return config
-
-    def exps_configs(self) -> tuple[GemmConfig, ...]:
-        """Return every `exps_config` that is not always the default; repairs have the first."""
-        return ()
-
-    def kept_sums_configs(self) -> tuple[GemmConfig, ...]:
-        """Return those of the gradient GEMMs that load and store sums, the common ones first."""
-        return ()
 
     @abstractmethod
     def stage_bytes(self, config: GemmConfig) -> int:

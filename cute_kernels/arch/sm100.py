@@ -1,6 +1,7 @@
 """Blackwell: limits and default configurations."""
 
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from cutefce.cute_kernels.arch.base import TILE_K, Arch
 from cutefce.cute_kernels.config import GemmConfig, KernelConfigs
@@ -17,8 +18,8 @@ class Sm100(Arch):
     name: str = "sm_100a"
     capability: tuple[int, int] = (10, 0)
     family: str = "sm100"
-    forms_weight_gradient: bool = False
 
+    listed = MappingProxyType({"project_exp": (TWO_CTA, SINGLE_CTA)})
     ACC_STAGES = 2
     """Accumulators in tensor memory: MMAs fill one while the epilogue reads the other."""
     EPI_TILE_COLUMNS = 64
@@ -26,16 +27,13 @@ class Sm100(Arch):
     EPI_STAGES = 2
     """Epilogue tiles of a warp in shared memory that may be in flight."""
 
-    def prebuilt_configs(self) -> tuple[GemmConfig, ...]:
-        return TWO_CTA, SINGLE_CTA
-
     def default(self, tokens: int) -> GemmConfig:
         return SINGLE_CTA if tokens <= SINGLE_CTA.rows else TWO_CTA
 
     def default_configs(
         self, tokens: int, hidden: int, num_sms: int, model: str = ""
     ) -> KernelConfigs:
-        return KernelConfigs(self.default(tokens), None, None)
+        return KernelConfigs(self.default(tokens))
 
     def used_tmem_columns(self, config: GemmConfig) -> int:
         """Return the columns of tensor memory to allocate: a power of 2."""

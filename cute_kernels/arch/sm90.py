@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import ClassVar
 
 from cutefce.cute_kernels.arch.base import TILE_K, Arch
@@ -21,8 +22,6 @@ LOW = GemmConfig(64, 160, cluster=1, stages=7, pingpong=True)
 """Configurations of `project_exp`."""
 UNSWAPPED = WIDE_CLUSTER2, WIDE, TALL
 """Those for more than 64 tokens that can be the default."""
-EXPS = WIDE_CLUSTER2, WIDE
-"""Those of `KernelConfigs.exps`: taller tiles would spill registers beside entries."""
 SWAPPED_112 = GemmConfig(128, 112, cluster=2, stages=6, pingpong=True, swaps=True)
 SWAPPED_144 = GemmConfig(128, 144, cluster=2, stages=5, pingpong=True, swaps=True)
 SWAPPED_160 = GemmConfig(128, 160, cluster=2, stages=5, pingpong=True, swaps=True)
@@ -113,11 +112,19 @@ class Sm90(Arch):
     name: str = "sm_90a"
     capability: tuple[int, int] = (9, 0)
     family: str = "sm90"
-    forms_weight_gradient: bool = True
-    logits_config: GemmConfig | None = WIDE_CLUSTER2
 
-    def prebuilt_configs(self) -> tuple[GemmConfig, ...]:
-        return *UNSWAPPED, LOW, *SWAPPED
+    listed = MappingProxyType(
+        {
+            "project_exp": (*UNSWAPPED, LOW, *SWAPPED),
+            "grad_hidden": (GRAD_128, GRAD_192, GRAD_256),
+            "grad_hidden_short": (GRAD_128, GRAD_192, GRAD_256),
+            "grad_weight": (GRAD_128, GRAD_192),
+            "kept_sums": (KEPT_128, KEPT_192),
+            "exps": (WIDE_CLUSTER2, WIDE),
+        }
+    )
+    """Taller tiles of `exps` would spill registers beside entries."""
+    logits_config = WIDE_CLUSTER2
 
     def default(self, tokens: int) -> GemmConfig:
         few = [each for each in SWAPPED if tokens <= MAX_SWAPPED_BLOCKS * each.rows]
@@ -125,9 +132,6 @@ class Sm90(Arch):
 
     def config_with_options(self, config: GemmConfig, tokens: int) -> GemmConfig:
         return _fastest_project_exp(UNSWAPPED, tokens) if config.swaps else config
-
-    def exps_config(self, tokens: int) -> GemmConfig:
-        return min(EXPS, key=lambda config: _time(config, tokens))
 
     def default_configs(
         self, tokens: int, hidden: int, num_sms: int, model: str = ""
@@ -137,25 +141,14 @@ class Sm90(Arch):
         wide, short = fastest(times.grad_hidden, hidden), fastest(times.grad_hidden_short, hidden)
         grad_weight = fastest(times.of_grad_weight(tokens), hidden)
         kept = fastest(times.kept_sums, hidden)
-        more = {"kept_sums": kept, "exps": self.exps_config(tokens)}
+        exps = min(self.listed["exps"], key=lambda config: _time(config, tokens))
+        more = {"kept_sums": kept, "exps": exps}
         if _utilization(wide, tokens, hidden, num_sms) < MIN_GRAD_HIDDEN_UTILIZATION:
             return KernelConfigs(project_exp, None, grad_weight, **more)
         return KernelConfigs(project_exp, wide, grad_weight, short, **more)
 
-    def grad_hidden_configs(self) -> tuple[GemmConfig, ...]:
-        return GRAD_128, GRAD_192, GRAD_256
-
-    def grad_weight_configs(self) -> tuple[GemmConfig, ...]:
-        return GRAD_128, GRAD_192
-
     def scaling_config(self, config: GemmConfig) -> GemmConfig:
         return GRAD_256 if config == GRAD_128 else config
-
-    def exps_configs(self) -> tuple[GemmConfig, ...]:
-        return EXPS
-
-    def kept_sums_configs(self) -> tuple[GemmConfig, ...]:
-        return KEPT_128, KEPT_192
 
     def accumulators(self, config: GemmConfig) -> int:
         """Return the float32 accumulators of a thread."""

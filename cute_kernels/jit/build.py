@@ -14,7 +14,6 @@ from cutefce.cute_kernels.spec.kernel import KernelSpec
 
 BUILD_SECONDS = 300
 """Time limit of compiling a kernel."""
-MAX_BUILDERS = 16
 
 
 def missing(kernels: Iterable[KernelSpec]) -> list[KernelSpec]:
@@ -23,8 +22,9 @@ def missing(kernels: Iterable[KernelSpec]) -> list[KernelSpec]:
 
 
 def compile_into_folder(kernel: KernelSpec) -> None:
-    """Compile `kernel` into the cache folder."""
-    cache.store(kernel, lambda: compiler.compile_kernel(kernel))
+    """Compile `kernel` into the cache folder; nothing without one: who launches it compiles it."""
+    with contextlib.suppress(OSError):
+        cache.store(kernel, lambda: compiler.compile_kernel(kernel))
 
 
 def compile_clean(kernel: KernelSpec) -> None:
@@ -32,14 +32,9 @@ def compile_clean(kernel: KernelSpec) -> None:
 
     Raises:
         ValueError: if it spills registers or its WGMMA instructions are serialized.
+        OSError: if it cannot be stored.
     """
-    if cache.is_stored(kernel):
-        return
-    report, function = compiler.report(kernel)
-    if not report.is_clean:
-        raise ValueError(f"{report.spill_bytes} bytes spilled, warnings {report.warnings}")
-    with contextlib.suppress(OSError):  # the process that launches it compiles it again
-        cache.store(kernel, lambda: function)
+    cache.store(kernel, lambda: compiler.compile_clean(kernel))
 
 
 def build(
@@ -67,7 +62,7 @@ def build(
                 notice.advance()
                 advance()
 
-    builders = max(1, min(os.cpu_count() or 1, MAX_BUILDERS, len(kernels)))
+    builders = max(1, min(os.cpu_count() or 1, len(kernels)))
     arch = kernels[0].arch if kernels else ""
     notice = CompilingNotice(len(kernels), arch)
     with notice, ThreadPoolExecutor(builders) as pool:

@@ -31,7 +31,7 @@ from typing import Any
 from cutefce.cute_kernels import cache_files
 from cutefce.cute_kernels.cache_files import CacheError
 from cutefce.cute_kernels.jit.canonical import canonical_source
-from cutefce.cute_kernels.jit.compiler import OPTIONS, SYMBOL, Report, compile_kernel, report
+from cutefce.cute_kernels.jit.compiler import OPTIONS, SYMBOL, compile_kernel
 from cutefce.cute_kernels.jit.notices import CompilingNotice
 from cutefce.cute_kernels.process_cache import process_cache, warn_once
 from cutefce.cute_kernels.spec.kernel import KernelSpec
@@ -109,13 +109,6 @@ def compiled(kernel: KernelSpec) -> Any:
             function = _loaded.get(kernel) or _load_or_compile(kernel)
             _loaded[kernel] = function
     return function
-
-
-def compile_ahead(kernel: KernelSpec) -> Report:
-    """Compile `kernel` into the cache folder and return the assembler's report."""
-    result, function = report(kernel)
-    store(kernel, lambda: function)
-    return result
 
 
 def cache_folder() -> Path:

@@ -3,16 +3,15 @@
 from pathlib import Path
 
 import click
-from rich.table import Table
 
 from cutefce.autotune_cache import lookup, table, table_io
 from cutefce.commands.common import (
     TABLE_FILE,
     contents,
-    describe,
     make_console,
     printable,
     read_table,
+    winners,
 )
 from cutefce.cute_kernels import cache_files
 
@@ -30,26 +29,16 @@ def show(files: tuple[Path, ...]) -> None:
     if not paths:
         click.echo(f"no tables in {lookup.user_folder()}")
         return
-    winners = Table("device", "kernel", "dtype", "NxDxV", "config", "ms", "default ms")
-    unusable = []
+    found, unusable = [], []
     for path in paths:
         try:
             tuned = read_table(path)
         except click.ClickException as error:
             unusable.append(error.message)
-            continue
-        for key, entry in tuned.entries.items():
-            winners.add_row(
-                printable(tuned.gpu.name),
-                key.kernel,
-                key.dtype,
-                f"{key.tokens}x{key.hidden}x{key.vocab}",
-                describe(entry.config),
-                f"{entry.ms:.3f}",
-                f"{entry.default_ms:.3f}",
-            )
-    if winners.rows:
-        make_console().print(winners)
+        else:
+            found += [(tuned.gpu, *item) for item in tuned.entries.items()]
+    if found:
+        make_console().print(winners(found))
     if unusable:
         raise click.ClickException("\n".join(unusable))
 

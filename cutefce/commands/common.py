@@ -1,18 +1,23 @@
 """Helpers of several subcommands: consoles, table files, this machine's GPU."""
 
 import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any, TypeVar
 
 import click
+import rich.table
 import torch
 from rich.console import Console
 
 from cutefce.autotune_cache import lookup, table_io, verdicts
-from cutefce.autotune_cache.table import Candidate, Table
-from cutefce.autotune_cache.tuning.shapes import Sizes, parse
+from cutefce.autotune_cache.table import Candidate, Entry, Key, Table
+from cutefce.autotune_cache.tuning.shapes import NAMED, Sizes, parse
 from cutefce.cute_kernels.arch import ARCHS, arch_for
 from cutefce.cute_kernels.gpu import Gpu
 from cutefce.ops.primitives.dispatch import gpu_of
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 TABLE_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 """Type of an argument that names an existing table."""
@@ -39,7 +44,7 @@ def read_table(path: Path) -> Table:
         raise click.ClickException(printable(f"{path}: {error}")) from error
 
 
-def parse_shapes(
+def _parse_shapes(
     context: click.Context, option: click.Parameter, given: tuple[str, ...]
 ) -> tuple[Sizes, ...]:
     """Return the sizes of all given sets, each once."""
@@ -47,6 +52,28 @@ def parse_shapes(
         return tuple(dict.fromkeys(sizes for text in given for sizes in parse(text)))
     except ValueError as error:
         raise click.BadParameter(str(error)) from error
+
+
+def shapes_option(what: str, **more: Any) -> Callable[[F], F]:
+    """Return the option for sizes of `what`, with `more` arguments of click's."""
+    names = ", ".join(NAMED)
+    return click.option(
+        "--shapes",
+        multiple=True,
+        metavar="SET|NxDxV",
+        callback=_parse_shapes,
+        help=f"{what}: {names}, or tokens x hidden x vocab; repeatable.",
+        **more,
+    )
+
+
+dtype_option = click.option(
+    "--dtype",
+    type=click.Choice(sorted({dtype for arch in ARCHS for dtype in arch.dtypes})),
+    default="bfloat16",
+    show_default=True,
+    help="Dtype of hidden states and weight.",
+)
 
 
 def has_gpu() -> bool:
@@ -81,6 +108,24 @@ def require_passed(verdict: verdicts.Verdict, gpu: Gpu, dtype: str) -> None:
 def describe(candidate: Candidate) -> str:
     """Return a short description of a candidate for the columns of a table."""
     return str(candidate or "cuBLAS")
+
+
+def winners(found: Iterable[tuple[Gpu, Key, Entry]]) -> rich.table.Table:
+    """Return a table of winners to print."""
+    columns = "device", "kernel", "dtype", "NxDxV", "config", "ms", "default ms", "gain"
+    shown = rich.table.Table(*columns)
+    for gpu, key, entry in found:
+        shown.add_row(
+            printable(gpu.name),
+            key.kernel,
+            key.dtype,
+            f"{key.tokens}x{key.hidden}x{key.vocab}",
+            describe(entry.config),
+            f"{entry.ms:.3f}",
+            f"{entry.default_ms:.3f}",
+            f"{entry.default_ms / entry.ms - 1:.1%}",
+        )
+    return shown
 
 
 def whose_kernels(table: Table) -> str:

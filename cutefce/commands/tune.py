@@ -1,30 +1,29 @@
 """`cutefce tune`: finds the fastest configurations on this machine's GPU."""
 
-import itertools
 import time
 from pathlib import Path
 
 import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
-from cutefce.autotune_cache import lookup, table, table_io
-from cutefce.autotune_cache.tuning import runner, targets, tuner
+from cutefce.autotune_cache import lookup, table_io
+from cutefce.autotune_cache.tuning import jobs as tuned
+from cutefce.autotune_cache.tuning import runner, tuner
 from cutefce.autotune_cache.tuning import verify as verification
+from cutefce.autotune_cache.tuning.jobs import Job
 from cutefce.autotune_cache.tuning.shapes import NAMED, Sizes
-from cutefce.autotune_cache.tuning.tuner import Job
 from cutefce.commands.common import (
     describe,
+    dtype_option,
     has_gpu,
     make_console,
-    parse_shapes,
     printable,
     require_passed,
+    shapes_option,
     this_gpu,
+    winners,
 )
-from cutefce.cute_kernels.arch import ARCHS
-from cutefce.cute_kernels.gpu import Gpu
 from cutefce.cute_kernels.jit.subprocess_worker import SubprocessWorker
 
 
@@ -36,22 +35,8 @@ def _check_minutes(context: click.Context, option: click.Parameter, given: float
 
 
 @click.command(short_help="Find the fastest configurations on this GPU.")
-@click.option(
-    "--shapes",
-    multiple=True,
-    default=tuple(NAMED),
-    metavar="SET|NxDxV",
-    callback=parse_shapes,
-    help=f"Problems: {', '.join(NAMED)}, or tokens x hidden x vocab; repeatable."
-    "  [default: all sets]",
-)
-@click.option(
-    "--dtype",
-    type=click.Choice(sorted({dtype for arch in ARCHS for dtype in arch.dtypes})),
-    default="bfloat16",
-    show_default=True,
-    help="Dtype of hidden states and weight.",
-)
+@shapes_option("Problems", default=tuple(NAMED), show_default="all sets")
+@dtype_option
 @click.option(
     "--budget-minutes",
     type=float,
@@ -86,13 +71,10 @@ def tune(
     has a shipped table.
     """
     end = time.monotonic() + 60 * budget_minutes
-    gpu, device = _shipped_gpu() if dry_run and not has_gpu() else this_gpu()
-    every = targets.all_targets(gpu, device)
+    is_shown = dry_run and not has_gpu()
+    gpu, device = (lookup.shipped_tables()[0].gpu, "cuda") if is_shown else this_gpu()
     header, path = tuner.header_for(gpu), output_dir / table_io.file_name(gpu)
-    jobs = [
-        tuner.make_job(target, target.runner.problem(sizes, dtype))
-        for sizes, target in itertools.product(shapes, every)
-    ]
+    jobs = tuned.jobs_of(runner.Runner(gpu, device), shapes, dtype)
     done = tuner.read_done(path, header).entries if resume else {}
     todo = [job for job in jobs if job.key not in done]
     console = make_console()
@@ -100,35 +82,29 @@ def tune(
     console.print(f"{gpu.name}: {len(todo)} of {len(jobs)} problems to tune, in {trials} trials")
     if dry_run:
         for job in todo:
-            described = "; ".join(map(describe, job.candidates))
-            console.print(f"{_sizes(job)} {job.target.name}: {described}")
+            console.print(f"{job}: {'; '.join(map(describe, job.candidates))}")
         return
     try:
         with console.status("verifying the kernels"):
             require_passed(verification.verify_once(runner.Runner(gpu, device), dtype), gpu, dtype)
-        left, failures = _run(console, todo, path, header, end)
+        with SubprocessWorker() as process:
+            work = tuner.Tuner(path, header, process)
+            left = _run(console, todo, work, end)
     except (OSError, RuntimeError) as error:  # no subprocess, or the file cannot be written
         raise click.ClickException(str(error)) from error
-    _show_winners(console, jobs, tuner.read_done(path, header).entries)
-    for (job, candidate), reason in failures.items():
-        failed = f"{_sizes(job)} {job.target.name}: {describe(candidate)}"
-        console.print(f"left out: {failed}: {printable(reason)}")
+    entries = tuner.read_done(path, header).entries
+    console.print(winners((gpu, job.key, entries[job.key]) for job in jobs if job.key in entries))
+    for (job, candidate), reason in work.failures.items():
+        console.print(f"left out: {job}: {describe(candidate)}: {printable(reason)}")
     console.print(f"written: {path}")
     if left:
         console.print(f"{left} problems are left; to continue, run the same command with --resume")
 
 
-def _shipped_gpu() -> tuple[Gpu, str]:
-    """Return the first GPU model that has a shipped table, and a device that is not used."""
-    return lookup.shipped_tables()[0].gpu, "cuda"
-
-
-def _run(
-    console: Console, jobs: list[Job], path: Path, header: table.Table, end: float
-) -> tuple[int, dict[tuple[Job, table.Candidate], str]]:
+def _run(console: Console, jobs: list[Job], work: tuner.Tuner, end: float) -> int:
     """Compile, then tune one problem after another until the time is over.
 
-    Return how many are left, and which candidates failed.
+    Return how many are left.
     """
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
@@ -137,35 +113,9 @@ def _run(
             (kernel for job in jobs for kernel in job.kernels()),
             lambda step: progress.update(tuning, description=step),
         )
-        with SubprocessWorker() as process:
-            work = tuner.Tuner(path, header, process)
-            for done, job in enumerate(jobs):
-                if time.monotonic() > end:
-                    return len(jobs) - done, work.failures
-                progress.update(tuning, description=f"{job.target.name} {_sizes(job)}")
-                work.tune(job, lambda: progress.advance(tuning))
-    return 0, work.failures
-
-
-def _show_winners(console: Console, jobs: list[Job], entries: table.Entries) -> None:
-    """Show the winners, old and new."""
-    winners = Table(
-        *("NxDxV", "kernel", "default ms", "winner ms", "gain", "winner"),
-    )
-    for job in jobs:
-        entry = entries.get(job.key)
-        if entry is not None:
-            winners.add_row(
-                _sizes(job),
-                job.target.name,
-                f"{entry.default_ms:.3f}",
-                f"{entry.ms:.3f}",
-                f"{entry.default_ms / entry.ms - 1:.1%}",
-                describe(entry.config),
-            )
-    console.print(winners)
-
-
-def _sizes(job: Job) -> str:
-    problem = job.problem
-    return f"{problem.tokens}x{problem.hidden}x{problem.vocab}"
+        for done, job in enumerate(jobs):
+            if time.monotonic() > end:
+                return len(jobs) - done
+            progress.update(tuning, description=str(job))
+            work.tune(job, lambda: progress.advance(tuning))
+    return 0

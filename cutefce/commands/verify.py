@@ -37,7 +37,7 @@ def verify(path: Path | None) -> None:
 
     def renewed(file: Path) -> Table:
         table = read_table(file)
-        table.check_arch(gpu)
+        table.check_matches(dataclasses.replace(table.gpu, arch=gpu.arch))
         return dataclasses.replace(table, versions={**table.versions, **lookup.current_build()})
 
     try:
@@ -47,7 +47,9 @@ def verify(path: Path | None) -> None:
         with console.status("compiling") as status:
             for dtype in gpu.arch.dtypes:
                 verdict = verification.verify(
-                    runner.Runner(gpu, device), dtype, lambda step: status.update(Text(step))
+                    runner.Runner(gpu, device),
+                    dtype,
+                    advance=lambda step: status.update(Text(step)),
                 )
                 require_passed(verdict, gpu, dtype)
                 click.echo(f"the {dtype} kernels passed on {gpu.name}")

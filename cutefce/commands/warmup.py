@@ -6,29 +6,15 @@ import click
 import torch
 
 import cutefce
-from cutefce.autotune_cache.tuning.shapes import NAMED, Sizes
-from cutefce.commands.common import make_console, parse_shapes, this_gpu
-from cutefce.cute_kernels.arch import ARCHS
+from cutefce.autotune_cache.tuning.shapes import Sizes
+from cutefce.commands.common import dtype_option, make_console, shapes_option, this_gpu
 from cutefce.cute_kernels.jit import cache as jit_cache
 from cutefce.ops.primitives.dispatch import Backend
 
 
 @click.command(short_help="Run training steps once, so that later processes find their kernels.")
-@click.option(
-    "--shapes",
-    multiple=True,
-    required=True,
-    metavar="SET|NxDxV",
-    callback=parse_shapes,
-    help=f"Heads: {', '.join(NAMED)}, or tokens x hidden x vocab; repeatable.",
-)
-@click.option(
-    "--dtype",
-    type=click.Choice(sorted({dtype for arch in ARCHS for dtype in arch.dtypes})),
-    default="bfloat16",
-    show_default=True,
-    help="Dtype of hidden states and weight.",
-)
+@shapes_option("Heads", required=True)
+@dtype_option
 def warmup(shapes: tuple[Sizes, ...], dtype: str) -> None:
     """Run a training step of each head on this GPU, with the default workspace.
 

@@ -13,7 +13,7 @@ from cutefce.autotune_cache import lookup, verdicts
 from cutefce.cute_kernels import kernel_set
 from cutefce.cute_kernels.arch import ARCHS, arch_for, arch_named
 from cutefce.cute_kernels.arch.base import TILE_K
-from cutefce.cute_kernels.config import PortableTiles, WindowConfig
+from cutefce.cute_kernels.config import PortableTiles
 from cutefce.cute_kernels.gpu import Gpu
 from cutefce.cute_kernels.jit.cache import CompilerError, compiled
 from cutefce.cute_kernels.kernel_set import KernelSet
@@ -187,7 +187,7 @@ def sampling_limit_reason(problem: Problem, samples: int, is_soft: bool) -> str 
 
 
 def kernel_primitives(
-    window: WindowConfig,
+    window: PortableTiles,
     kernels: KernelSet,
     num_sms: int,
     grad_bias: bool = False,
@@ -287,7 +287,7 @@ def _device_unsupported_reason(device: torch.device, dtype: torch.dtype) -> str 
     return (
         _missing_reason()
         or _compiler_failures.get(arch.name)
-        or _failed_reason(gpu_of(device), verdicts.failure(gpu_of(device), name))
+        or _failed_reason(gpu_of(device), verdicts.known(gpu_of(device), name))
     )
 
 
@@ -309,7 +309,7 @@ def _unproven_reason(device: torch.device, dtype: str, part: str) -> str | None:
     if verdict is None:
         if torch.cuda.is_current_stream_capturing():
             raise _RetryLaterError(f"the kernels never ran on {gpu.name}; first run: {VERIFY}")
-        verdict = verdicts.verified(gpu, str(device), dtype, part)
+        verdict = verdicts.verify(gpu, str(device), dtype, part)
     return _failed_reason(gpu, verdict)
 
 

@@ -138,7 +138,7 @@ class LossProblem(Problem):
 
         They list the tokens of every class, and add to kept sums.  Else products are made beside.
         """
-        return self.arch is not None and arch_named(self.arch).forms_weight_gradient
+        return self.arch is not None and "grad_weight" in arch_named(self.arch).listed
 
     def gradient_bytes(self) -> dict[Home, int]:
         """Return the bytes of each gradient that is returned."""

@@ -17,6 +17,7 @@ from cutefce.cute_kernels import cache_files, process_cache
 from cutefce.cute_kernels.arch import ARCHS
 from cutefce.cute_kernels.arch.sm90 import Sm90
 from cutefce.cute_kernels.config import GemmConfig, KernelConfigs
+from cutefce.cute_kernels.gpu import Gpu
 from cutefce.cute_kernels.problem import Problem
 from cutefce.cute_kernels.spec.gemm import ProjectExpSpec
 from cutefce.cute_kernels.spec.kernel import KernelSpec
@@ -65,15 +66,18 @@ def named(configs: KernelConfigs) -> set[tuple[str, GemmConfig]]:
 def test_everything_that_lookups_choose_as_shipped_is_listed(file: Path) -> None:
     """What is listed is compiled ahead, and verified."""
     shipped = map(table_io.read, lookup.SHIPPED_FOLDER.glob("*.json"))
-    gpus = {table.gpu for table in shipped}
+    gpus = {table.gpu for table in shipped} | {Gpu(Sm90(), "NVIDIA H100", 132)}
     gpus |= {dataclasses.replace(GPU, arch=arch) for arch in ARCHS}
+    tokens = 1, 64, 65, 100, 130, 300, 385, 1024, 8192, 32768
+    hiddens, vocabs = (128, 1024, 1152, 2304, 4096, 7168, 16384), (32768, 131072, 256000)
     for gpu in gpus:
         arch = gpu.arch
         listed = set[tuple[str, GemmConfig]]().union(*map(named, Runner(gpu).listed_configs()))
-        sizes = [1, 100, 1024, 8192, 32768], [1024, 2304, 4096, 7168], [32768, 131072, 256000]
-        for tokens, hidden, vocab, dtype in itertools.product(*sizes, arch.dtypes):
-            problem = Problem(tokens, hidden, vocab, dtype, "cuda", arch=arch.name)
-            assert named(lookup.kernel_configs(problem, gpu)) <= listed
+        for n, hidden, vocab, dtype in itertools.product(tokens, hiddens, vocabs, arch.dtypes):
+            problem = Problem(n, hidden, vocab, dtype, "cuda", arch=arch.name)
+            configs = lookup.kernel_configs(problem, gpu)
+            with_options = arch.config_with_options(configs.project_exp, n)
+            assert named(configs) | {("project_exp", with_options)} <= listed
 
 
 def test_an_edited_configuration_is_launched(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,7 +92,7 @@ def test_an_edited_configuration_is_launched(file: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(cute_projection, "compiled", note)
     write(file, TABLE)
-    for config in Sm90().prebuilt_configs():
+    for config in Sm90().listed["project_exp"]:
         data = json.loads(file.read_text())
         data["entries"][0]["config"] = dataclasses.asdict(config)
         file.write_text(json.dumps(data))
@@ -153,7 +157,7 @@ def test_without_a_cache_folder_the_defaults_serve(monkeypatch: pytest.MonkeyPat
     with pytest.warns(UserWarning, match="no cache folder: got 'relative'") as warned:
         assert look() == Sm90().default(8192)
         assert look(dataclasses.replace(PROBLEM, tokens=100)) == Sm90().default(100)
-        assert verdicts.failure(GPU, "bfloat16") is None
+        assert verdicts.known(GPU, "bfloat16") == verdicts.Verdict(True)
         verdicts.record(GPU, "bfloat16", verdicts.Verdict(True), ("forward",))
     assert len(warned) == 1
     process_cache.reset()

@@ -9,9 +9,6 @@ from pathlib import Path
 import pytest
 
 from cutefce.autotune_cache import lookup, table, table_io, verdicts
-from cutefce.cute_kernels.arch import ARCHS
-from cutefce.cute_kernels.arch.base import Arch
-from cutefce.cute_kernels.gpu import Gpu
 from cutefce.cute_kernels.parts import PARTS
 from tests.support.tables import ENTRY, GPU, KEY, OLD, OTHER, TABLE, VERSIONS, write
 
@@ -52,25 +49,6 @@ def test_shipped_table_proves_nothing_about_other_kernels(path: Path, folder: Pa
     for dtype in shipped.dtypes:
         found = verdicts.known(shipped.gpu, dtype, *PARTS)
         assert found == (verdicts.Verdict(True) if is_current else None)
-
-
-@pytest.mark.parametrize("arch", ARCHS, ids=lambda arch: str(arch.name))
-def test_defaults_are_among_what_is_listed(arch: Arch) -> None:
-    """Verification proves what is listed, and nothing else is launched."""
-    for model, tokens, hidden in itertools.product(
-        ("NVIDIA H200", "NVIDIA H100"),
-        (1, 64, 65, 130, 300, 385, 4096, 32768),
-        (128, 1152, 2304, 4096, 7168, 16384),
-    ):
-        default = Gpu(arch, model, 132).default_configs(tokens, hidden)
-        with_options = arch.config_with_options(default.project_exp, tokens)
-        assert with_options in table.candidates(arch, "project_exp")
-        for kernel in table.TUNED:
-            every = table.candidates(arch, kernel) or (None,)
-            assert getattr(default, kernel) in every
-        assert default.grad_hidden_short in (None, *table.candidates(arch, "grad_hidden"))
-        assert default.kept_sums in (None, *arch.kept_sums_configs())
-        assert default.exps in (None, *arch.exps_configs())
 
 
 def test_cublas_can_win_but_not_for_project_exp(file: Path) -> None:

@@ -15,9 +15,9 @@ import torch
 
 from cutefce.autotune_cache import lookup, verdicts
 from cutefce.autotune_cache.table_io import file_name
-from cutefce.autotune_cache.tuning import tuner, verify, worker
+from cutefce.autotune_cache.tuning import verify, worker
 from cutefce.autotune_cache.tuning.runner import Runner
-from cutefce.cute_kernels import process_cache
+from cutefce.cute_kernels import cache_files, process_cache
 from cutefce.cute_kernels.arch.sm90 import Sm90
 from cutefce.cute_kernels.arch.sm100 import Sm100
 from cutefce.cute_kernels.config import KernelConfigs
@@ -124,13 +124,16 @@ class DefaultRunner(FaultyRunner):
         return KernelConfigs(config(self.kind), None, None)
 
 
-@pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[verify.Check]:
-    """Return a list of the checks that subprocesses would run, of which all pass."""
-    checks: list[verify.Check] = []
+Checked = tuple[tuple[str, ...], KernelConfigs]
 
-    def all_pass(some: list[verify.Check], _: Any) -> str:
-        checks.extend(some)
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[Checked]:
+    """Return a list of the checks that subprocesses would run, of which all pass."""
+    checks: list[Checked] = []
+
+    def all_pass(_: Runner, __: str, parts: tuple[str, ...], some: Any, ___: Any) -> str:
+        checks.extend((parts, configs) for configs in some)
         return ""
 
     monkeypatch.setattr(verify, "first_fault", all_pass)
@@ -181,7 +184,7 @@ def test_a_kernel_that_fails_is_never_launched_here(
 def test_a_part_is_checked_once_with_all_that_is_listed(
     folder: Path,
     fake_gpu: FakeGpu,
-    asked: list[verify.Check],
+    asked: list[Checked],
 ) -> None:
     every, expected = Runner(GPU).listed_configs(), list[Any]()
     for part in (FORWARD, DIVERGENCES, STEP, SAMPLES):
@@ -192,7 +195,7 @@ def test_a_part_is_checked_once_with_all_that_is_listed(
             if again:  # in another process
                 process_cache.reset()
             assert reason(part) == "None"
-            assert [(check.parts, check.configs) for check in asked] == expected
+            assert asked == expected
     for other in (H100, H20):  # the same code
         assert verdicts.known(other, "bfloat16", FORWARD, STEP, SAMPLES, DIVERGENCES) == PASSED
         assert verdicts.known(other, "bfloat16", SOFT_TARGETS) is None
@@ -253,11 +256,12 @@ def test_a_process_that_waited_uses_what_the_other_found(
     folder: Path, fake_gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     @contextlib.contextmanager
-    def meanwhile(gpu: Gpu, dtype: str) -> Iterator[None]:
-        verdicts.record(gpu, dtype, PASSED, PARTS)
+    def meanwhile(path: Path, seconds: float) -> Iterator[None]:
+        for dtype in GPU.arch.dtypes:
+            verdicts.record(GPU, dtype, PASSED, PARTS)
         yield
 
-    monkeypatch.setattr(verify, "_alone", meanwhile)
+    monkeypatch.setattr(cache_files, "lock", meanwhile)
     monkeypatch.setattr(verify, "SubprocessWorker", None)
     assert reason() == "None"
     assert verify.verify_once(Runner(GPU, "cpu"), "float16").passed
@@ -297,7 +301,7 @@ def test_kernels_that_cannot_be_stored_are_compiled_outside_the_time_limit(
     assert verify.verify(BuiltRunner(GPU, "cpu"), "bfloat16").passed
     assert asked[:3] == [
         ("load", build.BUILD_SECONDS),
-        ("prepare", tuner.PREPARE_SECONDS),
+        ("prepare", verify.PREPARE_SECONDS),
         ("check_small", verify.CHECK_SECONDS),
     ]
 

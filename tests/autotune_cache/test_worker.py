@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from cutefce.autotune_cache.tuning import targets, timing, worker
+from cutefce.autotune_cache.tuning import jobs, timing, worker
 from cutefce.autotune_cache.tuning.cases import SMALL_PROBLEMS, MismatchError
-from cutefce.autotune_cache.tuning.runner import Runner, with_tuned
+from cutefce.autotune_cache.tuning.runner import Runner
 from cutefce.cute_kernels import process_cache
 from cutefce.cute_kernels.arch import ARCHS
 from cutefce.cute_kernels.arch.base import Arch
@@ -24,7 +24,7 @@ from cutefce.cute_kernels.parts import (
 )
 from cutefce.cute_kernels.spec.kernel import KernelSpec
 from cutefce.cute_kernels.spec.rowwise import SelectRowsSpec
-from tests.support.fake_tuner import RUNNER, SIZES, TARGET
+from tests.support.fake_tuner import RUNNER, job
 from tests.support.faulty_candidates import Kind, config
 from tests.support.kernel_models import model_of, use_models
 from tests.support.tables import GPU
@@ -40,29 +40,9 @@ from tests.support.tiers import rest_slow
 )
 @pytest.mark.parametrize("dtype", rest_slow(["bfloat16", "float16"]))
 def test_slightly_wrong_results_are_found(kind: Kind, said: str, dtype: str) -> None:
-    worker.check_small(RUNNER, dtype, TARGET.configs(config(Kind.FAST)))
+    worker.check_small(RUNNER, dtype, job().configs(config(Kind.FAST)), PARTS)
     with pytest.raises(MismatchError, match=said):
-        worker.check_small(RUNNER, dtype, TARGET.configs(config(kind)))
-
-
-def test_rounds_have_random_orders(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[object] = []
-
-    def sample(call: object, repeats: int) -> Callable[[], float]:
-        calls.append(call)
-        return lambda: 2.0 if call is calls[0] else 3.0
-
-    monkeypatch.setattr(timing, "_timed_on_cpu", sample)
-    monkeypatch.setattr(worker, "SECONDS", 0.0)
-    problem = RUNNER.problem(SIZES, "bfloat16")
-    timings = worker.trial(TARGET, problem, (config(Kind.FAST), config(Kind.SLOW)))
-    one, other = timings.values()
-    assert {one.ms, other.ms} == {2.0, 3.0}
-    assert (one.ratio, other.ratio) == (one.ms / other.ms, 1.0)
-    rounds = [tuple(calls[i : i + 2]) for i in range(4, len(calls), 2)]
-    assert len(rounds) == worker.MIN_ROUNDS
-    first, second, *_ = calls
-    assert set(rounds) == {(first, second), (second, first)}
+        worker.check_small(RUNNER, dtype, job().configs(config(kind)), PARTS)
 
 
 @pytest.mark.parametrize(("ms", "rounds"), [(0.1, 50), (10, 10), (200, 4)])
@@ -78,8 +58,8 @@ def test_trials_take_about_as_long_as_they_may(
         return lambda: ms
 
     monkeypatch.setattr(timing, "_timed_on_cpu", sample)
-    problem = RUNNER.problem(SIZES, "bfloat16")
-    worker.trial(TARGET, problem, (config(Kind.FAST), config(Kind.SLOW)))
+    candidates = config(Kind.FAST), config(Kind.SLOW)
+    assert worker.trial(job(), candidates) == dict.fromkeys(candidates, (ms,) * rounds)
     assert taken[4:] == [worker.CALLS] * 2 * rounds
 
 
@@ -114,15 +94,8 @@ def launched(no_results: None, monkeypatch: pytest.MonkeyPatch) -> set[KernelSpe
 
 
 def test_checks_have_every_configuration() -> None:
-    configs, arch = Runner(GPU).listed_configs(), GPU.arch
-    for kernel, every in {
-        "project_exp": arch.prebuilt_configs(),
-        "grad_hidden": arch.grad_hidden_configs(),
-        "grad_hidden_short": arch.grad_hidden_configs(),
-        "grad_weight": arch.grad_weight_configs(),
-        "kept_sums": arch.kept_sums_configs(),
-        "exps": arch.exps_configs(),
-    }.items():
+    configs, listed = Runner(GPU).listed_configs(), GPU.arch.listed
+    for kernel, every in listed.items():
         assert {getattr(each, kernel) for each in configs} == set(every)
 
 
@@ -171,16 +144,11 @@ def test_trials_launch_nothing_that_was_not_compiled_ahead(
     arch: Arch, dtype: str, launched: set[KernelSpec]
 ) -> None:
     """Compiling takes longer than a trial may."""
-    for target in targets.all_targets(dataclasses.replace(GPU, arch=arch), "cpu"):
-        runner = target.runner
-        problem = runner.problem((130, 64, 1500), dtype)
-        case = worker._full_case(runner, problem)
-        configs = target.configs(target.default(problem))
-        for name in SMALL_PROBLEMS:
-            runner.outputs(runner.small_case(name, dtype), configs, PARTS)
-        primitives = runner.primitives(problem, configs)
-        target.call(case, primitives)()
-        assert launched and launched <= set(runner.kernels(dtype, configs, PARTS))
+    runner = Runner(dataclasses.replace(GPU, arch=arch), "cpu")
+    for one in jobs.jobs_of(runner, [(130, 64, 1500)], dtype):
+        for call in one.calls(one.candidates).values():
+            call()
+        assert launched and launched <= set(one.kernels())
         launched.clear()
 
 
@@ -192,8 +160,8 @@ COUNTS = {FORWARD: 5, STEP: 29, SOFT_TARGETS: 7, SAMPLES: 16, DIVERGENCES: 21}
 def test_a_part_compiles_what_it_launches(part: str, launched: set[KernelSpec]) -> None:
     """A call waits for no kernels but its own, and none is compiled within a time limit."""
     runner, parts, known = Runner(GPU, "cpu"), parts_of(part), set[KernelSpec]()
-    wide = with_tuned(runner.base(), "grad_hidden", runner.base().grad_hidden)
-    for configs in (runner.base(), wide):
+    base = runner.base()
+    for configs in (base, dataclasses.replace(base, grad_hidden_short=base.grad_hidden)):
         known |= set(runner.kernels("bfloat16", configs, parts))
         for name in SMALL_PROBLEMS:
             runner.outputs(runner.small_case(name, "bfloat16"), configs, parts)

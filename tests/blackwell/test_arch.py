@@ -23,7 +23,7 @@ BLACKWELL = [arch for arch in ARCHS if isinstance(arch, Sm100)]
 
 @pytest.mark.parametrize("arch", BLACKWELL, ids=lambda arch: arch.name)
 def test_memory_limits(arch: Sm100) -> None:
-    for config in arch.prebuilt_configs():
+    for config in arch.listed["project_exp"]:
         epilogue = arch.EPI_STAGES * config.tile_m * arch.EPI_TILE_COLUMNS * 2
         used = BARRIER_BYTES + config.stages * arch.stage_bytes(config) + epilogue
         assert used <= arch.smem_bytes == 227 << 10

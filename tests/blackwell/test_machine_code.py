@@ -28,7 +28,7 @@ def variants(
 ) -> list[ProjectExpSpec]:
     sets = [
         kernel_set(arch_named(arch), dtype, KernelConfigs(config, None, None), variant)
-        for config in arch_named(arch).prebuilt_configs()
+        for config in arch_named(arch).listed["project_exp"]
     ]
     return [k for s in sets for k in (s.row_sums, s.exps, s.repair_exps)]
 

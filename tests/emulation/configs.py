@@ -20,7 +20,7 @@ GRADIENTS = (COOPERATIVE, PINGPONG, TALL, SHARED)
 SWAPPED = GemmConfig(64, 48, cluster=2, stages=2, pingpong=True, swaps=True)
 SWAPPED_TALL = GemmConfig(256, 32, cluster=1, stages=3, pingpong=False, swaps=True)
 
-TWO_CTA, SINGLE_CTA = BLACKWELL.prebuilt_configs()
+TWO_CTA, SINGLE_CTA = BLACKWELL.listed["project_exp"]
 
 
 @functools.cache
@@ -28,7 +28,7 @@ def kernels_of(
     config: GemmConfig, variant: KernelVariant = PLAIN, dtype: str = "bfloat16"
 ) -> KernelSet:
     """Return the kernels of one of these configurations, on its architecture."""
-    if config in BLACKWELL.prebuilt_configs():
+    if config in BLACKWELL.listed["project_exp"]:
         return kernel_set(BLACKWELL, dtype, KernelConfigs(config, None, None), variant)
     gradient = COOPERATIVE if config.swaps else config
     configs = KernelConfigs(config, gradient, gradient, kept_sums=KEPT_128)

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 import cutefce
-from cutefce.autotune_cache.defaults import widest_window
-from cutefce.cute_kernels.config import PortableTiles
+from cutefce.autotune_cache.defaults import window_configs
 from cutefce.cute_kernels.problem import Problem
 from cutefce.ops.interface.checks import MAXIMUM, MINIMUM
 from cutefce.ops.program.layout import Layout, most_aliased
@@ -225,16 +224,13 @@ def test_a_sampled_plan_above_a_budget_says_what_helps() -> None:
 
 
 @pytest.mark.parametrize("vocab", [1, 7, 8, 1000, 1025, 32001, 50257, 151669])
-@pytest.mark.parametrize("device", ["cpu", "cuda", "xpu"])
-def test_windows_are_legal_and_no_wider_than_the_vocabulary(vocab: int, device: str) -> None:
-    config = widest_window(Problem(512, 64, vocab, "bfloat16", device))
-    assert config.window % config.tile_columns == 0
-    assert config.tile_columns % config.reference_block == 0
-    assert config.reference_block <= vocab + 7
-
-
-@pytest.mark.parametrize("wrong", [{"window": 100}, {"reference_block": 24}])
-def test_illegal_tiles_are_refused(wrong: dict[str, int]) -> None:
-    given = {"window": 64, "tile_columns": 32, "tile_rows": 32, "reference_block": 16} | wrong
-    with pytest.raises(ValueError, match=r"(window|tile_columns): got \d+, expected a multiple"):
-        PortableTiles(**given)
+@pytest.mark.parametrize(
+    ("device", "arch"), [("cpu", None), ("cuda", None), ("xpu", None), ("cuda", "sm_90a")]
+)
+def test_windows_are_legal_and_no_wider_than_the_vocabulary(
+    vocab: int, device: str, arch: str | None
+) -> None:
+    for config in window_configs(Problem(512, 64, vocab, "bfloat16", device, arch=arch)):
+        assert config.window % config.tile_columns == 0
+        assert config.tile_columns % config.reference_block == 0
+        assert config.reference_block <= vocab + 7

@@ -1,4 +1,4 @@
-"""A tuning target without hardware, and trials with a known outcome."""
+"""Tuning jobs without hardware, and trials with a known outcome."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -6,15 +6,13 @@ from typing import Any
 
 from cutefce.autotune_cache.table import Table
 from cutefce.autotune_cache.tuning import worker
-from cutefce.autotune_cache.tuning.tuner import Job, Tuner
-from cutefce.autotune_cache.tuning.worker import Timing
+from cutefce.autotune_cache.tuning.tuner import Tuner
 from cutefce.cute_kernels.jit.subprocess_worker import SubprocessWorker, WorkerError
-from tests.support.faulty_candidates import FaultyRunner, FaultyTarget, Kind, config, kind_of
+from tests.support.faulty_candidates import FaultyJob, FaultyRunner, Kind, kind_of
 from tests.support.tables import GPU, VERSIONS
 
 HEADER = Table(GPU, VERSIONS)
 RUNNER = FaultyRunner(GPU, "cpu")
-TARGET = FaultyTarget(RUNNER)
 SIZES = (24, 16, 300)
 
 
@@ -22,9 +20,10 @@ def nothing() -> None:
     pass
 
 
-def job(kinds: tuple[Kind, ...], sizes: tuple[int, int, int] = SIZES) -> Job:
-    candidates = tuple(config(kind) for kind in kinds)
-    return Job(TARGET, RUNNER.problem(sizes, "bfloat16"), candidates)
+def job(
+    kinds: tuple[Kind, ...] = (Kind.SLOW, Kind.FAST), sizes: tuple[int, int, int] = SIZES
+) -> FaultyJob:
+    return FaultyJob(RUNNER, "project_exp", RUNNER.problem(sizes, "bfloat16"), kinds)
 
 
 class InProcess(SubprocessWorker):
@@ -38,23 +37,20 @@ class InProcess(SubprocessWorker):
 
 
 class InlineWorker(SubprocessWorker):
-    """Answers at once, as a subprocess would after verifying and timing the candidates."""
+    """Answers at once, as a subprocess would after timing the candidates."""
 
     def ask(self, call: Any, seconds: float) -> Any:
-        if call.func is worker.prepare_problem:
-            return None
         assert call.func is worker.trial
         times = {}
-        for candidate in call.args[2]:
+        for candidate in call.args[1]:
             kind = kind_of(candidate)
             if kind not in (Kind.SLOW, Kind.FAST):
-                raise WorkerError("out of memory" if kind is Kind.LEAKS else "wrong")
-            times[candidate] = 1.0 if kind is Kind.FAST else 2.0
-        last = [*times.values()][-1]
-        return {candidate: Timing(time, time / last) for candidate, time in times.items()}
+                raise WorkerError("out of memory" if kind is Kind.LEAKS else "it hung")
+            times[candidate] = (1.0 if kind is Kind.FAST else 2.0,) * 3
+        return times
 
 
-def tune_inline(path: Path, vocabularies: range, note: Callable[[Job], object]) -> None:
+def tune_inline(path: Path, vocabularies: range, note: Callable[[FaultyJob], object]) -> None:
     work = Tuner(path, HEADER, InlineWorker())
     for vocab in vocabularies:
         todo = job(tuple(Kind), (24, 16, vocab))

@@ -3,7 +3,6 @@
 import ctypes
 import resource
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from types import SimpleNamespace
@@ -14,9 +13,9 @@ from torch import Tensor
 
 from cutefce.autotune_cache.table import Candidate
 from cutefce.autotune_cache.tuning.cases import Case, Outputs
-from cutefce.autotune_cache.tuning.outputs import steps
+from cutefce.autotune_cache.tuning.jobs import Job
+from cutefce.autotune_cache.tuning.outputs import outputs_of, steps
 from cutefce.autotune_cache.tuning.runner import Runner, portable
-from cutefce.autotune_cache.tuning.targets import ProjectExpTarget
 from cutefce.cute_kernels.arch.sm90 import Sm90
 from cutefce.cute_kernels.config import GemmConfig, KernelConfigs
 from cutefce.cute_kernels.problem import Problem
@@ -40,12 +39,12 @@ class Kind(IntEnum):
 
 def config(kind: Kind) -> GemmConfig:
     """Return the configuration that stands for `kind`."""
-    return Sm90().prebuilt_configs()[kind]
+    return Sm90().listed["project_exp"][kind]
 
 
 def kind_of(configuration: GemmConfig) -> Kind:
     """Return what a configuration stands for."""
-    return Kind(Sm90().prebuilt_configs().index(configuration))
+    return Kind(Sm90().listed["project_exp"].index(configuration))
 
 
 class FaultyProjection:
@@ -145,22 +144,27 @@ class FaultyRunner(Runner):
     def primitives(self, problem: Problem, configs: KernelConfigs, *_: Any) -> Primitives:
         return faulty(portable(problem), kind_of(configs.project_exp))
 
-    def compute(self, case: Case, primitives: Primitives, parts: Any) -> Outputs:
+    def expected(self, case: Case, parts: Any) -> Outputs:
         """Return the outputs of two steps, in which every fault shows."""
-        return steps.way_outputs(case, primitives, WAYS)
+        exact = case.exact()
+        return steps.way_outputs(exact, portable(exact.problem), WAYS)
+
+    def outputs(self, case: Case, configs: KernelConfigs, parts: Any) -> Outputs:
+        return steps.way_outputs(case, self.primitives(case.problem, configs), WAYS)
 
 
 WAYS = steps.Way(), steps.Way(" of stored exponentials", stored=1)
 
 
-class FaultyTarget(ProjectExpTarget):
-    """`project_exp` with two candidates; the slow one is the default."""
+@dataclass(frozen=True)
+class FaultyJob(Job):
+    """Candidates of these kinds, the default first."""
 
-    def default(self, problem: Problem) -> Candidate:
-        return config(Kind.SLOW)
+    kinds: tuple[Kind, ...] = (Kind.SLOW, Kind.FAST)
 
-    def candidates(self) -> Sequence[Candidate]:
-        return config(Kind.SLOW), config(Kind.FAST)
+    @property
+    def candidates(self) -> tuple[Candidate, ...]:
+        return tuple(map(config, self.kinds))
 
 
 @dataclass(frozen=True)
@@ -175,4 +179,4 @@ class KernelRunner(Runner):
     def outputs(self, case: Case, configs: KernelConfigs, parts: tuple[str, ...]) -> Outputs:
         """Return what faulty kernels compute; what records them without a launch is right."""
         primitives = self.primitives(case.problem, configs)
-        return self.compute(case, faulty(primitives, self.kind), parts)
+        return outputs_of(case, faulty(primitives, self.kind), parts)

@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 
 from cutefce.autotune_cache.tuning.cases import Case, CheckedOutput
-from cutefce.autotune_cache.tuning.outputs.steps import Inputs, Way, gradients, prepared, run
+from cutefce.autotune_cache.tuning.outputs.steps import Way, gradients, prepared, run
 from cutefce.cute_kernels.jit.cache import compiled
 from cutefce.cute_kernels.spec.sampling import PrepareSamplesSpec
 from cutefce.ops.primitives.cute_projection import CuteProjection, PartialLse
 from cutefce.ops.primitives.portable_projection import Logits
 from cutefce.ops.primitives.primitives import Primitives
 from cutefce.ops.program import calls as programs
+from cutefce.ops.program.inputs import LossInputs
 from cutefce.ops.program.plan import Plan
 from cutefce.ops.program.run import Call
 from cutefce.ops.rows.targets import Targets
@@ -72,7 +73,7 @@ def sampled_outputs(case: Case, primitives: Primitives) -> dict[str, CheckedOutp
     return results
 
 
-def _entries(inputs: Inputs, plan: Plan) -> Tensor:
+def _entries(inputs: LossInputs, plan: Plan) -> Tensor:
     """Return (2,) float64: how many entries are kept, and Σ of their columns over V."""
     _, _, saved = programs.forward(inputs, plan)
     own = Entries.of(Call(plan.program, inputs, saved.by_home))
@@ -96,7 +97,7 @@ def _seed(like: Tensor) -> Tensor:
     return torch.tensor([1, 2], dtype=torch.int32, device=like.device)
 
 
-def _estimates(inputs: Inputs, projection: CuteProjection) -> Tensor:
+def _estimates(inputs: LossInputs, projection: CuteProjection) -> Tensor:
     """Return an estimate of lse (N,) of two halves of the classes, of which one counts more."""
     h, w, targets, half = inputs.h, inputs.w, inputs.targets, (len(inputs.w) + 1) // 2
     logit, none = projection.target_logit(h, w, targets), torch.full_like(targets.index, -1)
@@ -119,8 +120,8 @@ def _defined_estimates(case: Case) -> Tensor:
 
 
 def _sampled(
-    inputs: Inputs, plan: Plan, projection: CuteProjection, samples: int
-) -> tuple[Inputs, Plan]:
+    inputs: LossInputs, plan: Plan, projection: CuteProjection, samples: int
+) -> tuple[LossInputs, Plan]:
     """Return a call with sampled gradients, and its plan, of one with exact ones on kernels.
 
     Some of its estimates are too low.

@@ -28,7 +28,6 @@ from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.statistics import RowStats
 from cutefce.ops.rows.targets import Targets
 
-Inputs = LossInputs
 IGNORED = -100
 
 
@@ -56,11 +55,6 @@ class Way:
     """Whether every third token is ignored too, so that kernels select the others."""
     clears: bool = False
     """Whether they clear rows that do not count, as for the gradient of a bias."""
-
-    @property
-    def keeps_sums(self) -> bool:
-        """Whether it keeps sums, as no call does in a dtype whose exponentials are not stored."""
-        return self.low_bits > 0
 
 
 NONE = False, False
@@ -111,7 +105,7 @@ def make_targets(case: Case, reduction: str = "none") -> Targets:
 
 def prepared(
     case: Case, primitives: Primitives, way: Way
-) -> tuple[Inputs, Plan, RowSelection | None]:
+) -> tuple[LossInputs, Plan, RowSelection | None]:
     """Return the operands and the plan of a case, and which rows kernels select."""
     p, selection = case.problem, None
     block = defaults.widest_window(p).reference_block
@@ -146,7 +140,7 @@ def prepared(
 
 
 def run(
-    inputs: Inputs, plan: Plan, selection: RowSelection | None, upstream: Tensor
+    inputs: LossInputs, plan: Plan, selection: RowSelection | None, upstream: Tensor
 ) -> tuple[Tensor, RowStats, Tensor | None, Tensor | None]:
     """Return losses () or (N,), statistics, dX and dW, as far as they are computed.
 
@@ -172,8 +166,8 @@ def way_outputs(
     """Return losses, row sums and gradients of a case, computed in several ways, by name."""
     results: dict[str, CheckedOutput] = {}
     for way in ways:
-        if way.keeps_sums and not can_keep(case.problem.dtype):
-            continue
+        if way.low_bits and not can_keep(case.problem.dtype):
+            continue  # no call keeps sums in a dtype whose exponentials are not stored
         loss, stats, dx, dw = run(*prepared(case, primitives, way), case.upstream)
         results[f"loss{way.name}"] = CheckedOutput(loss.view(-1), 1)
         if not way.ignores:  # whose order is that of the call
