@@ -83,4 +83,3 @@ def _read(text: str) -> tuple[Fault, ...]:
 
 
 FAULTS = _read(Path(__file__).with_name("catalogue.txt").read_text())
-KINDS = tuple(dict.fromkeys(fault.kind for fault in FAULTS))
