@@ -1,5 +1,6 @@
 """The kernels: every configuration, sizes past 2³¹, repair, and the choice of implementation."""
 
+import contextlib
 import dataclasses
 import math
 from typing import Any
@@ -14,7 +15,7 @@ from cutefce.cute_kernels import cache_files, kernel_set
 from cutefce.cute_kernels.arch import ARCHS, arch_for, arch_named
 from cutefce.cute_kernels.arch.base import Arch
 from cutefce.cute_kernels.arch.sm90 import Sm90
-from cutefce.cute_kernels.config import GemmConfig, KernelConfigs
+from cutefce.cute_kernels.config import GemmConfig, KernelConfigs, PortableTiles
 from cutefce.cute_kernels.integers import round_up
 from cutefce.cute_kernels.jit import cache as jit_cache
 from cutefce.cute_kernels.jit.compiler import report
@@ -33,19 +34,19 @@ from cutefce.cute_kernels.variant import (
 from cutefce.cute_kernels.workspace import NUM_STATS, Semaphore, Stat, forward_semaphore_count
 from cutefce.ops.dtypes import dtype_name
 from cutefce.ops.interface.options import LossOptions
-from cutefce.ops.primitives import (
-    cute_gradients,
-    cute_projection,
-    cute_rowwise,
-    dispatch,
-)
+from cutefce.ops.operators import operators
+from cutefce.ops.primitives import dispatch
 from cutefce.ops.primitives.cute_projection import CuteProjection, PartialLse
 from cutefce.ops.primitives.dispatch import kernel_primitives
 from cutefce.ops.primitives.primitives import Primitives
-from cutefce.ops.rows.coefficients import RankOne, RowCoefficients
+from cutefce.ops.rows.coefficients import RowCoefficients
 from cutefce.ops.rows.kept_sums import Sums
 from cutefce.ops.rows.targets import Targets
+from tests.support.backends import KERNELS
+from tests.support.kernel_models import model_of
+from tests.support.layouts import LAYOUTS, Layout, pinned
 from tests.support.non_finite import ROW, assert_same_kind, broken_case, names, torch_result
+from tests.support.options import options_case
 from tests.support.reference import Case, assert_as_accurate, evaluate, ours, random_case
 from tests.support.row_reductions import merged, reduced
 
@@ -645,73 +646,36 @@ def test_unsupported_inputs_take_the_portable_path() -> None:
         cutefce.linear_cross_entropy(h, w, case.y)
 
 
-@pytest.mark.parametrize("arch", [ARCHS[0], ARCHS[1]], ids=lambda arch: arch.name)
-def test_launch_arguments_match_the_kernels(arch: Arch, monkeypatch: pytest.MonkeyPatch) -> None:
+LAUNCHING = {
+    **{name: LAYOUTS[name] for name in ("some aliased, some kept", "in chunks")},
+    "kept sums of dX": Layout(kept=64, hidden_bits=4),
+}
+"""Layouts of calls that launch every kind of kernel of a step."""
+
+
+@pytest.mark.parametrize("layout", LAUNCHING.values(), ids=LAUNCHING)
+@pytest.mark.parametrize("name", ["kernels of sm_90a", "kernels of sm_100a"])
+def test_launch_arguments_match_the_kernels(
+    name: str, layout: Layout, small_tiles: PortableTiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without a GPU, a launch checks the number of arguments, then fails at the first's device."""
     pytest.importorskip("cutlass")
-    launched = []
 
-    def on_a_cpu(kernel: KernelSpec) -> Any:
+    def checked(kernel: KernelSpec) -> Any:
         def launch(*arguments: Any) -> None:
             with pytest.raises(ValueError, match="expected device_type=cuda"):
                 jit_cache.compiled(kernel)(*arguments)
-            launched.append(type(kernel))
+            model_of(kernel)(*arguments)
 
         return launch
 
-    for module in (cute_gradients, cute_projection, cute_rowwise):
-        monkeypatch.setattr(module, "compiled", on_a_cpu)
-    case = random_case(300, 64, 1500, dtype=torch.bfloat16)
-    tiles = widest_window(Problem(300, 64, 1500, "bfloat16", "cuda"))
-    default = arch.default_configs(tokens=8192, hidden=4096, num_sms=132)
-    primitives = kernel_primitives(tiles, kernel_set.kernel_set(arch, "bfloat16", default), 132)
-    steps, gradients = primitives.projection, primitives.gradients
-    targets = Targets(case.y, 1500, LossOptions())
-    exps = torch.empty(300, 1504, dtype=torch.bfloat16)
-    logit = steps.target_logit(case.h, case.w, targets)
-    steps.project_exp(case.h, case.w, (0, 1500), logit, targets)
-    partial = steps.project_exp(case.h, case.w, (0, 1500), logit, targets, exps)
-    stats, _ = steps.reduce_partials(partial, logit, targets)
-    steps.repair_stored_exps(exps, case.h, case.w, 0, targets, partial, stats)
-    steps.recompute_exp(case.h, case.w, (0, 1024), logit, targets, exps)
-    for in_reference in (False, True):
-        upstream = torch.ones(())
-        gradients.scaling(case.h.dtype, targets, stats, upstream, in_reference=in_reference)
-    coefficients = RowCoefficients(logit, stats.sum_exp_others)
-    matrix = RankOne(logit, torch.ones(64))
-    for out in (torch.empty_like(case.h), case.h.float()):  # the latter is a rank's part of dX
-        for term in (None, matrix):
-            gradients.finish_dx(out, Sums(case.h.float()), case.w, targets, coefficients, term)
-    rows = case.w, targets
-    for columns in (64, 32):  # of low bits
-        kept = Sums(torch.empty_like(case.h), torch.empty(300, columns, dtype=torch.uint8))
-        for term in (None, matrix):
-            gradients.finish_dx(case.h.clone(), kept, *rows, coefficients, term)
-        gradients.scale_kept_rows(kept, logit)
-        if default.grad_weight:
-            gradients.add_hidden(kept, exps[:, :1500], case.w, accumulate=True)
-    gradients.keep_sums(kept, case.h.float(), *rows, stats)
-    scaled = torch.empty_like(case.h)
-    gradients.scale_rows(scaled, case.h, logit)
-    gradients.add_hidden(Sums(case.h.float()), exps[:, :1500], case.w, accumulate=True)
-    target_grad, sums = gradients.target_grad(case.h, logit, targets), Sums(case.w.float())
-    rounded, operands = Sums(torch.empty_like(case.w)), (exps[:, :1500], scaled, target_grad, 0)
-    for term in (None, RankOne(torch.ones(()).expand(1500), torch.ones(64))):
-        gradients.add_weight(rounded, *operands, grad_scale=logit[0], rank_one=term)
-    gradients.add_weight(sums, *operands, accumulate=True)
-    for columns in (64, 32):  # of low bits
-        kept = Sums(torch.empty_like(case.w), torch.empty(1500, columns, dtype=torch.uint8))
-        for term in (None, RankOne(torch.ones(()).expand(1500), torch.ones(64))):
-            gradients.add_weight(kept, *operands, rank_one=term, accumulate=True)
-        gradients.finish_kept_dw(kept, logit[0])
-    names = ["TargetLogit", *["ProjectExp"] * 2, "ReducePartials", *["ProjectExp"] * 2]
-    names += [*["RowCoefficients"] * 2, *["ScaleAddRows"] * 4]
-    steps_of_kept = [*["KeptSums"] * 3, *["GradGemm"] * bool(default.grad_weight)]
-    names += [*steps_of_kept, *steps_of_kept, "KeptSums", "MoveRows"]
-    if default.grad_weight:
-        names += ["GradGemm", "SortTargets", *["GradGemm"] * 3]
-        names += [*["GradGemm"] * 2, "KeptSums"] * 2
-    assert [kernel.__name__ for kernel in launched] == [f"{name}Spec" for name in names]
+    KERNELS[name].serve(monkeypatch, small_tiles, replacement=checked)
+    monkeypatch.setattr(operators, "_compiling_at_once", lambda *_: contextlib.nullcontext())
+    for options in ([], ["label_smoothing"]):
+        x = options_case(options, 150, 48, 333, dtype=torch.bfloat16)
+        x.case.h[::9] *= 60
+        with pinned(layout):
+            x.ours(reduction=layout.reduction)
 
 
 @pytest.mark.parametrize("arch", ARCHS, ids=lambda arch: arch.name)
