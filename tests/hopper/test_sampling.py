@@ -13,11 +13,8 @@ pytest.importorskip("cutlass")
 
 from cutefce.cute_kernels.arch import arch_named
 from cutefce.cute_kernels.config import GemmConfig
-from cutefce.cute_kernels.jit.compiler import report
 from cutefce.cute_kernels.kernel_set import kernel_set
-from cutefce.cute_kernels.sampling_set import SORT_SIZES, sort_entries, weight_sums
 from cutefce.cute_kernels.spec.gemm import ProjectExpSpec
-from cutefce.cute_kernels.spec.kernel import KernelSpec
 from cutefce.cute_kernels.spec.sampling import (
     ListSamplesSpec,
     PrepareSamplesSpec,
@@ -61,28 +58,6 @@ def test_rows_that_do_not_count_have_no_entries(given: tuple[int, bool]) -> None
     assert not sampled.counts[count:].any() and (sampled.entries[count:] == -1).all()
     if count:
         assert 5 < sampled.counts[:count].mean() < 17
-
-
-EXACT = kernel_set(ARCH, "bfloat16", ARCH.default_configs(8192, 4096, 132))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "kernel",
-    [
-        EXACT.sampled_sums,
-        *(PrepareSamplesSpec(ARCH.name, step) for step in ("estimate", "first", "again")),
-        *(sort_entries(ARCH.name, slots, softcap=False) for slots in SORT_SIZES),
-        ListSamplesSpec(ARCH.name),
-        SparseRowsSpec(ARCH.name, "bfloat16", "hidden", blocks=3),
-        weight_sums(ARCH.name, "bfloat16", 8192),
-    ],
-    ids=str,
-)
-def test_compiled_kernels_are_clean(kernel: KernelSpec) -> None:
-    """No spills, no serialized MMAs."""
-    result, _ = report(kernel)
-    assert result.is_clean, result
 
 
 @pytest.mark.parametrize("tokens", [1, 130, 192, 300, 384, 1100, 8192])
