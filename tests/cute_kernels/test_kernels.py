@@ -1,6 +1,5 @@
-"""The kernels: every configuration, sizes past 2³¹, repair, and the choice of implementation."""
+"""The kernels on a GPU: every configuration, sizes past 2³¹, repair, and what serves a call."""
 
-import contextlib
 import dataclasses
 import math
 from typing import Any
@@ -11,18 +10,14 @@ from torch import Tensor
 
 import cutefce
 from cutefce.autotune_cache.defaults import widest_window
-from cutefce.cute_kernels import cache_files, kernel_set
-from cutefce.cute_kernels.arch import ARCHS, arch_for, arch_named
-from cutefce.cute_kernels.arch.base import Arch
+from cutefce.cute_kernels import kernel_set
+from cutefce.cute_kernels.arch import arch_for
 from cutefce.cute_kernels.arch.sm90 import Sm90
-from cutefce.cute_kernels.config import GemmConfig, KernelConfigs, PortableTiles
+from cutefce.cute_kernels.config import GemmConfig, KernelConfigs
 from cutefce.cute_kernels.integers import round_up
 from cutefce.cute_kernels.jit import cache as jit_cache
-from cutefce.cute_kernels.jit.compiler import report
 from cutefce.cute_kernels.problem import GRADIENT_LOSS, Problem
 from cutefce.cute_kernels.spec.gemm import ProjectExpSpec
-from cutefce.cute_kernels.spec.kernel import KernelSpec
-from cutefce.cute_kernels.spec.rowwise import TargetLogitSpec
 from cutefce.cute_kernels.variant import (
     IDENTITY,
     PLAIN,
@@ -34,19 +29,14 @@ from cutefce.cute_kernels.variant import (
 from cutefce.cute_kernels.workspace import NUM_STATS, Semaphore, Stat, forward_semaphore_count
 from cutefce.ops.dtypes import dtype_name
 from cutefce.ops.interface.options import LossOptions
-from cutefce.ops.operators import operators
 from cutefce.ops.primitives import dispatch
-from cutefce.ops.primitives.cute_projection import CuteProjection, PartialLse
+from cutefce.ops.primitives.cute_projection import CuteProjection
 from cutefce.ops.primitives.dispatch import kernel_primitives
 from cutefce.ops.primitives.primitives import Primitives
 from cutefce.ops.rows.coefficients import RowCoefficients
 from cutefce.ops.rows.kept_sums import Sums
 from cutefce.ops.rows.targets import Targets
-from tests.support.backends import KERNELS
-from tests.support.kernel_models import model_of
-from tests.support.layouts import LAYOUTS, Layout, pinned
 from tests.support.non_finite import ROW, assert_same_kind, broken_case, names, torch_result
-from tests.support.options import options_case
 from tests.support.reference import Case, assert_as_accurate, evaluate, ours, random_case
 from tests.support.row_reductions import merged, reduced
 
@@ -62,10 +52,10 @@ RAGGED = {
     "several raster groups": (2500, 136, 5000),
 }
 
-with_kernels = pytest.mark.skipif(
-    HERE is None,
-    reason="needs a GPU that has kernels",
-)
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(HERE is None, reason="needs a GPU that has kernels"),
+]
 
 
 @pytest.fixture
@@ -101,8 +91,6 @@ def exact_exps(case: Case, reference: Tensor) -> Tensor:
     return e
 
 
-@pytest.mark.gpu
-@with_kernels
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", RAGGED.values(), ids=RAGGED)
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
@@ -129,8 +117,6 @@ def test_every_configuration(
     torch.testing.assert_close(got, exact, rtol=1.01 * rounding, atol=smallest)
 
 
-@pytest.mark.gpu
-@with_kernels
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_repair_stores_only_flagged_blocks_again(config: GemmConfig) -> None:
     """Blocks are those of the kernel that repairs, whatever the tiles of row sums."""
@@ -161,8 +147,6 @@ def test_repair_stores_only_flagged_blocks_again(config: GemmConfig) -> None:
     torch.testing.assert_close(buffer[far].double(), exact, rtol=2**-8, atol=1e-30)
 
 
-@pytest.mark.gpu
-@with_kernels
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("workspace", ["max", "min"])
 @pytest.mark.parametrize("which", ["none", "some", "all", "the last one"])
@@ -173,8 +157,6 @@ def test_far_rows(which: str, workspace: str, dtype: torch.dtype, strict: None) 
     assert_as_accurate(ours(case, workspace=workspace), case, saturated=True)
 
 
-@pytest.mark.gpu
-@with_kernels
 @pytest.mark.parametrize("shape", [(521, 264, 1003), (1000, 1096, 20001), (300, 64, 5003)], ids=str)
 @pytest.mark.parametrize("config", ARCH.grad_hidden_configs(), ids=str)
 @pytest.mark.parametrize("fresh", [False, True])
@@ -344,8 +326,6 @@ def check_transform(
     assert not stats[Stat.LOSS][~active].any()
 
 
-@pytest.mark.gpu
-@with_kernels
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
 def test_logit_transforms(transform: LogitTransform, dtype: torch.dtype) -> None:
@@ -353,8 +333,6 @@ def test_logit_transforms(transform: LogitTransform, dtype: torch.dtype) -> None
     check_transform(CONFIGS[0], transform, case, first=4000)
 
 
-@pytest.mark.gpu
-@with_kernels
 @pytest.mark.parametrize("shape", RAGGED.values(), ids=RAGGED)
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_logit_transforms_in_every_configuration(
@@ -365,8 +343,6 @@ def test_logit_transforms_in_every_configuration(
     )
 
 
-@pytest.mark.gpu
-@with_kernels
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_softcap_of_huge_logits(config: GemmConfig) -> None:
     """Raw logits of ±2¹⁰⁰ and ±inf become ±κ, almost without gradient; NaN stays in its row."""
@@ -445,8 +421,6 @@ def check_reductions(config: GemmConfig, variant: KernelVariant, case: Case) -> 
     torch.testing.assert_close(got[:numbers], want[:numbers], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.gpu
-@with_kernels
 @pytest.mark.parametrize("shape", RAGGED.values(), ids=RAGGED)
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_row_reductions_in_every_configuration(
@@ -455,8 +429,6 @@ def test_row_reductions_in_every_configuration(
     check_reductions(config, KernelVariant(reductions=REDUCTIONS["all"]), integers_case(*shape))
 
 
-@pytest.mark.gpu
-@with_kernels
 @pytest.mark.parametrize("transform", [IDENTITY, TRANSFORMS["all"]], ids=["plain", "all"])
 @pytest.mark.parametrize("reductions", REDUCTIONS.values(), ids=REDUCTIONS)
 def test_row_reductions(reductions: RowReductions, transform: LogitTransform) -> None:
@@ -464,8 +436,6 @@ def test_row_reductions(reductions: RowReductions, transform: LogitTransform) ->
     check_reductions(CONFIGS[0], variant, integers_case(257, 72, 3001))
 
 
-@pytest.mark.gpu
-@with_kernels
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_row_reductions_of_a_bad_row_and_of_no_column(config: GemmConfig) -> None:
     case = integers_case(150, 64, 1)
@@ -490,8 +460,6 @@ def test_row_reductions_of_a_bad_row_and_of_no_column(config: GemmConfig) -> Non
     assert bool(bad[1:4, 123].isnan().any(1).all())
 
 
-@pytest.mark.gpu
-@with_kernels
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_sums_of_all_columns_do_not_depend_on_the_target(config: GemmConfig) -> None:
     """Nor on the row block, nor on the row in it."""
@@ -506,8 +474,6 @@ def test_sums_of_all_columns_do_not_depend_on_the_target(config: GemmConfig) -> 
     assert torch.equal(planes, planes[:, :1].expand_as(planes))
 
 
-@pytest.mark.gpu
-@with_kernels
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_diverged_rows_in_every_configuration(config: GemmConfig) -> None:
     """With stored exponentials and without them."""
@@ -526,8 +492,6 @@ def test_diverged_rows_in_every_configuration(config: GemmConfig) -> None:
             assert torch.equal(stats.sum_exp.isnan(), bad), name
 
 
-@pytest.mark.gpu
-@with_kernels
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_sums_of_ignored_rows_are_not_read(config: GemmConfig) -> None:
     steps = primitives(config, torch.bfloat16).projection
@@ -541,8 +505,6 @@ def test_sums_of_ignored_rows_are_not_read(config: GemmConfig) -> None:
         assert stats.rows[:, ROW].tolist() == [math.inf, 0.0, 1.0, 0.0], name
 
 
-@pytest.mark.gpu
-@with_kernels
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_the_last_step_of_dx_ignores_what_an_ignored_row_holds(out_dtype: torch.dtype) -> None:
     steps = primitives(CONFIGS[0], torch.bfloat16).gradients
@@ -560,22 +522,6 @@ def test_the_last_step_of_dx_ignores_what_an_ignored_row_holds(out_dtype: torch.
     torch.testing.assert_close(out[~ignored], want[~ignored].to(out_dtype))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("arch", [ARCHS[0], ARCHS[1]], ids=lambda arch: arch.name)
-def test_kernels_with_a_matrix_of_rank_one_are_clean(arch: Arch) -> None:
-    pytest.importorskip("cutlass")
-    default = arch.default_configs(tokens=8192, hidden=4096, num_sms=132)
-    kernels = kernel_set.kernel_set(arch, "bfloat16", default)
-    wide = dataclasses.replace(kernels.finish_dx, out="float32")
-    plain = [kernels.finish_dx, wide, kernels.grad_weight]
-    for kernel in plain:
-        if kernel is not None:
-            result, _ = report(dataclasses.replace(kernel, rank_one=True))
-            assert result.is_clean, result
-
-
-@pytest.mark.gpu
-@with_kernels
 @pytest.mark.parametrize("shape", [(17000, 64, 131072), (300, 8200, 262200)], ids=["N·V", "V·D"])
 def test_past_two_to_the_31(shape: tuple[int, int, int], strict: None) -> None:
     tokens, hidden, vocab = shape
@@ -597,8 +543,6 @@ def test_past_two_to_the_31(shape: tuple[int, int, int], strict: None) -> None:
     torch.testing.assert_close(dx[last].float(), rounded.dx.float(), rtol=2e-2, atol=2e-3)
 
 
-@pytest.mark.gpu
-@with_kernels
 def test_side_stream_and_other_layouts(strict: None) -> None:
     case = random_case(300, 64, 1500, dtype=torch.bfloat16, device="cuda")
     want = cutefce.linear_cross_entropy(case.h, case.w, case.y)
@@ -612,8 +556,6 @@ def test_side_stream_and_other_layouts(strict: None) -> None:
     assert torch.equal(cutefce.linear_cross_entropy(case.h, padded, case.y), want)
 
 
-@pytest.mark.gpu
-@with_kernels
 def test_replay_and_compilation_are_bitwise_equal(strict: None) -> None:
     case = random_case(300, 64, 1500, dtype=torch.bfloat16, device="cuda")
     with torch.no_grad():
@@ -628,8 +570,6 @@ def test_replay_and_compilation_are_bitwise_equal(strict: None) -> None:
         assert torch.equal(got, want)
 
 
-@pytest.mark.gpu
-@with_kernels
 @pytest.mark.filterwarnings("ignore:cutefce")
 def test_unsupported_inputs_take_the_portable_path() -> None:
     case = random_case(32, 64, 300, dtype=torch.bfloat16, device="cuda")
@@ -644,97 +584,3 @@ def test_unsupported_inputs_take_the_portable_path() -> None:
         assert backend.name == "torch"
         assert reason in backend.reason
         cutefce.linear_cross_entropy(h, w, case.y)
-
-
-LAUNCHING = {
-    **{name: LAYOUTS[name] for name in ("some aliased, some kept", "in chunks")},
-    "kept sums of dX": Layout(kept=64, hidden_bits=4),
-}
-"""Layouts of calls that launch every kind of kernel of a step."""
-
-
-@pytest.mark.parametrize("layout", LAUNCHING.values(), ids=LAUNCHING)
-@pytest.mark.parametrize("name", ["kernels of sm_90a", "kernels of sm_100a"])
-def test_launch_arguments_match_the_kernels(
-    name: str, layout: Layout, small_tiles: PortableTiles, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without a GPU, a launch checks the number of arguments, then fails at the first's device."""
-    pytest.importorskip("cutlass")
-
-    def checked(kernel: KernelSpec) -> Any:
-        def launch(*arguments: Any) -> None:
-            with pytest.raises(ValueError, match="expected device_type=cuda"):
-                jit_cache.compiled(kernel)(*arguments)
-            model_of(kernel)(*arguments)
-
-        return launch
-
-    KERNELS[name].serve(monkeypatch, small_tiles, replacement=checked)
-    monkeypatch.setattr(operators, "_compiling_at_once", lambda *_: contextlib.nullcontext())
-    for options in ([], ["label_smoothing"]):
-        x = options_case(options, 150, 48, 333, dtype=torch.bfloat16)
-        x.case.h[::9] *= 60
-        with pinned(layout):
-            x.ours(reduction=layout.reduction)
-
-
-@pytest.mark.parametrize("arch", ARCHS, ids=lambda arch: arch.name)
-def test_a_variant_is_that_of_the_kernels_that_take_it(arch: Arch) -> None:
-    configs = arch.default_configs(tokens=8192, hidden=4096, num_sms=132)
-    plain = kernel_set.kernel_set(arch, "bfloat16", configs)
-    variant = KernelVariant(TRANSFORMS["all"], REDUCTIONS["all"])
-    kernels = kernel_set.kernel_set(arch, "bfloat16", configs, variant)
-    assert kernels.row_sums.reductions == variant.reductions
-    without_sums = kernels.exps, kernels.repair_exps
-    assert {kernel.reductions for kernel in without_sums} == {SUM_ONLY}
-    assert kernels.target_logit.transform != plain.target_logit.transform
-    with_logits = kernels.row_sums, *without_sums
-    assert {kernel.transform for kernel in with_logits} == {variant.transform}
-    own = ProjectExpSpec, TargetLogitSpec
-    others_, same = (
-        {kernel for kernel in vars(each).values() if not isinstance(kernel, own)}
-        for each in (kernels, plain)
-    )
-    assert others_ == same
-
-
-def test_partials_of_all_ranks_are_gathered() -> None:
-    """Sums from 2^-80 to 2^900, beyond the range of float32."""
-    tiles = widest_window(Problem(4, 64, 1500, "bfloat16", "cuda"))
-    kernels = kernel_set.kernel_set(ARCHS[0], "bfloat16", with_project_exp(CONFIGS[0]))
-    steps = kernel_primitives(tiles, kernels, 132).projection
-    sums = torch.tensor([[0.0, 1.0], [-80.0, -80.0], [900.0, 2.0], [-torch.inf, -torch.inf]])
-    semaphores, other = torch.zeros(3, dtype=torch.int32), torch.arange(4.0)
-    joined = steps.gather_partials(
-        PartialLse(sums, semaphores), lambda total: torch.stack([total, other])
-    )
-    want = torch.tensor([math.log2(3), -79, 900, -torch.inf])
-    torch.testing.assert_close(joined.sums, torch.stack([want, other], 1))
-    assert joined.sums.is_contiguous() and joined.semaphores is semaphores
-
-
-def test_a_compiler_that_fails_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    def fail(kernel: Any) -> None:
-        raise ValueError("no such target")
-
-    monkeypatch.setenv(cache_files.CACHE_VARIABLE, str(tmp_path))
-    monkeypatch.setattr(jit_cache, "_loaded", {})
-    monkeypatch.setattr(jit_cache, "compile_kernel", fail)
-    with pytest.raises(jit_cache.CompilerError, match="failed: ValueError: no such target"):
-        jit_cache.compiled(TargetLogitSpec("sm_90a", "bfloat16"))
-
-
-def test_strict_mode_raises_the_reason(strict: None) -> None:
-    with pytest.raises(RuntimeError, match="input: got device cpu, expected cuda"):
-        cutefce.linear_cross_entropy(torch.randn(4, 8), torch.randn(16, 8), torch.zeros(4).long())
-
-
-def test_unknown_architecture() -> None:
-    with pytest.raises(ValueError, match="arch: got 'sm_80', expected one of sm_90a"):
-        arch_named("sm_80")
-
-
-@pytest.mark.parametrize("arch", ARCHS, ids=lambda arch: arch.name)
-@pytest.mark.parametrize("tokens", [1, 64, 65, 128, 129, 100000])
-def test_the_default_is_one_of_the_configurations(tokens: int, arch: Arch) -> None:
-    assert arch.default(tokens) in arch.prebuilt_configs()
