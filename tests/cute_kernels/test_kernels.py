@@ -543,14 +543,10 @@ def test_past_two_to_the_31(shape: tuple[int, int, int], strict: None) -> None:
     torch.testing.assert_close(dx[last].float(), rounded.dx.float(), rtol=2e-2, atol=2e-3)
 
 
-def test_side_stream_and_other_layouts(strict: None) -> None:
+def test_other_layouts(strict: None) -> None:
     case = random_case(300, 64, 1500, dtype=torch.bfloat16, device="cuda")
     want = cutefce.linear_cross_entropy(case.h, case.w, case.y)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        got = cutefce.linear_cross_entropy(case.h.t().contiguous().t(), case.w, case.y)
-    stream.synchronize()
+    got = cutefce.linear_cross_entropy(case.h.t().contiguous().t(), case.w, case.y)
     assert torch.equal(got, want)
     padded = torch.empty(1500, 72, dtype=torch.bfloat16, device="cuda")[:, :64].copy_(case.w)
     assert torch.equal(cutefce.linear_cross_entropy(case.h, padded, case.y), want)
