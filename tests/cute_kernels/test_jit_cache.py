@@ -164,12 +164,6 @@ def test_a_call_that_misses_a_kernel_compiles_all_of_it_at_once(
     assert made == [KERNEL] and jit_cache.compile_count == 0
 
 
-def test_recorded_kernels_are_not_launched() -> None:
-    with jit_cache.recording() as found:
-        assert jit_cache.compiled(KERNEL)(1, 2) is None
-    assert [*found] == [KERNEL]
-
-
 @pytest.mark.slow
 def test_a_process_that_dies_blocks_no_other(folder: Path) -> None:
     process = start(DIE + COMPILE)

@@ -33,10 +33,9 @@ from cutefce.ops.primitives import dispatch
 from cutefce.ops.primitives.cute_projection import CuteProjection
 from cutefce.ops.primitives.dispatch import kernel_primitives
 from cutefce.ops.primitives.primitives import Primitives
-from cutefce.ops.rows.coefficients import RowCoefficients
 from cutefce.ops.rows.kept_sums import Sums
 from cutefce.ops.rows.targets import Targets
-from tests.support.non_finite import ROW, assert_same_kind, broken_case, names, torch_result
+from tests.support.non_finite import assert_same_kind, broken_case, names, torch_result
 from tests.support.reference import Case, assert_as_accurate, evaluate, ours, random_case
 from tests.support.row_reductions import merged, reduced
 
@@ -490,36 +489,6 @@ def test_diverged_rows_in_every_configuration(config: GemmConfig) -> None:
             assert_same_kind(losses, want)
             bad = ~(want < GRADIENT_LOSS)
             assert torch.equal(stats.sum_exp.isnan(), bad), name
-
-
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
-def test_sums_of_ignored_rows_are_not_read(config: GemmConfig) -> None:
-    steps = primitives(config, torch.bfloat16).projection
-    for name in names(torch.bfloat16):
-        case = broken_case(name, torch.bfloat16, "cuda")
-        case.y[ROW] = -100
-        targets = Targets(case.y, 333, NONE)
-        logit = steps.target_logit(case.h, case.w, targets)
-        partial = steps.project_exp(case.h, case.w, (0, 333), logit, targets)
-        stats, _ = steps.reduce_partials(partial, logit, targets)
-        assert stats.rows[:, ROW].tolist() == [math.inf, 0.0, 1.0, 0.0], name
-
-
-@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_the_last_step_of_dx_ignores_what_an_ignored_row_holds(out_dtype: torch.dtype) -> None:
-    steps = primitives(CONFIGS[0], torch.bfloat16).gradients
-    case = random_case(70, 4104, 100, dtype=torch.bfloat16, device="cuda", ignored=0)
-    case.w[0] = torch.nan  # what the clamped index of an ignored row addresses
-    case.y.clamp_(min=1)
-    sums, scale = torch.randn(70, 4104, device="cuda"), torch.rand(70, device="cuda") + 1
-    ignored = torch.arange(70, device="cuda") % 3 == 0
-    sums[ignored], case.y[ignored], scale[ignored] = torch.nan, -100, 0
-    coefficients = RowCoefficients(scale, -scale)
-    out = torch.empty(70, 4104, dtype=out_dtype, device="cuda")
-    steps.finish_dx(out, Sums(sums), case.w, Targets(case.y, 100, NONE), coefficients)
-    assert not out[ignored].any()
-    want = scale[:, None] * (sums - case.w[case.y.clamp(0)].float())
-    torch.testing.assert_close(out[~ignored], want[~ignored].to(out_dtype))
 
 
 @pytest.mark.parametrize("shape", [(17000, 64, 131072), (300, 8200, 262200)], ids=["N·V", "V·D"])
