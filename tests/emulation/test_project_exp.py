@@ -14,6 +14,7 @@ import torch
 pytest.importorskip("cutlass")
 
 from cutefce.cute_kernels.config import GemmConfig
+from cutefce.cute_kernels.integers import ceil_div
 from cutefce.cute_kernels.variant import (
     IDENTITY,
     PLAIN,
@@ -23,7 +24,7 @@ from cutefce.cute_kernels.variant import (
 )
 from cutefce.cute_kernels.workspace import Semaphore
 from tests.emulation import blackwell, hopper
-from tests.emulation.cases import Case, check, check_counted, launch_of_counted, numbers
+from tests.emulation.cases import Case, check, numbers
 from tests.emulation.configs import (
     BLACKWELL,
     COOPERATIVE,
@@ -351,10 +352,17 @@ COUNTS = {
 @pytest.mark.parametrize("blocks", rest_slow(COUNTS, default=2))
 @pytest.mark.parametrize("config", rest_slow(CONFIGS))
 def test_counted_rows(config: GemmConfig, blocks: float) -> None:
+    """The others of their last block are stored as 0; there is room for one more split."""
     case, kernel = case_of(config, 2.1, 72, 2.3), kernels_of(config).row_sums
-    launch = launch_of_counted(case, kernel, int(blocks * config.rows))
+    launch, count = case.launch(kernel, vocab_splits=2), int(blocks * config.rows)
+    launch.count, launch.vocab_splits = count, 1
+    launch.h = launch.h.copy()
+    launch.h[count:] = 0x7FC0  # NaN
     launch.run(run, kernel, clusters=2)
-    check_counted(launch, case, config.rows)
+    check(launch, case)
+    end = max(1, ceil_div(count, config.rows)) * config.rows
+    assert (numbers(launch.exps)[count:end, : len(case.w)] == 0).all()
+    assert np.isnan(launch.sums[count:]).all(), "not written"
 
 
 @pytest.mark.parametrize("counts", [False, True], ids=["no row", "all rows"])
