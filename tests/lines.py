@@ -4,10 +4,9 @@ A file belongs to the first feature with a part of its path.
 """
 
 from collections.abc import Mapping
-from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
-FOLDERS = "cute_kernels", "ops", "autotune_cache", "cutefce", "integrations"
+from tests.support.package import ROOT, modules
+
 FEATURES: Mapping[str, tuple[str, ...]] = {
     "soft targets": ("soft",),
     "sampled gradients": ("sampl",),
@@ -44,10 +43,9 @@ def feature_of(path: str) -> str:
 def lines_by_feature() -> dict[str, int]:
     """Return the lines of each feature's files."""
     found = dict.fromkeys(FEATURES, 0)
-    for folder in FOLDERS:
-        for path in (ROOT / folder).rglob("*.py"):
-            name = path.relative_to(ROOT).as_posix()
-            found[feature_of(name)] += len(path.read_text().splitlines())
+    for path in modules().values():
+        name = path.relative_to(ROOT).as_posix()
+        found[feature_of(name)] += len(path.read_text().splitlines())
     return found
 
 

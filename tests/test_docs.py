@@ -26,16 +26,16 @@ from cutefce.ops.program.steps import Kind
 from cutefce.ops.sampling.steps import SampleKind
 from cutefce.ops.schema import OperatorRecord
 from tests.lines import lines_by_feature
+from tests.support.package import FOLDERS as PACKAGE
+from tests.support.package import ROOT, modules
 
-ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 DOCS = ROOT / "docs"
 INTERNALS = DOCS / "internals"
 ARCHITECTURE = INTERNALS / "architecture.md"
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted(DOCS.rglob("*.md"))]
 USER_PAGES = [page for page in sorted(DOCS.glob("*.md")) if page.name != "api.md"]
-LAYERS = ("cute_kernels", "autotune_cache", "ops", "integrations", "cutefce")
-FOLDERS = (*LAYERS, "bench", "docs", "examples", "tests", ".ci", ".github")
+FOLDERS = (*PACKAGE, "bench", "docs", "examples", "tests", ".ci", ".github")
 COMMAND_SOURCES = [
     *PAGES,
     ROOT / "Makefile",
@@ -43,7 +43,7 @@ COMMAND_SOURCES = [
     *sorted((ROOT / "examples").glob("*.py")),
 ]
 PACKAGE_FOLDERS = sorted(
-    path.parent for layer in (*LAYERS, "bench") for path in (ROOT / layer).rglob("__init__.py")
+    path.parent for layer in (*PACKAGE, "bench") for path in (ROOT / layer).rglob("__init__.py")
 )
 README_LINES = 100
 USER_PAGE_LINES = 120
@@ -59,12 +59,7 @@ def names(path: Path) -> str:
 
 def sources() -> str:
     """Return the text of the package."""
-    return "\n".join(path.read_text() for path in modules())
-
-
-def modules() -> list[Path]:
-    """Return the modules of the package; `rglob` does not follow the links in cutefce/."""
-    return [path for layer in LAYERS for path in sorted((ROOT / layer).rglob("*.py"))]
+    return "\n".join(path.read_text() for path in modules().values())
 
 
 def fences(page: Path) -> Iterator[tuple[str, str]]:
@@ -128,7 +123,7 @@ def test_the_site_has_every_page() -> None:
 def test_the_tree_lists_every_module() -> None:
     (tree,) = (text for kind, text in fences(ARCHITECTURE) if kind == "text")
     listed = [line.split()[0] for line in tree.splitlines() if line]
-    every = [*modules(), *(ROOT / "bench").rglob("*.py")]
+    every = [*modules().values(), *(ROOT / "bench").rglob("*.py")]
     found = {names(path) for path in every if path.name != "__init__.py"}
     assert sorted(listed) == sorted(found | {"cutefce/__init__.py"})
 
@@ -158,13 +153,6 @@ def test_every_kind_of_step_is_listed() -> None:
     listed = re.findall(r"\b[A-Z]+(?:_[A-Z]+)*\b", section(ARCHITECTURE, "One call, step by step"))
     kinds = (*Kind, *DivergenceKind, *SampleKind)
     assert {kind.name for kind in kinds} <= set(listed)
-
-
-def test_nine_places_are_named() -> None:
-    rows = table(section(ARCHITECTURE, "Where do I find"))
-    assert len(rows) == 9
-    files = [re.findall(r"`([^`]+)`", cell) for _, cell in rows]
-    assert all(found and all((ROOT / path).is_file() for path in found) for found in files)
 
 
 def written_commands(path: Path) -> list[str]:

@@ -12,10 +12,9 @@ import graphlib
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
+from tests.support.package import modules
 
 LAYERS = (
     "cutefce.cute_kernels",
@@ -40,16 +39,6 @@ OPS_LAYERS = (
     "cutefce.ops.interface",
     "cutefce.ops.divergence",
 )
-
-
-def modules() -> Iterator[tuple[str, Path]]:
-    for top in ("cutefce", "integrations", "ops", "autotune_cache", "cute_kernels"):
-        for path in sorted((ROOT / top).rglob("*.py")):
-            parts = path.relative_to(ROOT).with_suffix("").parts
-            if any(parent.is_symlink() for parent in path.parents):
-                continue
-            parts = parts[:-1] if parts[-1] == "__init__" else parts
-            yield ".".join(parts if top == "cutefce" else ("cutefce", *parts)), path
 
 
 @functools.cache
@@ -86,7 +75,8 @@ def violations(module: str, source: str) -> list[str]:
 
 
 def test_imports_point_down() -> None:
-    assert not [text for module, path in modules() for text in violations(module, path.read_text())]
+    every = modules().items()
+    assert not [text for module, path in every for text in violations(module, path.read_text())]
 
 
 class WithoutTypes(ast.NodeTransformer):
@@ -98,7 +88,7 @@ class WithoutTypes(ast.NodeTransformer):
 
 def test_no_module_waits_for_itself() -> None:
     """Imports make no circle, those inside functions and by name included."""
-    sources = {module: path.read_text() for module, path in modules()}
+    sources = {module: path.read_text() for module, path in modules().items()}
 
     def module_of(name: str) -> str:
         while name and name not in sources:
@@ -128,7 +118,7 @@ assert {{"cutefce.loss_backward", "cutefce.divergence_backward"}} <= names
 
 def test_private_names_of_torch_are_in_one_file() -> None:
     private = []
-    for module, path in modules():
+    for module, path in modules().items():
         if module == "cutefce.ops.torch_compat":
             continue
         for node in ast.walk(parsed(path.read_text())):

@@ -1,21 +1,15 @@
 """What keeps the package readable: long argument lists and modules say why and what they are."""
 
 import ast
-from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+from tests.support.package import modules
+
 MAX_PARAMETERS = 8
-
-
-def sources() -> list[Path]:
-    folders = ("cutefce", "integrations", "ops", "autotune_cache", "cute_kernels")
-    paths = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
-    return [path for path in paths if not any(parent.is_symlink() for parent in path.parents)]
 
 
 def test_long_argument_lists_have_a_reason() -> None:
     """A function of more than eight parameters says why in its docstring."""
-    for path in sources():
+    for path in modules().values():
         for node in ast.walk(ast.parse(path.read_text())):
             if not isinstance(node, ast.FunctionDef) or "overload" in map(
                 ast.unparse, node.decorator_list
@@ -28,6 +22,6 @@ def test_long_argument_lists_have_a_reason() -> None:
 
 
 def test_modules_say_what_they_hold() -> None:
-    for path in sources():
+    for path in modules().values():
         text = ast.get_docstring(ast.parse(path.read_text())) or ""
         assert len(text) > 15 and "TODO" not in text, path

@@ -1,6 +1,7 @@
 """Each kind of kernel compiles clean for each architecture, in its default configuration."""
 
 import functools
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,10 +13,11 @@ from cutefce.cute_kernels.arch.sm100 import Sm100
 from cutefce.cute_kernels.gpu import Gpu
 from cutefce.cute_kernels.jit.build import compile_clean
 from cutefce.cute_kernels.parts import PARTS
-from cutefce.cute_kernels.spec.gemm import GradGemmSpec, ProjectExpSpec
+from cutefce.cute_kernels.spec.divergence import DivergenceRowsSpec
+from cutefce.cute_kernels.spec.gemm import GradGemmSpec
 from cutefce.cute_kernels.spec.kernel import KernelSpec
+from cutefce.cute_kernels.spec.rowwise import ScaleAddRowsSpec
 
-GEMMS = ProjectExpSpec, GradGemmSpec
 SHARES = 8
 """Tests among which the kernels of an architecture are shared out."""
 
@@ -24,12 +26,19 @@ SHARES = 8
 def default_kernels(arch: Arch) -> list[KernelSpec]:
     """Return kernels of bfloat16 that calls without a tuned table launch.
 
-    Of the GEMMs all, of the others one of each kind: `make wheel` requires of all to be clean.
+    Of the divergences one, of the others all, also with a matrix of rank one: `make wheel` requires
+    of all to be clean.
     """
     every = runner.Runner(Gpu(arch, "any", 132))
     found = every.kernels("bfloat16", every.base(), PARTS)
-    first = {type(kernel): kernel for kernel in reversed(found)}
-    return [x for x in found if isinstance(x, GEMMS) or x is first[type(x)]]
+    several = [kernel for kernel in found if isinstance(kernel, DivergenceRowsSpec)][1:]
+    rank_one = [
+        replace(kernel, rank_one=True)
+        for kernel in found
+        if isinstance(kernel, ScaleAddRowsSpec)
+        or (isinstance(kernel, GradGemmSpec) and kernel.wrt == "weight" and kernel.final)
+    ]
+    return [*(kernel for kernel in found if kernel not in several), *rank_one]
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The kernels: every configuration, sizes past 2³¹, repair, and the choice of implementation."""
+"""The kernels on a GPU: every configuration, sizes past 2³¹, repair, and what serves a call."""
 
 import dataclasses
 import math
@@ -10,18 +10,14 @@ from torch import Tensor
 
 import cutefce
 from cutefce.autotune_cache.defaults import widest_window
-from cutefce.cute_kernels import cache_files, kernel_set
-from cutefce.cute_kernels.arch import ARCHS, arch_for, arch_named
-from cutefce.cute_kernels.arch.base import Arch
+from cutefce.cute_kernels import kernel_set
+from cutefce.cute_kernels.arch import arch_for
 from cutefce.cute_kernels.arch.sm90 import Sm90
 from cutefce.cute_kernels.config import GemmConfig, KernelConfigs
 from cutefce.cute_kernels.integers import round_up
 from cutefce.cute_kernels.jit import cache as jit_cache
-from cutefce.cute_kernels.jit.compiler import compile_clean
 from cutefce.cute_kernels.problem import GRADIENT_LOSS, Problem
 from cutefce.cute_kernels.spec.gemm import ProjectExpSpec
-from cutefce.cute_kernels.spec.kernel import KernelSpec
-from cutefce.cute_kernels.spec.rowwise import TargetLogitSpec
 from cutefce.cute_kernels.variant import (
     IDENTITY,
     PLAIN,
@@ -33,20 +29,14 @@ from cutefce.cute_kernels.variant import (
 from cutefce.cute_kernels.workspace import NUM_STATS, Semaphore, Stat, forward_semaphore_count
 from cutefce.ops.dtypes import dtype_name
 from cutefce.ops.interface.options import LossOptions
-from cutefce.ops.primitives import (
-    cute_gradients,
-    cute_projection,
-    cute_rowwise,
-    dispatch,
-)
-from cutefce.ops.primitives.cute_projection import CuteProjection, PartialLse
+from cutefce.ops.primitives import dispatch
+from cutefce.ops.primitives.cute_projection import CuteProjection
 from cutefce.ops.primitives.dispatch import kernel_primitives
 from cutefce.ops.primitives.portable_projection import Logits
 from cutefce.ops.primitives.primitives import Primitives
-from cutefce.ops.rows.coefficients import RankOne, RowCoefficients
 from cutefce.ops.rows.kept_sums import Sums
 from cutefce.ops.rows.targets import Targets
-from tests.support.non_finite import ROW, assert_same_kind, broken_case, names, torch_result
+from tests.support.non_finite import assert_same_kind, broken_case, names, torch_result
 from tests.support.reference import Case, assert_as_accurate, evaluate, ours, random_case
 from tests.support.row_reductions import merged, reduced
 
@@ -62,10 +52,10 @@ RAGGED = {
     "several raster groups": (2500, 136, 5000),
 }
 
-with_kernels = pytest.mark.skipif(
-    HERE is None,
-    reason="needs a GPU that has kernels",
-)
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(HERE is None, reason="needs a GPU that has kernels"),
+]
 
 
 @pytest.fixture
@@ -101,8 +91,6 @@ def exact_exps(case: Case, reference: Tensor) -> Tensor:
     return e
 
 
-@pytest.mark.gpu
-@with_kernels
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", RAGGED.values(), ids=RAGGED)
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
@@ -129,8 +117,6 @@ def test_every_configuration(
     torch.testing.assert_close(got, exact, rtol=1.01 * rounding, atol=smallest)
 
 
-@pytest.mark.gpu
-@with_kernels
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_repair_stores_only_flagged_blocks_again(config: GemmConfig) -> None:
     """Blocks are those of the kernel that repairs, whatever the tiles of row sums."""
@@ -162,8 +148,6 @@ def test_repair_stores_only_flagged_blocks_again(config: GemmConfig) -> None:
     torch.testing.assert_close(buffer[far].double(), exact, rtol=2**-8, atol=1e-30)
 
 
-@pytest.mark.gpu
-@with_kernels
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("workspace", ["max", "min"])
 @pytest.mark.parametrize("which", ["none", "some", "all", "the last one"])
@@ -174,8 +158,6 @@ def test_far_rows(which: str, workspace: str, dtype: torch.dtype, strict: None) 
     assert_as_accurate(ours(case, workspace=workspace), case, saturated=True)
 
 
-@pytest.mark.gpu
-@with_kernels
 @pytest.mark.parametrize("shape", [(521, 264, 1003), (1000, 1096, 20001), (300, 64, 5003)], ids=str)
 @pytest.mark.parametrize("config", ARCH.listed["grad_hidden"], ids=str)
 @pytest.mark.parametrize("fresh", [False, True])
@@ -345,8 +327,6 @@ def check_transform(
     assert not stats[Stat.LOSS][~active].any()
 
 
-@pytest.mark.gpu
-@with_kernels
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
 def test_logit_transforms(transform: LogitTransform, dtype: torch.dtype) -> None:
@@ -354,8 +334,6 @@ def test_logit_transforms(transform: LogitTransform, dtype: torch.dtype) -> None
     check_transform(CONFIGS[0], transform, case, first=4000)
 
 
-@pytest.mark.gpu
-@with_kernels
 @pytest.mark.parametrize("shape", RAGGED.values(), ids=RAGGED)
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_logit_transforms_in_every_configuration(
@@ -366,8 +344,6 @@ def test_logit_transforms_in_every_configuration(
     )
 
 
-@pytest.mark.gpu
-@with_kernels
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_softcap_of_huge_logits(config: GemmConfig) -> None:
     """Raw logits of ±2¹⁰⁰ and ±inf become ±κ, almost without gradient; NaN stays in its row."""
@@ -446,8 +422,6 @@ def check_reductions(config: GemmConfig, variant: KernelVariant, case: Case) -> 
     torch.testing.assert_close(got[:numbers], want[:numbers], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.gpu
-@with_kernels
 @pytest.mark.parametrize("shape", RAGGED.values(), ids=RAGGED)
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_row_reductions_in_every_configuration(
@@ -456,8 +430,6 @@ def test_row_reductions_in_every_configuration(
     check_reductions(config, KernelVariant(reductions=REDUCTIONS["all"]), integers_case(*shape))
 
 
-@pytest.mark.gpu
-@with_kernels
 @pytest.mark.parametrize("transform", [IDENTITY, TRANSFORMS["all"]], ids=["plain", "all"])
 @pytest.mark.parametrize("reductions", REDUCTIONS.values(), ids=REDUCTIONS)
 def test_row_reductions(reductions: RowReductions, transform: LogitTransform) -> None:
@@ -465,8 +437,6 @@ def test_row_reductions(reductions: RowReductions, transform: LogitTransform) ->
     check_reductions(CONFIGS[0], variant, integers_case(257, 72, 3001))
 
 
-@pytest.mark.gpu
-@with_kernels
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_row_reductions_of_a_bad_row_and_of_no_column(config: GemmConfig) -> None:
     case = integers_case(150, 64, 1)
@@ -491,8 +461,6 @@ def test_row_reductions_of_a_bad_row_and_of_no_column(config: GemmConfig) -> Non
     assert bool(bad[1:4, 123].isnan().any(1).all())
 
 
-@pytest.mark.gpu
-@with_kernels
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_sums_of_all_columns_do_not_depend_on_the_target(config: GemmConfig) -> None:
     """Nor on the row block, nor on the row in it."""
@@ -507,8 +475,6 @@ def test_sums_of_all_columns_do_not_depend_on_the_target(config: GemmConfig) -> 
     assert torch.equal(planes, planes[:, :1].expand_as(planes))
 
 
-@pytest.mark.gpu
-@with_kernels
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_diverged_rows_in_every_configuration(config: GemmConfig) -> None:
     """With stored exponentials and without them."""
@@ -527,55 +493,6 @@ def test_diverged_rows_in_every_configuration(config: GemmConfig) -> None:
             assert torch.equal(stats.sum_exp.isnan(), bad), name
 
 
-@pytest.mark.gpu
-@with_kernels
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
-def test_sums_of_ignored_rows_are_not_read(config: GemmConfig) -> None:
-    steps = primitives(config, torch.bfloat16).projection
-    for name in names(torch.bfloat16):
-        case = broken_case(name, torch.bfloat16, "cuda")
-        case.y[ROW] = -100
-        targets = Targets(case.y, 333, NONE)
-        logit = steps.target_logit(case.h, case.w, targets)
-        partial = steps.project_exp(Logits(case.h, case.w, (0, 333), logit, targets))
-        stats, _ = steps.reduce_partials(partial, logit, targets)
-        assert stats.rows[:, ROW].tolist() == [math.inf, 0.0, 1.0, 0.0], name
-
-
-@pytest.mark.gpu
-@with_kernels
-@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_the_last_step_of_dx_ignores_what_an_ignored_row_holds(out_dtype: torch.dtype) -> None:
-    steps = primitives(CONFIGS[0], torch.bfloat16).gradients
-    case = random_case(70, 4104, 100, dtype=torch.bfloat16, device="cuda", ignored=0)
-    case.w[0] = torch.nan  # what the clamped index of an ignored row addresses
-    case.y.clamp_(min=1)
-    sums, scale = torch.randn(70, 4104, device="cuda"), torch.rand(70, device="cuda") + 1
-    ignored = torch.arange(70, device="cuda") % 3 == 0
-    sums[ignored], case.y[ignored], scale[ignored] = torch.nan, -100, 0
-    coefficients = RowCoefficients(scale, -scale)
-    out = torch.empty(70, 4104, dtype=out_dtype, device="cuda")
-    steps.finish_dx(out, Sums(sums), case.w, Targets(case.y, 100, NONE), coefficients)
-    assert not out[ignored].any()
-    want = scale[:, None] * (sums - case.w[case.y.clamp(0)].float())
-    torch.testing.assert_close(out[~ignored], want[~ignored].to(out_dtype))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("arch", [ARCHS[0], ARCHS[1]], ids=lambda arch: arch.name)
-def test_kernels_with_a_matrix_of_rank_one_are_clean(arch: Arch) -> None:
-    pytest.importorskip("cutlass")
-    default = arch.default_configs(tokens=8192, hidden=4096, num_sms=132)
-    kernels = kernel_set.kernel_set(arch, "bfloat16", default)
-    wide = dataclasses.replace(kernels.finish_dx, out="float32")
-    plain = [kernels.finish_dx, wide, kernels.grad_weight]
-    for kernel in plain:
-        if kernel is not None:
-            compile_clean(dataclasses.replace(kernel, rank_one=True))
-
-
-@pytest.mark.gpu
-@with_kernels
 @pytest.mark.parametrize("shape", [(17000, 64, 131072), (300, 8200, 262200)], ids=["N·V", "V·D"])
 def test_past_two_to_the_31(shape: tuple[int, int, int], strict: None) -> None:
     tokens, hidden, vocab = shape
@@ -597,23 +514,15 @@ def test_past_two_to_the_31(shape: tuple[int, int, int], strict: None) -> None:
     torch.testing.assert_close(dx[last].float(), rounded.dx.float(), rtol=2e-2, atol=2e-3)
 
 
-@pytest.mark.gpu
-@with_kernels
-def test_side_stream_and_other_layouts(strict: None) -> None:
+def test_other_layouts(strict: None) -> None:
     case = random_case(300, 64, 1500, dtype=torch.bfloat16, device="cuda")
     want = cutefce.linear_cross_entropy(case.h, case.w, case.y)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        got = cutefce.linear_cross_entropy(case.h.t().contiguous().t(), case.w, case.y)
-    stream.synchronize()
+    got = cutefce.linear_cross_entropy(case.h.t().contiguous().t(), case.w, case.y)
     assert torch.equal(got, want)
     padded = torch.empty(1500, 72, dtype=torch.bfloat16, device="cuda")[:, :64].copy_(case.w)
     assert torch.equal(cutefce.linear_cross_entropy(case.h, padded, case.y), want)
 
 
-@pytest.mark.gpu
-@with_kernels
 def test_replay_and_compilation_are_bitwise_equal(strict: None) -> None:
     case = random_case(300, 64, 1500, dtype=torch.bfloat16, device="cuda")
     with torch.no_grad():
@@ -628,8 +537,6 @@ def test_replay_and_compilation_are_bitwise_equal(strict: None) -> None:
         assert torch.equal(got, want)
 
 
-@pytest.mark.gpu
-@with_kernels
 @pytest.mark.filterwarnings("ignore:cutefce")
 def test_unsupported_inputs_take_the_portable_path() -> None:
     case = random_case(32, 64, 300, dtype=torch.bfloat16, device="cuda")
@@ -644,135 +551,3 @@ def test_unsupported_inputs_take_the_portable_path() -> None:
         assert backend.name == "torch"
         assert reason in backend.reason
         cutefce.linear_cross_entropy(h, w, case.y)
-
-
-@pytest.mark.parametrize("arch", [ARCHS[0], ARCHS[1]], ids=lambda arch: arch.name)
-def test_launch_arguments_match_the_kernels(arch: Arch, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a GPU, a launch checks the number of arguments, then fails at the first's device."""
-    pytest.importorskip("cutlass")
-    launched = []
-
-    def on_a_cpu(kernel: KernelSpec) -> Any:
-        def launch(*arguments: Any) -> None:
-            with pytest.raises(ValueError, match="expected device_type=cuda"):
-                jit_cache.compiled(kernel)(*arguments)
-            launched.append(type(kernel))
-
-        return launch
-
-    for module in (cute_gradients, cute_projection, cute_rowwise):
-        monkeypatch.setattr(module, "compiled", on_a_cpu)
-    case = random_case(300, 64, 1500, dtype=torch.bfloat16)
-    tiles = widest_window(Problem(300, 64, 1500, "bfloat16", "cuda"))
-    default = arch.default_configs(tokens=8192, hidden=4096, num_sms=132)
-    primitives = kernel_primitives(tiles, kernel_set.kernel_set(arch, "bfloat16", default), 132)
-    steps, gradients = primitives.projection, primitives.gradients
-    targets = Targets(case.y, 1500, LossOptions())
-    exps = torch.empty(300, 1504, dtype=torch.bfloat16)
-    logit = steps.target_logit(case.h, case.w, targets)
-    steps.project_exp(Logits(case.h, case.w, (0, 1500), logit, targets))
-    partial = steps.project_exp(Logits(case.h, case.w, (0, 1500), logit, targets), exps)
-    stats, _ = steps.reduce_partials(partial, logit, targets)
-    logits = Logits(case.h, case.w, (0, 1500), stats.reference, targets)
-    steps.repair_stored_exps(logits, exps, partial)
-    steps.recompute_exp(Logits(case.h, case.w, (0, 1024), logit, targets), exps)
-    for in_reference in (False, True):
-        upstream = torch.ones(())
-        gradients.scaling(case.h.dtype, targets, stats, upstream, in_reference=in_reference)
-    coefficients = RowCoefficients(logit, stats.sum_exp_others)
-    matrix = RankOne(logit, torch.ones(64))
-    for out in (torch.empty_like(case.h), case.h.float()):  # the latter is a rank's part of dX
-        for term in (None, matrix):
-            gradients.finish_dx(out, Sums(case.h.float()), case.w, targets, coefficients, term)
-    rows = case.w, targets
-    for columns in (64, 32):  # of low bits
-        kept = Sums(torch.empty_like(case.h), torch.empty(300, columns, dtype=torch.uint8))
-        for term in (None, matrix):
-            gradients.finish_dx(case.h.clone(), kept, *rows, coefficients, term)
-        gradients.scale_kept_rows(kept, logit)
-        if default.grad_weight:
-            gradients.add_hidden(kept, exps[:, :1500], case.w, accumulate=True)
-    gradients.keep_sums(kept, case.h.float(), *rows, stats)
-    scaled = torch.empty_like(case.h)
-    gradients.scale_rows(scaled, case.h, logit)
-    gradients.add_hidden(Sums(case.h.float()), exps[:, :1500], case.w, accumulate=True)
-    target_grad, sums = gradients.target_grad(case.h, logit, targets), Sums(case.w.float())
-    rounded, operands = Sums(torch.empty_like(case.w)), (exps[:, :1500], scaled, target_grad, 0)
-    for term in (None, RankOne(torch.ones(()).expand(1500), torch.ones(64))):
-        gradients.add_weight(rounded, *operands, grad_scale=logit[0], rank_one=term)
-    gradients.add_weight(sums, *operands, accumulate=True)
-    for columns in (64, 32):  # of low bits
-        kept = Sums(torch.empty_like(case.w), torch.empty(1500, columns, dtype=torch.uint8))
-        for term in (None, RankOne(torch.ones(()).expand(1500), torch.ones(64))):
-            gradients.add_weight(kept, *operands, rank_one=term, accumulate=True)
-        gradients.finish_kept_dw(kept, logit[0])
-    names = ["TargetLogit", *["ProjectExp"] * 2, "ReducePartials", *["ProjectExp"] * 2]
-    names += [*["RowCoefficients"] * 2, *["ScaleAddRows"] * 4]
-    steps_of_kept = [*["KeptSums"] * 3, *["GradGemm"] * bool(default.grad_weight)]
-    names += [*steps_of_kept, *steps_of_kept, "KeptSums", "MoveRows"]
-    if default.grad_weight:
-        names += ["GradGemm", "SortTargets", *["GradGemm"] * 3]
-        names += [*["GradGemm"] * 2, "KeptSums"] * 2
-    assert [kernel.__name__ for kernel in launched] == [f"{name}Spec" for name in names]
-
-
-@pytest.mark.parametrize("arch", ARCHS, ids=lambda arch: arch.name)
-def test_a_variant_is_that_of_the_kernels_that_take_it(arch: Arch) -> None:
-    configs = arch.default_configs(tokens=8192, hidden=4096, num_sms=132)
-    plain = kernel_set.kernel_set(arch, "bfloat16", configs)
-    variant = KernelVariant(TRANSFORMS["all"], REDUCTIONS["all"])
-    kernels = kernel_set.kernel_set(arch, "bfloat16", configs, variant)
-    assert kernels.row_sums.reductions == variant.reductions
-    without_sums = kernels.exps, kernels.repair_exps
-    assert {kernel.reductions for kernel in without_sums} == {SUM_ONLY}
-    assert kernels.target_logit.transform != plain.target_logit.transform
-    with_logits = kernels.row_sums, *without_sums
-    assert {kernel.transform for kernel in with_logits} == {variant.transform}
-    own = ProjectExpSpec, TargetLogitSpec
-    others_, same = (
-        {kernel for kernel in vars(each).values() if not isinstance(kernel, own)}
-        for each in (kernels, plain)
-    )
-    assert others_ == same
-
-
-def test_partials_of_all_ranks_are_gathered() -> None:
-    """Sums from 2^-80 to 2^900, beyond the range of float32."""
-    tiles = widest_window(Problem(4, 64, 1500, "bfloat16", "cuda"))
-    kernels = kernel_set.kernel_set(ARCHS[0], "bfloat16", with_project_exp(CONFIGS[0]))
-    steps = kernel_primitives(tiles, kernels, 132).projection
-    sums = torch.tensor([[0.0, 1.0], [-80.0, -80.0], [900.0, 2.0], [-torch.inf, -torch.inf]])
-    semaphores, other = torch.zeros(3, dtype=torch.int32), torch.arange(4.0)
-    joined = steps.gather_partials(
-        PartialLse(sums, semaphores), lambda total: torch.stack([total, other])
-    )
-    want = torch.tensor([math.log2(3), -79, 900, -torch.inf])
-    torch.testing.assert_close(joined.sums, torch.stack([want, other], 1))
-    assert joined.sums.is_contiguous() and joined.semaphores is semaphores
-
-
-def test_a_compiler_that_fails_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    def fail(kernel: Any) -> None:
-        raise ValueError("no such target")
-
-    monkeypatch.setenv(cache_files.CACHE_VARIABLE, str(tmp_path))
-    monkeypatch.setattr(jit_cache, "_loaded", {})
-    monkeypatch.setattr(jit_cache, "compile_kernel", fail)
-    with pytest.raises(jit_cache.CompilerError, match="failed: ValueError: no such target"):
-        jit_cache.compiled(TargetLogitSpec("sm_90a", "bfloat16"))
-
-
-def test_strict_mode_raises_the_reason(strict: None) -> None:
-    with pytest.raises(RuntimeError, match="input: got device cpu, expected cuda"):
-        cutefce.linear_cross_entropy(torch.randn(4, 8), torch.randn(16, 8), torch.zeros(4).long())
-
-
-def test_unknown_architecture() -> None:
-    with pytest.raises(ValueError, match="arch: got 'sm_80', expected one of sm_90a"):
-        arch_named("sm_80")
-
-
-@pytest.mark.parametrize("arch", ARCHS, ids=lambda arch: arch.name)
-@pytest.mark.parametrize("tokens", [1, 64, 65, 128, 129, 100000])
-def test_the_default_is_one_of_the_configurations(tokens: int, arch: Arch) -> None:
-    assert arch.default(tokens) in arch.listed["project_exp"]

@@ -53,16 +53,21 @@ KINDS: dict[str, KernelSpec | None] = {
 }
 """Those of every plain step, which the emulator compiles too; `MORE` are slow to compile."""
 MORE: dict[str, KernelSpec | None] = {
-    "sums": KERNELS.row_sums,
-    "exps": KERNELS.exps,
-    "repair_exps": KERNELS.repair_exps,
-    "grad_hidden": KERNELS.grad_hidden,
+    f"{name} {kind}": kernel
+    for name, kernels in SETS.items()
+    for kind, kernel in vars(kernels).items()
+    if kernel and (kernels is KERNELS or not isinstance(kernel, ProjectExpSpec))
+}
+"""Blackwell's project_exp does not use PDL."""
+for name, kernels in SETS.items():
+    MORE |= {
+        f"{name} finish_kept": replace(kernels.kept, step="finish"),
+        f"{name} scale_kept_rows": replace(kernels.kept, step="scale"),
+        f"{name} select_rows": SelectRowsSpec(name),
+    }
+MORE |= {
     "swapped sums": FEW.row_sums,
-    "swapped sums and exps": FEW.row_sums,
     "grad_hidden, exponentials scaled": KERNELS.grad_hidden_scaling,
-    "grad_weight": KERNELS.grad_weight,
-    "grad_weight_keep_32": KERNELS.grad_weight_keep,
-    "scale_rows": KERNELS.scale_rows,
     "soft_logits": SoftLogitsSpec("sm_90a", "bfloat16"),
     "put_soft": PutSoftSpec("sm_90a", "bfloat16"),
     "scale_soft": PutSoftSpec("sm_90a", "bfloat16", scales=True),
@@ -76,19 +81,6 @@ MORE: dict[str, KernelSpec | None] = {
     "divergence of rows, read once": divergence_rows("sm_90a", "kl", False, True, True),
     "logits": logits_kernel(Sm90(), "bfloat16"),
 }
-for name, kernels in SETS.items():  # Blackwell's project_exp does not use PDL
-    MORE |= {
-        f"{name} keep_sums": kernels.kept,
-        f"{name} finish_kept": replace(kernels.kept, step="finish"),
-        f"{name} scale_kept_rows": replace(kernels.kept, step="scale"),
-        f"{name} move_rows": kernels.move_rows,
-        f"{name} probability_coefficients": kernels.probability_coefficients,
-        f"{name} reduce_partials": kernels.reduce_partials,
-        f"{name} finish_dx": kernels.finish_dx,
-        f"{name} target_logit": kernels.target_logit,
-        f"{name} select_rows": SelectRowsSpec(name),
-        f"{name} row_coefficients": kernels.row_coefficients,
-    }
 ROLE = r"setmaxnreg\.\w+"
 WAIT, LET = "griddepcontrol.wait", "griddepcontrol.launch_dependents"
 BRANCH = re.compile(r"(@\S+ )?bra\S* (?P<label>\S+);")

@@ -2,13 +2,11 @@
 
 import ast
 import warnings
-from pathlib import Path
 
 import pytest
 
 from cutefce.cute_kernels import process_cache
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.package import modules
 
 
 def test_a_reset_computes_again() -> None:
@@ -44,14 +42,13 @@ def test_a_warning_that_is_an_error_is_one_each_time() -> None:
 
 def test_no_cache_escapes_the_reset() -> None:
     """Caches of the schema and of files that no reset changes are the exceptions."""
-    allowed = {"ops/schema.py", "cute_kernels/process_cache.py"}
-    for top in ("ops", "autotune_cache", "cute_kernels", "cutefce/commands"):
-        for path in (ROOT / top).rglob("*.py"):
-            if path.relative_to(ROOT).as_posix() in allowed:
-                continue
-            for node in ast.walk(ast.parse(path.read_text())):
-                if isinstance(node, ast.ImportFrom) and node.module == "functools":
-                    names = {f"functools.{name.name}" for name in node.names}
-                else:
-                    names = {ast.unparse(node)} if isinstance(node, ast.Attribute) else set()
-                assert not names & {"functools.cache", "functools.lru_cache"}, path
+    allowed = {"cutefce.ops.schema", "cutefce.cute_kernels.process_cache"}
+    for module, path in modules().items():
+        if module in allowed or module.startswith("cutefce.integrations"):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module == "functools":
+                names = {f"functools.{name.name}" for name in node.names}
+            else:
+                names = {ast.unparse(node)} if isinstance(node, ast.Attribute) else set()
+            assert not names & {"functools.cache", "functools.lru_cache"}, path

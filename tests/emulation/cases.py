@@ -93,10 +93,10 @@ class Case:
         self.floor[:] = torch.where(self.y >= 0, floors(self.logits()[0]).float(), -torch.inf)
 
     def repeat_row(self) -> None:
-        """Make all rows equal; every fifth target is the class of the largest logit."""
+        """Make all rows equal; every other target is the class of the largest logit."""
         self.h[:], self.row_scale[:] = self.h[:1].clone(), self.row_scale[:1].clone()
         u = self.logits()[0][0]
-        self.y[::5], self.y[len(self.y) // 2] = int(u.argmax()) + self.first, -100
+        self.y[::2], self.y[len(self.y) // 2] = int(u.argmax()) + self.first, -100
         self.own = (self.y - self.first).clamp(0)
         self.reference = self.logits()[0][self.rows, self.own].float()
 
@@ -153,37 +153,17 @@ def numbers(exps: Any) -> Any:
 
 
 def check(launch: Launch, case: Case) -> None:
-    """Compare sums and exponentials with the exact ones."""
-    exact = case.exact()
+    """Compare sums and exponentials of the rows that count with the exact ones."""
+    rows = slice(launch.count)
+    exact = case.exact()[rows]
     if launch.sums is not None:
         # the log2 sum of a split without tiles is -inf
-        total = np.exp2(launch.sums.astype(np.float64)).sum(1)
+        total = np.exp2(launch.sums[rows].astype(np.float64)).sum(1)
         np.testing.assert_allclose(total, exact.sum(1), rtol=1e-5)
     if launch.exps is not None:
-        got, vocab = numbers(launch.exps), len(case.w)
-        stored = exact * case.logits()[1].numpy()
+        got, vocab = numbers(launch.exps[rows]), len(case.w)
+        stored = exact * case.logits()[1][rows].numpy()
         # 1 - tanh² cancels: its error is relative to 1
         allowed = 1.01 * 2**-8 * stored + 1e-30 + (1e-6 * exact if case.softcap else 0)
         assert (abs(got[:, :vocab] - stored) <= allowed).all()
         assert (got[:, vocab:] == 0).all()
-
-
-def launch_of_counted(case: Case, kernel: ProjectExpSpec, count: int) -> Launch:
-    """Return a launch over `count` rows, with room for one more split than planned."""
-    launch = case.launch(kernel, vocab_splits=2)
-    launch.count, launch.vocab_splits = count, 1
-    launch.h = launch.h.copy()
-    launch.h[count:] = 0x7FC0  # NaN
-    return launch
-
-
-def check_counted(launch: Launch, case: Case, rows: int) -> None:
-    """Compare the rows that count; the others of their last block of `rows` are stored as 0."""
-    count, tokens = launch.count or 0, len(case.y)
-    end, exact = min(max(1, ceil_div(count, rows)) * rows, tokens), case.exact()[:count]
-    sums = np.exp2(launch.sums[:count].astype(np.float64)).sum(1)
-    np.testing.assert_allclose(sums, exact.sum(1), rtol=1e-5)
-    got = numbers(launch.exps)[:, : len(case.w)]
-    assert (abs(got[:count] - exact) <= 1.01 * 2**-8 * exact + 1e-30).all()
-    assert (got[count:end] == 0).all()
-    assert np.isnan(launch.sums[count:]).all(), "not written"

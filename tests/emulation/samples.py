@@ -1,38 +1,16 @@
 """Which entries `project_exp` samples, by the definition, and launches that sample."""
 
 import math
-from typing import Any
 
 import numpy as np
+import torch
 
 from cutefce.cute_kernels.spec.gemm import ProjectExpSpec
-from cutefce.cute_kernels.spec.sampling import COLUMN_FACTOR, MIX_FACTORS, ROW_FACTOR
 from tests.emulation.cases import Case, Launch
+from tests.support.sampled import bits, row_states
+from tests.support.sampling_models import MASK
 
-SEED = 0x1234ABCD, 0xF00DCAFE
-MASK = 0xFFFFFFFF
-
-
-def mix(x: Any) -> Any:
-    x = x ^ (x >> 16)
-    x = x * MIX_FACTORS[0] & MASK
-    x = x ^ (x >> 15)
-    x = x * MIX_FACTORS[1] & MASK
-    return x ^ (x >> 16)
-
-
-def row_hashes(rows: Any) -> Any:
-    """Return x_i of rows (N,), as uint64."""
-    return mix((SEED[0] ^ rows.astype(np.uint64) * ROW_FACTOR) & MASK) ^ SEED[1]
-
-
-def hashes(of_rows: Any, columns: Any) -> Any:
-    """Return x_iv (N, V)."""
-    return mix(of_rows[:, None] ^ (columns.astype(np.uint64) * COLUMN_FACTOR & MASK))
-
-
-def signed(x: Any) -> Any:
-    return x.astype(np.uint32).view(np.int32)
+SEED = torch.tensor([0x1234ABCD, 0xF00DCAFE - (1 << 32)], dtype=torch.int32)
 
 
 class Sampled:
@@ -47,8 +25,8 @@ class Sampled:
         self.estimate = np.logaddexp.reduce(u, 1)
         self.threshold = (self.estimate * math.log2(math.e) - math.log2(samples) - 32).astype("f4")
         self.threshold[case.y.numpy() < 0] = np.inf
-        columns = case.first + np.arange(vocab)
-        self.x = hashes(row_hashes(np.arange(tokens)), columns + shard_start)
+        order = torch.arange(tokens)
+        self.x = bits(SEED, order, torch.arange(vocab) + case.first + shard_start)
         self.u = u
         self.q = np.exp2(u * math.log2(math.e) - self.threshold[:, None] - 32.0)
         if kernel.transform.softcap:
@@ -57,10 +35,9 @@ class Sampled:
         self.launch: Launch = case.launch(kernel, vocab_splits=2)
         self.counts = np.zeros(tokens, np.int32)
         self.memory = np.full((tokens, capacity + 1), -1, np.int64)
-        vectors = self.threshold, signed(row_hashes(np.arange(tokens))), self.counts
+        vectors = self.threshold, row_states(SEED, order).view(np.int32), self.counts
         self.entries = self.memory[:, :capacity]
-        order = np.arange(tokens)
-        self.launch.samples = *vectors, self.entries, shard_start, order, 0
+        self.launch.samples = *vectors, self.entries, shard_start, order.numpy(), 0
 
     def check(self) -> None:
         """Compare the entries with the definition; rounding decides near the threshold."""

@@ -1,8 +1,8 @@
 """Faults: each undoes a past fix, or puts its equivalent into the code of today.
 
-`catalogue.txt` has them by kind: a line of a name and the commit that mended it, a sentence of what
-goes wrong, the edits, and after `!` the tests that should notice, the most likely ones first.
-An edit is a path after `@`, lines of it after `-`, and the faulty ones after `+`.  The text before
+`catalogue.txt` has them under headings: a line of a name and the commit that mended it, a sentence
+of what goes wrong, the edits, and after `!` the tests that should notice, the likeliest first.  An
+edit is a path after `@`, lines of it after `-`, and the faulty ones after `+`.  The text before
 occurs exactly once in its file, so that an edit that no longer fits is an error;
 `test_catalogue.py` says so.
 
@@ -45,7 +45,6 @@ class Fault:
 
     name: str
     """A short unique name."""
-    kind: str
     fixed_in: str
     """The short hash of the commit that mended it."""
     what: str
@@ -60,7 +59,7 @@ class Fault:
         return hashlib.sha256(repr([*map(tuple, self.edits)]).encode()).hexdigest()[:12]
 
 
-def _fault(kind: str, text: str) -> Fault:
+def _fault(text: str) -> Fault:
     """Return the fault of a paragraph of the catalogue."""
     head, what, *lines = text.strip("\n").split("\n")
     name, fixed_in = head.split()
@@ -70,17 +69,12 @@ def _fault(kind: str, text: str) -> Fault:
         path, *changed = edit.split("\n")
         before, after = ("\n".join(x[2:] for x in changed if x[0] == sign) for sign in "-+")
         edits.append(Edit(path, before, after))
-    return Fault(name, kind, fixed_in, what, tuple(edits), tests)
+    return Fault(name, fixed_in, what, tuple(edits), tests)
 
 
 def _read(text: str) -> tuple[Fault, ...]:
-    sections = (section.split("\n", 1) for section in f"\n{text}".split("\n# ")[1:])
-    return tuple(
-        _fault(kind, paragraph)
-        for kind, faults in sections
-        for paragraph in faults.strip("\n").split("\n\n")
-    )
+    paragraphs = text.strip("\n").split("\n\n")
+    return tuple(_fault(paragraph) for paragraph in paragraphs if paragraph[0] != "#")
 
 
 FAULTS = _read(Path(__file__).with_name("catalogue.txt").read_text())
-KINDS = tuple(dict.fromkeys(fault.kind for fault in FAULTS))

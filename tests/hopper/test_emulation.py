@@ -244,6 +244,7 @@ def test_reduced_partials(rows: int) -> None:
     want[1] = 0.0
     torch.testing.assert_close(stats[Stat.LOSS].double(), want, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(loss.double(), want.sum() / (rows - 1), rtol=1e-6, atol=1e-6)
+    assert stats[:, 1].tolist() == [torch.inf, 0.0, 1.0, 0.0], "those of an ignored row"
     far = torch.arange(rows) == rows - 1
     assert torch.equal(stats[Stat.REFERENCE, ~far], logit[~far])
     assert semaphores[Semaphore.REPAIR_FLAGS :].tolist() == [1]
@@ -301,16 +302,16 @@ ROW_LAUNCHES = {
 @pytest.mark.parametrize("hidden", [8, 2064])
 @pytest.mark.parametrize("given", rest_slow(ROW_LAUNCHES, default=2))
 def test_scaled_rows(given: tuple[ScaleAddRowsSpec, int], hidden: int) -> None:
-    """Vectors that are fewer than a block's threads, and more."""
+    """Vectors that are fewer than a block's threads, and more; an ignored row may hold anything."""
     kernel, scatters = given
     out, x = (torch.randn(5, hidden).to(getattr(torch, name)) for name in (kernel.out, kernel.x))
     scale, gather_scale, factor, row = *torch.randn(3, 5), torch.randn(hidden)
     index, term = torch.tensor([7, 0, 3, -(1 << 62), 2]), None
     scale[2] = gather_scale[2] = factor[2] = 0.0
-    table = torch.randn(4, hidden).to(getattr(torch, kernel.table))
+    table = torch.randn(5, hidden).to(getattr(torch, kernel.table))
     want = scale.double()[:, None] * x.double()
-    want += gather_scale.double()[:, None] * table[index.clamp(0, 3)].double()
-    want[2], x[2] = 0.0, torch.nan
+    want += gather_scale.double()[:, None] * table[index.clamp(0, 4)].double()
+    want[2], x[2], table[3] = 0.0, torch.nan, torch.nan
     if kernel.rank_one:
         term = factor, row
         want += factor.double()[:, None] * row.double()

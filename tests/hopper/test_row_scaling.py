@@ -9,7 +9,7 @@ from cutefce.cute_kernels.config import GemmConfig
 from cutefce.cute_kernels.spec.gemm import GradGemmSpec
 from tests.emulation.configs import COOPERATIVE, PINGPONG, TALL
 from tests.emulation.hopper import run
-from tests.hopper.test_kept_hidden_sums import operands
+from tests.hopper.test_kept_sums import operands
 from tests.support.tiers import rest_slow
 
 CLUSTERS = 3
@@ -31,7 +31,7 @@ def check(
 ) -> None:
     """Compare sums and scaled exponentials of small integers, of `count` rows that are counted."""
     kernel = GradGemmSpec("sm_90a", "bfloat16", config, "hidden", final=False).scaling
-    e, w = operands(*shape)
+    e, w = operands("hidden", *shape)
     counted = len(e) if count is None else count
     e[counted:] = 0
     before, factor = e.clone(), torch.randn(len(e))

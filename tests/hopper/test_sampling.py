@@ -13,11 +13,8 @@ pytest.importorskip("cutlass")
 
 from cutefce.cute_kernels.arch import arch_named
 from cutefce.cute_kernels.config import GemmConfig
-from cutefce.cute_kernels.jit.compiler import compile_clean
 from cutefce.cute_kernels.kernel_set import kernel_set
-from cutefce.cute_kernels.sampling_set import SORT_SIZES, sort_entries, weight_sums
 from cutefce.cute_kernels.spec.gemm import ProjectExpSpec
-from cutefce.cute_kernels.spec.kernel import KernelSpec
 from cutefce.cute_kernels.spec.sampling import (
     ListSamplesSpec,
     PrepareSamplesSpec,
@@ -29,7 +26,9 @@ from cutefce.ops.dtypes import dtype_name
 from tests.emulation.cases import Case
 from tests.emulation.configs import PINGPONG
 from tests.emulation.hopper import run
-from tests.emulation.samples import MASK, SEED, Sampled, hashes, row_hashes, signed
+from tests.emulation.samples import SEED, Sampled
+from tests.support.sampled import bits, row_states
+from tests.support.sampling_models import packed, unpacked
 from tests.support.tiers import rest_slow
 
 ARCH = arch_named("sm_90a")
@@ -61,27 +60,6 @@ def test_rows_that_do_not_count_have_no_entries(given: tuple[int, bool]) -> None
     assert not sampled.counts[count:].any() and (sampled.entries[count:] == -1).all()
     if count:
         assert 5 < sampled.counts[:count].mean() < 17
-
-
-EXACT = kernel_set(ARCH, "bfloat16", ARCH.default_configs(8192, 4096, 132))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "kernel",
-    [
-        EXACT.sampled_sums,
-        *(PrepareSamplesSpec(ARCH.name, step) for step in ("estimate", "first", "again")),
-        *(sort_entries(ARCH.name, slots, softcap=False) for slots in SORT_SIZES),
-        ListSamplesSpec(ARCH.name),
-        SparseRowsSpec(ARCH.name, "bfloat16", "hidden", blocks=3),
-        weight_sums(ARCH.name, "bfloat16", 8192),
-    ],
-    ids=str,
-)
-def test_compiled_kernels_are_clean(kernel: KernelSpec) -> None:
-    """No spills, no serialized MMAs."""
-    compile_clean(kernel)
 
 
 @pytest.mark.parametrize("tokens", [1, 130, 192, 300, 384, 1100, 8192])
@@ -125,15 +103,14 @@ def test_prepared_rows() -> None:
     estimate = 30 * torch.randn(150, generator=generator)
     estimate[11] = torch.inf
     order = torch.randperm(150, generator=generator)
-    seed = torch.from_numpy(np.array(SEED, np.uint32).view(np.int32))
     for selects in (0, 1):
         results = torch.empty(150), torch.empty(150, dtype=torch.int32)
         counts = torch.full((150,), 7, dtype=torch.int32)
-        run(FIRST, estimate, order, seed, *results, counts, 8.0, selects)
+        run(FIRST, estimate, order, SEED, *results, counts, 8.0, selects)
         want = estimate.double() / math.log(2) - 8.0 - 32.0
         torch.testing.assert_close(results[0].double(), want, rtol=1e-6, atol=1e-5)
-        tokens = order.numpy() if selects else np.arange(150)
-        assert np.array_equal(results[1].numpy(), signed(row_hashes(tokens)))
+        states = row_states(SEED, order if selects else torch.arange(150))
+        assert np.array_equal(results[1].numpy(), states.view(np.int32))
         assert not counts.any()
 
 
@@ -160,14 +137,6 @@ def test_rows_are_prepared_again() -> None:
     assert bool((own_reference[40:] == torch.inf).all())
 
 
-def packed(index: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    return index.long() << 32 | value.view(torch.int32).long() & MASK
-
-
-def unpacked(entries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return entries >> 32, (entries & MASK).to(torch.int32).view(torch.float32)
-
-
 @pytest.mark.parametrize("of_kernel", rest_slow([(32, True), (512, True), (32, False)]))
 def test_sorted_entries(of_kernel: tuple[int, bool]) -> None:
     """Where lse is above the estimate, far in every other row, it decides."""
@@ -185,10 +154,10 @@ def test_sorted_entries(of_kernel: tuple[int, bool]) -> None:
     threshold[1::2] -= 20.0  # every column is kept at first
     threshold[::2] += 4 * torch.rand(rows // 2) - 2
     final = torch.maximum(final, threshold)
-    hashes_of_rows = row_hashes(np.arange(rows))
+    states = row_states(SEED, torch.arange(rows))
     entries, given = packed(columns, u), counts.clone()
     before = entries.clone()
-    kernel, row_hash = SortSamplesSpec(ARCH.name, size, softcap), signed(hashes_of_rows)
+    kernel, row_hash = SortSamplesSpec(ARCH.name, size, softcap), states.view(np.int32)
     vectors = threshold, torch.from_numpy(row_hash), reference, sum_exp, scale if softcap else None
     run(kernel, entries, counts, *vectors, 2.0, shard_start)
     derivative = (1 - (u / scale[:, None]).double() ** 2).clamp(0) if softcap else 1.0
@@ -201,7 +170,7 @@ def test_sorted_entries(of_kernel: tuple[int, bool]) -> None:
         if count > capacity:
             continue
         own = columns[row, :count]
-        x = hashes(hashes_of_rows[row : row + 1], own.numpy() + shard_start)[0] / 2.0**32
+        x = bits(SEED, torch.tensor([row]), own + shard_start)[0] / 2.0**32
         kept = torch.from_numpy(x) < q[row, :count]
         assert counts[row] == kept.sum()
         removed += count - int(counts[row])

@@ -61,11 +61,16 @@ def words(x: Tensor) -> Words:
     return (x.cpu().to(torch.int64) & 0xFFFFFFFF).numpy().astype(np.uint32)
 
 
+def row_states(seed: Tensor, rows: Tensor) -> Words:
+    """Return what the random bits of rows (R,) are made of."""
+    first, second = words(seed)
+    states: Words = mix(first ^ words(rows) * np.uint32(0x9E3779B1)) ^ second
+    return states
+
+
 def bits(seed: Tensor, rows: Tensor, columns: Tensor) -> Words:
     """Return the random bits (R, C) of rows (R,) and columns (C,)."""
-    first, second = words(seed)
-    states = mix(first ^ words(rows) * np.uint32(0x9E3779B1))
-    return mix(states[:, None] ^ words(columns) * np.uint32(0x85EBCA77) ^ second)
+    return mix(row_states(seed, rows)[:, None] ^ words(columns) * np.uint32(0x85EBCA77))
 
 
 def next_seed() -> Tensor:

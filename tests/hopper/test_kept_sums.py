@@ -1,6 +1,6 @@
-"""The kernel that adds to kept sums of dW, emulated, against the format's definition."""
+"""The kernels that add to kept sums of dX and of dW, emulated, against the format's definition."""
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import pytest
 import torch
@@ -22,24 +22,23 @@ LOW = GemmConfig(64, 128, cluster=1, stages=2, pingpong=True)
 TALL = GemmConfig(128, 128, cluster=2, stages=3, pingpong=True)
 WIDE = GemmConfig(64, 256, cluster=2, stages=3, pingpong=True)
 DEEP = GemmConfig(128, 128, cluster=2, stages=6, pingpong=True)
+OF_DX = ((LOW, 8), (LOW, 4), (KEPT_128, 4), (KEPT_192, 8), (KEPT_192, 4))
 ROUNDED = ((LOW, 4), (KEPT_128, 8), (DEEP, 8), (KEPT_192, 8), (LOW, 8), (WIDE, 4), (KEPT_192, 4))
-KERNELS = (*ROUNDED, (LOW, 16), (KEPT_192, 16))
+OF_DW = (*ROUNDED, (LOW, 16), (KEPT_192, 16))
 """Configurations, and low bits of the sums."""
 PRODUCTS = {
+    "two K tiles": ((140, 136, 72), 0),
     "no multiple of 16 columns": ((70, 40, 70), 0),
-    "many K tiles": ((150, 136, 330), 0),
-    "many K tiles, overwritten": ((150, 136, 330), 1),
+    "many K tiles": ((330, 136, 300), 0),
+    "many K tiles, overwritten": ((330, 136, 300), 1),
     "one row": ((1, 64, 200), 0),
-    "few columns": ((130, 8, 17), 0),
+    "one product": ((200, 64, 1), 0),
+    "few columns": ((17, 8, 70), 0),
+    "several tiles of each warpgroup": ((1100, 264, 40), 0),
 }
-"""Tokens, hidden and vocabulary, and whether the sums are overwritten."""
+"""Rows, hidden size and products of the sums, and whether they are overwritten."""
 CLUSTERS = 2
-
-
-def kernel_of(
-    config: GemmConfig, low_bits: int, rank_one: bool = False, dtype: str = "bfloat16"
-) -> GradGemmSpec:
-    return GradGemmSpec("sm_90a", dtype, config, "weight", False, rank_one, low_bits)
+Input = Literal["hidden", "weight"]
 
 
 class Terms(NamedTuple):
@@ -76,15 +75,15 @@ def terms_of(h: torch.Tensor, vocab: int, *, count: int = 0, rank_one: bool = Fa
 
 
 class Sums:
-    """Sums (V, D); what is kept of float32 `values` with some low bits."""
+    """Sums (R, D) of dX or dW; what is kept of float32 `values` with some low bits."""
 
-    def __init__(self, values: torch.Tensor, low_bits: int) -> None:
-        vocab, hidden = values.shape
-        self.low_bits, self.has_bytes = low_bits, low_bits in LOW_BITS
+    def __init__(self, values: torch.Tensor, low_bits: int, wrt: Input = "weight") -> None:
+        rows, hidden = values.shape
+        self.low_bits, self.has_bytes, self.wrt = low_bits, low_bits in LOW_BITS, wrt
         columns = hidden * low_bits // 8 if self.has_bytes else 0
-        self.upper = torch.empty(vocab, hidden, dtype=torch.bfloat16)
+        self.upper = torch.empty(rows, hidden, dtype=torch.bfloat16)
         # rows start at multiples of 16 bytes; what is between them stays as it is
-        self.wide = torch.full((vocab, round_up(columns, 16)), 0x5A, dtype=torch.uint8)
+        self.wide = torch.full((rows, round_up(columns, 16)), 0x5A, dtype=torch.uint8)
         self.low = self.wide[:, :columns]
         if self.has_bytes:
             split_sums(self.upper, self.low, values)
@@ -97,23 +96,24 @@ class Sums:
 
     def add(
         self,
-        e: torch.Tensor,
-        h: torch.Tensor,
+        a: torch.Tensor,
+        b: torch.Tensor,
         terms: Terms | None = None,
         overwrite: int = 0,
         count: int | None = None,
         config: GemmConfig = LOW,
         **how: Any,
     ) -> None:
-        """Add eᵀ h and `terms` by the emulated kernel; other parameters are those of `run`."""
-        terms = terms or terms_of(h, e.shape[1])
-        dtype = dtype_name(e.dtype)
-        kernel = kernel_of(config, self.low_bits, terms.rank_one is not None, dtype)
+        """Add a b and `terms` by the emulated kernel; other parameters are those of `run`."""
+        terms = terms or terms_of(b, len(a))
+        dtype, rank_one = dtype_name(a.dtype), terms.rank_one is not None
+        kernel = GradGemmSpec("sm_90a", dtype, config, self.wrt, False, rank_one, self.low_bits)
         semaphores = torch.zeros(kernel.semaphore_count(CLUSTERS), dtype=torch.int32)
         rows = torch.tensor([count or 0], dtype=torch.int32), int(count is not None)
         kept = self.upper, self.low if self.has_bytes else None
-        operands = e.t(), h.t(), kept, terms.targets, terms.rank_one
-        run(kernel, *operands, semaphores, *rows, CLUSTERS, None, overwrite, **how)
+        targets = terms.targets if self.wrt == "weight" else None
+        more = semaphores, *rows, CLUSTERS, None, overwrite
+        run(kernel, a, b.t(), kept, targets, terms.rank_one, *more, **how)
         assert (self.wide[:, self.low.shape[1] :] == 0x5A).all()
 
 
@@ -125,12 +125,16 @@ def same_bits(got: Sums, want: torch.Tensor) -> None:
     assert torch.equal(*(values[~is_nan] for values in pairs))
 
 
-def operands(tokens: int, hidden: int, vocab: int, seed: int = 0) -> Any:
-    """Return e (N, V), columns of a wider matrix, and h (N, D), small integers."""
-    generator = torch.Generator().manual_seed(seed)
-    wide = torch.randint(0, 2, (tokens, vocab + 24 + -vocab % 8), generator=generator).bfloat16()
-    h = torch.randint(-2, 3, (tokens, hidden), generator=generator).bfloat16()
-    return wide[:, 16 : 16 + vocab], h
+def operands(
+    wrt: Input, rows: int, hidden: int, products: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a (R, K) and b (K, D), small integers; a is e or eᵀ, e columns of a wider matrix."""
+    tokens, columns = (rows, products) if wrt == "hidden" else (products, rows)
+    generator = torch.Generator().manual_seed(0)
+    wide = torch.randint(0, 2, (tokens, columns + 24 + -columns % 8), generator=generator)
+    e = wide.bfloat16()[:, 16 : 16 + columns]
+    b = torch.randint(-2, 3, (products, hidden), generator=generator).bfloat16()
+    return e if wrt == "hidden" else e.t(), b
 
 
 def any_floats(*shape: int) -> torch.Tensor:
@@ -142,63 +146,92 @@ def any_floats(*shape: int) -> torch.Tensor:
     return values
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("product", rest_slow(PRODUCTS))
-@pytest.mark.parametrize("kernel", rest_slow(named(*KERNELS)))
+@pytest.mark.parametrize(
+    ("wrt", "kernel"),
+    [
+        pytest.param(wrt, kernel, id=f"{wrt}, {name}", marks=[pytest.mark.slow] * is_slow)
+        for wrt, kernels in (("hidden", OF_DX), ("weight", OF_DW))
+        for name, kernel in named(*kernels).items()
+        for is_slow in [(wrt, kernel) != ("hidden", OF_DX[0])]
+    ],
+)
 def test_any_sums_are_rounded(
-    kernel: tuple[GemmConfig, int], product: tuple[tuple[int, int, int], int]
+    wrt: Input, kernel: tuple[GemmConfig, int], product: tuple[tuple[int, int, int], int]
 ) -> None:
-    """Whatever is overwritten; products of no number are none."""
+    """Whatever is overwritten; products of no number are none.
+
+    Buffers are loaded and stored at any time at which they may be.
+    """
     (config, low_bits), (shape, overwrite) = kernel, product
-    tokens, hidden, vocab = shape
-    e, h = operands(*shape)
-    h[0, 0], h[-1, 1] = torch.nan, torch.inf
-    sums, terms = Sums(any_floats(vocab, hidden), low_bits), terms_of(h, vocab, count=tokens)
-    want = e.float().t() @ h.float() + terms.sums
+    (rows, hidden, products), (a, b) = shape, operands(wrt, *shape)
+    b[0, 0], b[-1, 1] = torch.nan, torch.inf
+    sums = Sums(any_floats(rows, hidden), low_bits, wrt)
+    terms = terms_of(b, rows, count=products) if wrt == "weight" else None
+    want = a.float() @ b.float() + (0 if terms is None else terms.sums)
     want = want if overwrite else sums.values + want
-    sums.add(e, h, terms, overwrite, config=config)
+    sums.add(a, b, terms, overwrite, config=config, seed=rows)
     same_bits(sums, want)
+
+
+@pytest.mark.parametrize(
+    "given", rest_slow([(64, 0), (0, 1), (0, 0), (1, 1), (130, 1), (400, 0)], default=2)
+)
+@pytest.mark.parametrize("kernel", rest_slow(named((LOW, 8), (LOW, 4), (TALL, 8))))
+def test_counted_rows_of_dx(kernel: tuple[GemmConfig, int], given: tuple[int, int]) -> None:
+    """Row blocks behind those that count are neither read nor written."""
+    (config, low_bits), (count, overwrite) = kernel, given
+    e, w = operands("hidden", 400, 136, 70)
+    sums = Sums(any_floats(400, 136), low_bits, "hidden")
+    before, product = sums.values, e.float() @ w.float()
+    e[count:] = torch.nan
+    sums.add(e, w, None, overwrite, count=count, config=config)
+    if count:
+        got = Sums(sums.values[:count], low_bits)
+        same_bits(got, (product + (0 if overwrite else before))[:count])
+    end = max(1, ceil_div(count, config.rows)) * config.rows
+    assert torch.equal(sums.values[end:].view(torch.int32), before[end:].view(torch.int32))
 
 
 @pytest.mark.slow
 def test_float16_products() -> None:
     """Which are added to float32 sums alone."""
-    e, h = (x.half() for x in operands(70, 72, 136))
+    a, h = (x.half() for x in operands("weight", 136, 72, 70))
     before = torch.randint(-100, 100, (136, 72)).float()
     sums, terms = Sums(before, 16), terms_of(h, 136, count=70, rank_one=True)
-    sums.add(e, h, terms)
-    same_bits(sums, before + e.float().t() @ h.float() + terms.sums)
+    sums.add(a, h, terms)
+    same_bits(sums, before + a.float() @ h.float() + terms.sums)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rank_one", rest_slow([False, True]))
 @pytest.mark.parametrize("count", rest_slow([64, 0, 1, 130], default=2))
 @pytest.mark.parametrize("kernel", rest_slow(named((LOW, 4), (TALL, 8), (KEPT_192, 16))))
-def test_counted_rows(kernel: tuple[GemmConfig, int], count: int, rank_one: bool) -> None:
+def test_counted_rows_of_dw(kernel: tuple[GemmConfig, int], count: int, rank_one: bool) -> None:
     """Rows behind those that count are 0 up to a multiple of `TILE_K`, then anything."""
     (config, low_bits), overwrite = kernel, int(not rank_one)
-    e, h = operands(150, 136, 330)
+    a, h = operands("weight", 330, 136, 150)
     end = max(1, ceil_div(count, TILE_K)) * TILE_K
-    for rows in (e, h):
+    for rows in (a.t(), h):
         rows[count:] = 0
         rows[end:] = torch.nan
     before = torch.randint(-(1 << 11), 1 << 11, (330, 136)).float()
     sums, terms = Sums(before, low_bits), terms_of(h, 330, count=count, rank_one=rank_one)
-    sums.add(e, h, terms, overwrite, count=count, config=config)
-    product = e[:count].float().t() @ h[:count].float() + terms.sums
+    sums.add(a, h, terms, overwrite, count=count, config=config)
+    product = a[:, :count].float() @ h[:count].float() + terms.sums
     same_bits(sums, product + (0 if overwrite else before))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("low_bits", rest_slow([4, 8, 16]))
 def test_nothing_changes_where_nothing_counts(low_bits: int) -> None:
-    e, h = operands(70, 72, 130)
+    a, h = operands("weight", 130, 72, 70)
     sums = Sums(torch.full((130, 72), -0.0), low_bits)
     before, terms = sums.values, terms_of(h, 130)
     order, offsets, coef, *rest = terms.targets
     assert order is not None and offsets is not None and coef is not None
     none = order[:0], offsets[:1], coef[:0], *rest
-    sums.add(e, h, terms._replace(targets=none), count=0)
+    sums.add(a, h, terms._replace(targets=none), count=0)
     assert torch.equal(sums.values.view(torch.int32), before.view(torch.int32))
 
 
@@ -206,25 +239,25 @@ def test_nothing_changes_where_nothing_counts(low_bits: int) -> None:
 @pytest.mark.parametrize("low_bits", rest_slow([4, 8, 16]))
 def test_targets_of_other_tokens(low_bits: int) -> None:
     """The last chunk adds the targets' terms of all, also if none of its own tokens counts."""
-    (e, h), (_, others) = operands(70, 72, 130), operands(200, 72, 130)
-    for rows in (e, h):
+    (a, h), (_, others) = operands("weight", 130, 72, 70), operands("weight", 130, 72, 200)
+    for rows in (a.t(), h):
         rows[:] = torch.nan
         rows[:TILE_K] = 0
     before = torch.randint(-(1 << 11), 1 << 11, (130, 72)).float()
     sums, terms = Sums(before, low_bits), terms_of(others, 130, count=190)
-    sums.add(e, h, terms, count=0)
+    sums.add(a, h, terms, count=0)
     same_bits(sums, before + terms.sums)
 
 
-ORDERS = [(*kernel, seed) for seed, kernel in enumerate(KERNELS)]
+ORDERS = [(*kernel, seed) for seed, kernel in enumerate(OF_DW)]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("config", "low_bits", "seed"), ORDERS, ids=str)
 def test_every_order_of_events(config: GemmConfig, low_bits: int, seed: int) -> None:
     """Several tiles of each warpgroup: buffers are loaded again, and stored, at any time."""
-    e, h = operands(70, 264, 700)
+    a, h = operands("weight", 700, 264, 70)
     sums = Sums(any_floats(700, 264), low_bits)
-    want = sums.values + e.float().t() @ h.float()
-    sums.add(e, h, config=config, seed=seed)
+    want = sums.values + a.float() @ h.float()
+    sums.add(a, h, config=config, seed=seed)
     same_bits(sums, want)
