@@ -42,7 +42,8 @@ def runs(run: Callable[..., R]) -> Callable[[Callable[P, R]], Callable[P, R]]:
                 if type(x) is not type(default) or x != default:
                     given[name] = x
             weight = operands[1] if len(operands) > 1 else given.get("linear_weight")
-            with report_errors(given.get("group"), weight):
+            report = report_errors.of(given.get("group"), weight)
+            try:
                 for name, x in (*zip(names, operands, strict=False), *given.items()):
                     if name in names and x is not defaults[name]:
                         check_type(name, x, ARGUMENTS[name].type)
@@ -50,6 +51,10 @@ def runs(run: Callable[..., R]) -> Callable[[Callable[P, R]], Callable[P, R]]:
                     if name not in known:
                         refuse({name: given[name]})
                 return run(*operands, **given)
+            except Exception as error:
+                if report is not None:
+                    report.publish(error)
+                raise
 
         return cast(Callable[P, R], call)
 

@@ -4,13 +4,16 @@ Collectives of different sizes or in another order hang, or mix up data.  So ran
 what they are about to do through the group's store, which needs no device: on a CPU in every
 operator, on a GPU only for values that are new, because a store serves few requests at a time.
 
-Each exchange is a round.  When a rank has read a round, all ranks have ended the one before, and it
-removes its values of that one.  A store may outlive its group, and ranks number the rounds of every
-group from 0: the keys of a group bear its life, which ranks count in the store.
+Each exchange is a round.  A round that all ranks have read, or raised in, leaves nothing in the
+store: a store may outlive its group, and ranks number the rounds of every group from 0.  Keys bear
+the name of the group's life as soon as all ranks know it, from each other's tokens: values of an
+earlier round are taken back with the group, errors of a later one may still be read.
 """
 
 import contextlib
+import hashlib
 import json
+import secrets
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -39,51 +42,70 @@ class StoreRounds:
     known: set[str] = field(default_factory=set)
     """Values that all ranks agreed on since the last error of one of them."""
     published: list[str] = field(default_factory=list)
-    """Keys of this rank's values in the store."""
-
-    def __post_init__(self) -> None:
-        """Count this rank's part in a life of the group."""
-        self.life = (self._count_parts(1) - 1) // self.ranks
+    """Keys of rounds of which the store may hold this rank's values."""
+    left: set[str] = field(default_factory=set)
+    """Those of them that this rank has ended."""
+    life: str = ""
+    """Name of the group's life, in the keys of its rounds; empty until all ranks know it."""
+    tokens: list[str] = field(default_factory=list)
+    """Those of all ranks, as last read."""
+    token: str = field(default_factory=lambda: secrets.token_hex(8))
+    """Begins this rank's values, which those of a later group in the same store must not equal."""
 
     def publish(self, text: str) -> int:
         """Begin a round with this rank's values; return its number."""
         number, self.count = self.count, self.count + 1
-        self.published.append(self._keys(number)[self.rank])
-        self.store.set(self.published[-1], text)
+        self.published.append(self._key(number))
+        self.store.set(f"{self._key(number)}/{self.rank}", f"{self.token} {text}")
         return number
 
     def read(self, number: int, timeout: timedelta) -> list[str]:
         """Return the values of all ranks, waiting for them; raise RuntimeError after `timeout`."""
-        keys = self._keys(number)
+        key = self._key(number)
+        keys = [f"{key}/{rank}" for rank in range(self.ranks)]
         try:
             self.store.wait(keys, timeout)
         except RuntimeError:
             # the next call tries this round again: the others may have skipped a call
             self.count = number
             with contextlib.suppress(RuntimeError):
-                self.store.delete_key(self.published.pop())
+                self._retract(key)
             raise
-        for key in self.published[:-1]:  # all ranks began this round, so they ended the ones before
-            self.store.delete_key(key)
-        del self.published[:-1]
-        return [text.decode() for text in self.store.multi_get(keys)]
+        self.published = [key]  # all ranks began this round, so they ended the ones before
+        self.left.clear()
+        texts = [text.decode().partition(" ") for text in self.store.multi_get(keys)]
+        self.tokens = [token for token, _, _ in texts]
+        return [text for _, _, text in texts]
 
     def close(self) -> None:
-        """Take back this rank's part in a life that a later group will begin again.
-
-        That is one in which not all ranks took part.  The store may be gone.
-        """
+        """Remove what a later group would take for its own; the store may be gone."""
         with contextlib.suppress(RuntimeError):
-            if self._count_parts(0) < (self.life + 1) * self.ranks:
-                for key in self.published:
-                    self.store.delete_key(key)
-                self._count_parts(-1)
+            for key in [key for key in self.published if key.startswith("cutefce/group/")]:
+                self._retract(key)
 
-    def _count_parts(self, more: int) -> int:
-        return self.store.add(f"cutefce/{self.ranks}/parts", more)
+    def leave(self, number: int) -> None:
+        """End a round for this rank; the last rank removes it from the store."""
+        key = self._key(number)
+        self.left.add(key)
+        if self.store.add(f"{key}/left", 1) == self.ranks:
+            for name in (*range(self.ranks), "left"):
+                self.store.delete_key(f"{key}/{name}")
 
-    def _keys(self, number: int) -> list[str]:
-        return [f"cutefce/{self.ranks}/{self.life}/{number}/{rank}" for rank in range(self.ranks)]
+    def name_life(self) -> None:
+        """Name the group's life by the tokens that all ranks have read."""
+        self.life = self.life or hashlib.blake2b(" ".join(self.tokens).encode()).hexdigest()[:16]
+
+    def _key(self, number: int) -> str:
+        return f"cutefce/{self.life or 'group'}/{number}"
+
+    def _retract(self, key: str) -> None:
+        """Remove this rank's values, and itself from those who have ended the round."""
+        self.published.remove(key)
+        value, count = f"{key}/{self.rank}", f"{key}/left"
+        if self.store.check([value]) and self.store.get(value).decode().startswith(self.token):
+            self.store.delete_key(value)
+            if key in self.left and self.store.add(count, -1) == 0:
+                self.store.delete_key(count)
 
 
 _rounds: WeakKeyDictionary[dist.ProcessGroup, StoreRounds] = WeakKeyDictionary()
@@ -115,7 +137,10 @@ def exchange(
             f"group: a rank did not make the call that rank {rounds.rank} made, "
             f"{mine}, within the group's timeout"
         ) from error
+    rounds.leave(number)
     values: list[dict[str, Any]] = [json.loads(text) for text in texts]
+    if not any("error" in other for other in values):  # a rank that raised has read nothing
+        rounds.name_life()
     for rank, other in enumerate(values):
         if "error" in other:
             rounds.known.clear()
@@ -137,29 +162,47 @@ class report_errors:
     """Context of a call that tells the ranks of its group what this rank raised before its part.
 
     Ranks that wait for this one then raise too.  What is raised after the ranks have met is raised
-    by all of them, and not reported.
+    by all of them, and not reported.  A class, because entering a generator's context takes more
+    CPU time and every call enters this one.
     """
 
     def __init__(self, group: Any, weight: Any = None) -> None:
-        """Begin a call with a group, or its name, and a weight, checked or not."""
-        self.rounds = None
-        names_one = group is not None or torch_compat.is_dtensor(weight)
-        if names_one and not torch.compiler.is_compiling():  # errors there end in the timeout
-            self.rounds = _rounds_of_call(group, weight)
-            self.calls = self.rounds.calls if self.rounds else 0
+        """Take the call's group, or its name, and weight, checked or not."""
+        self.group, self.weight = group, weight
 
     def __enter__(self) -> None:
-        """Do no more than `__init__` did."""
+        """Begin."""
+        self.rounds = None
+        if self.group is None and self.weight is None:
+            return
+        if not torch.compiler.is_compiling():  # what is raised there ends in the timeout
+            self.rounds = _rounds_of_call(self.group, self.weight)
+            self.calls = self.rounds.calls if self.rounds else 0
+
+    @classmethod
+    def of(cls, group: Any, weight: Any) -> "report_errors | None":
+        """Return the context of a call, entered; None for a call of one device."""
+        if group is None and not torch_compat.is_dtensor(weight):
+            return None
+        report = cls(group, weight)
+        report.__enter__()
+        return report
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        """Publish an error, unless the ranks have met since the call began."""
+        """Publish an error, unless the ranks have met since the context was entered."""
+        if isinstance(error, Exception):
+            self.publish(error)
+
+    def publish(self, error: Exception) -> None:
+        """Publish an error, unless the ranks have met since the context was entered."""
         rounds = self.rounds
-        if rounds is None or rounds.calls > self.calls or not isinstance(error, Exception):
+        if rounds is None or rounds.calls > self.calls:
             return
         rounds.calls += 1
         rounds.known.clear()
         with contextlib.suppress(RuntimeError):  # an error of the store must not hide this one
-            rounds.publish(json.dumps({"error": [type(error).__name__, str(error)]}))
+            text = json.dumps({"error": [type(error).__name__, str(error)]})
+            rounds.leave(rounds.publish(text))
 
 
 def _rounds_of(process_group: dist.ProcessGroup) -> StoreRounds:

@@ -123,48 +123,59 @@ def test_ranks_meet_again_after_an_error_although_they_agreed_before(ranks: Rank
         assert (after, known) == ("2", "1")
 
 
-def left_in_store() -> tuple[str, list[str]]:
-    """Return this rank's last key, and those that calls have left in the group's store.
-
-    The calls are good, different and refused ones.
-    """
+def left_in_store() -> list[str]:
+    """Return the keys that calls, good, different and refused, have left in the group's store."""
     own = W.split(5)[dist.get_rank()]
     for given in ({}, {"denominator": 1.0 + dist.get_rank()}, {"workspace": dist.get_rank() - 1}):
         outcome(cutefce.linear_cross_entropy, H, own, Y, group=group(2), **given)
-    exchange(group(2), {"operator": "last"}, cached=False)
     dist.barrier(group(2))
-    rounds, store = _rounds_of(group(2)), group(2).get_group_store()
-    keys = [key for number in range(200) for key in rounds._keys(number)]
-    return rounds._keys(rounds.count - 1)[rounds.rank], [key for key in keys if store.check([key])]
+    store = group(2).get_group_store()
+    lives = {"group", _rounds_of(group(2)).life}
+    assert len(lives) == 2
+    rounds = [f"cutefce/{life}/{number}" for life in lives for number in range(200)]
+    keys = [f"{key}/{name}" for key in rounds for name in (0, 1, "left")]
+    return [key for key in keys if store.check([key])]
 
 
-def test_of_finished_rounds_the_store_has_the_last_one(ranks: Ranks) -> None:
-    (first, left), (second, same) = ranks.run(2, left_in_store)
-    assert left == same == [first, second]
+def test_finished_rounds_leave_nothing_in_the_store(ranks: Ranks) -> None:
+    assert ranks.run(2, left_in_store) == [[], []]
 
 
 def test_round_that_is_given_up_leaves_earlier_errors_to_be_read() -> None:
     store, soon = HashStore(), timedelta(milliseconds=50)
     one, other = (StoreRounds(store, rank, 2) for rank in range(2))
-    one.publish("error")
+    one.leave(one.publish("error"))
     with pytest.raises(RuntimeError):
         one.read(one.publish("next"), soon)
     assert other.read(other.publish("late"), soon) == ["error", "late"]
+    other.leave(0)
     assert one.publish("again") == other.publish("again") == 1
     assert one.read(1, soon) == other.read(1, soon) == ["again", "again"]
+    assert not store.check(["cutefce/group/0/0"]) and not store.check(["cutefce/group/0/left"])
 
 
-@pytest.mark.parametrize("alone", [False, True])
-def test_group_that_is_closed_leaves_no_error_that_a_later_one_could_hear(alone: bool) -> None:
-    """Its other ranks can, unless it takes back what it began alone."""
+@pytest.mark.parametrize("named", [False, True])
+def test_group_that_is_closed_takes_back_errors_that_a_later_one_could_hear(named: bool) -> None:
+    """Those of a life that ranks have named stay: no other group reads its keys."""
     store, soon = HashStore(), timedelta(milliseconds=50)
-    one = StoreRounds(store, 0, 2)
-    others = [] if alone else [StoreRounds(store, 1, 2)]
-    one.publish("error")
+    one, other = (StoreRounds(store, rank, 2) for rank in range(2))
+    if named:
+        for rounds in (one, other):
+            rounds.publish("first")
+        for rounds in (one, other):
+            rounds.read(0, soon)
+            rounds.leave(0)
+            rounds.name_life()
+    number = one.publish("error")
+    one.leave(number)
     one.close()
-    for other in others:
-        assert other.read(other.publish("late"), soon) == ["error", "late"]
-        other.close()
+    other.publish("late")
+    if named:
+        assert other.read(number, soon) == ["error", "late"]
+    else:
+        with pytest.raises(RuntimeError):
+            other.read(number, soon)
+        assert not store.check(["cutefce/group/0/left"])
     later = [StoreRounds(store, rank, 2) for rank in range(2)]
     for rounds in later:
         rounds.publish("later")
