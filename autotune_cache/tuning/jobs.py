@@ -51,8 +51,13 @@ class Job:
         return tuple(dict.fromkeys((default, *candidates(self.runner.gpu.arch, self.kernel))))
 
     def configs(self, candidate: Candidate) -> KernelConfigs:
-        """Return the configurations of all kernels with `candidate` for this one."""
+        """Return the configurations of all kernels with `candidate` for this one.
+
+        That of dX is also the one for few columns, which small vocabularies have.
+        """
         changed: dict[str, Any] = {self.kernel: candidate}
+        if self.kernel == "grad_hidden":
+            changed["grad_hidden_short"] = candidate
         return dataclasses.replace(self.runner.base(), **changed)
 
     def kernels(self) -> list[KernelSpec]:

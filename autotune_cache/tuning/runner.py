@@ -1,6 +1,6 @@
 """How configurations of the kernels run on one GPU, for verification and for the tuner."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -46,12 +46,18 @@ class Runner:
         return self.gpu.default_configs(MANY_TOKENS, MANY_HIDDEN)
 
     def listed_configs(self) -> list[KernelConfigs]:
-        """Return configurations with every listed one of each kernel at least once."""
+        """Return configurations with every listed one of each kernel at least once.
+
+        The last one is of cuBLAS for dX beside a kernel of dW, as tables may have it.
+        """
         listed = self.gpu.arch.listed
-        return [
+        found = [
             KernelConfigs(**{name: some[i % len(some)] for name, some in listed.items()})
             for i in range(max(map(len, listed.values())))
         ]
+        if "grad_weight" in listed:
+            found.append(replace(found[0], grad_hidden=None, grad_hidden_short=None))
+        return found
 
     @process_cache
     def kernels(

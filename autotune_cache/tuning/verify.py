@@ -104,7 +104,9 @@ def compile_all(kernels: Iterable[KernelSpec], advance: Callable[[str], None]) -
     """
     missing, done = build.missing(kernels), itertools.count(1)
     failed = build.build(
-        missing, lambda: advance(f"compiled {next(done)} of {len(missing)} kernels")
+        missing,
+        lambda: advance(f"compiled {next(done)} of {len(missing)} kernels"),
+        compile_one=build.compile_clean,
     )
     for reason in failed.values():
         raise RuntimeError(reason)

@@ -14,6 +14,8 @@ from cutefce.cute_kernels.spec.kernel import KernelSpec
 
 BUILD_SECONDS = 300
 """Time limit of compiling a kernel."""
+MAX_BUILDERS = 16
+"""Processes that compile, each with memory of its own, on hosts of many cores."""
 
 
 def missing(kernels: Iterable[KernelSpec]) -> list[KernelSpec]:
@@ -62,7 +64,7 @@ def build(
                 notice.advance()
                 advance()
 
-    builders = max(1, min(os.cpu_count() or 1, len(kernels)))
+    builders = max(1, min(os.cpu_count() or 1, MAX_BUILDERS, len(kernels)))
     arch = kernels[0].arch if kernels else ""
     notice = CompilingNotice(len(kernels), arch)
     with notice, ThreadPoolExecutor(builders) as pool:

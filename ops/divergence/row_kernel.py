@@ -12,7 +12,12 @@ from cutefce.cute_kernels.spec.divergence import divergence_rows
 from cutefce.ops.divergence.factors import FactorRows
 from cutefce.ops.divergence.options import STUDENT, TEACHER, Divergence
 from cutefce.ops.divergence.sides import Side
-from cutefce.ops.primitives.dispatch import arch_of
+from cutefce.ops.dtypes import dtype_name
+from cutefce.ops.primitives.dispatch import (
+    device_unsupported_reason,
+    gpu_of,
+    unproven_reason,
+)
 
 ALIGNMENT = 8
 """Classes that a row is a multiple of: it begins at 16 bytes, in 16 bits too."""
@@ -35,12 +40,12 @@ class RowKernel:
         """Return the kernel that serves two sides, with these scales; None if there is none."""
         if len(sides[STUDENT].w) % ALIGNMENT or any(side.cap is not None for side in sides):
             return None
-        arch, other = (arch_of(side.h, side.w, DIVERGENCES) for side in sides)
-        if arch is None or other is None:
+        device = sides[STUDENT].h.device
+        if any(_unsupported_reason(side) for side in sides):
             return None
         if len({side.h.dtype for i, side in enumerate(sides) if any(options.gradients(i))}) > 1:
             return None  # verified kernels write the factors of both sides in one dtype
-        return RowKernel.with_scales(arch, options, scales, sides[STUDENT].h)
+        return RowKernel.with_scales(gpu_of(device).arch.name, options, scales, sides[STUDENT].h)
 
     @staticmethod
     def with_scales(
@@ -88,6 +93,14 @@ class RowKernel:
         narrow = place is not None and place.memory.dtype == torch.float16
         places = int(narrow), first, columns, shift, pitches[a], pitches[b]
         compiled(spec)(*operands, numbers, a, *places)
+
+
+def _unsupported_reason(side: Side) -> str | None:
+    """Return why the kernel cannot read the logits of a side, None if it can."""
+    device, dtype = side.h.device, side.h.dtype
+    return device_unsupported_reason(device, dtype) or unproven_reason(
+        device, dtype_name(dtype), DIVERGENCES
+    )
 
 
 def _order(options: Divergence) -> tuple[int, int]:

@@ -122,6 +122,7 @@ def loss_problem(x: LossCall) -> LossProblem:
         upstream = Upstream.KNOWN
     if buffer is not None and samples:
         in_place = is_in_place(buffer, h.dtype)
+    is_copied = options.softcap is not None or tensors.logit_floor is not None
     soft = 0 if tensors.target_indices is None else tensors.target_indices.shape[-1]
     return LossProblem(
         **asdict(own),
@@ -141,7 +142,7 @@ def loss_problem(x: LossCall) -> LossProblem:
         samples=samples,
         ranks=ranks if in_group else 0,
         sequence_parallel=sharding.sequence_parallel,
-        tile_copies=max(int(options.softcap is not None), 2 * options.reduces_rows),
+        tile_copies=max(int(is_copied), 2 * options.reduces_rows),
         copied_hidden=step.copied_hidden,
         copied_weight=step.copied_weight,
         copied=_copied_bytes(own, h, w, sharding.sequence_parallel),

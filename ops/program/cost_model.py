@@ -71,8 +71,7 @@ def scratch(p: LossProblem, x: Layout, step: Step) -> int:
             parts = sum(name.startswith("partial") for name in step.reads)
             joined = rows * partial_sums(p, rows, p.vocab) * sums * (parts > 1)
             blocks = rows * ceil_div(p.vocab, p.block) * sums * (p.arch is None)
-            computed = min(rows * p.top_k * p.block * sums, COMPUTED_BYTES)
-            own = joined + max(2 * blocks, computed + blocks * (p.top_k > 0))
+            own = joined + max(2 * blocks, _searched(p, rows, blocks) if p.top_k else 0)
         case Kind.TARGET_LOGIT if step.rows[0] == 0:  # makes the soft targets of all tokens
             own = p.tokens * p.soft * (MADE_BYTES - 8 - 2 * sums)
         case Kind.ENTRIES | Kind.SCALE_EXPS:
@@ -96,6 +95,16 @@ def scratch(p: LossProblem, x: Layout, step: Step) -> int:
         block = min(soft_block_rows(elements, sums, p.device), rows)
         own = max(own, block * elements * (sums + p.item_bytes * p.accumulates_wider))
     return max(own, rows_bytes(p, rows * max(p.soft, 1)))
+
+
+def _searched(p: LossProblem, rows: int, largest: int) -> int:
+    """Bytes of a search for the largest classes, among blocks whose largest logits take so many."""
+    sums, chosen = p.accumulator_bytes, min(p.top_k, ceil_div(p.vocab, p.block))
+    row = chosen * p.block * sums
+    at_once = min(rows, max(COMPUTED_BYTES // row, 1))
+    # logits, whether they are below a floor, and in plain torch those of one block
+    computed = at_once * (row + row // sums + p.block * sums)
+    return largest + computed + rows * p.top_k * (sums + 8)
 
 
 def _weight(p: LossProblem, step: Step, rows: int, columns: int, x: Layout) -> int:

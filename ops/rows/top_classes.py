@@ -49,10 +49,11 @@ def top_logits(
     for rows in blocks(len(logit), size):
         u, first = logits_of_blocks(chosen[rows], rows), chosen[rows] * block
         if targets.logits is not None and targets.logits.floor is not None:
-            own_place = (targets.index[rows, None] - first)[:, :, None]
-            is_out = u < targets.logits.floor[rows, None, None]
-            is_out &= torch.arange(block, device=u.device) != own_place
-            u.masked_fill_(is_out, -torch.inf)
+            place = (targets.index[rows, None] - first)[:, :, None]  # (R, M, 1) of the target
+            is_here, place = (place >= 0) & (place < block), place.clamp(0, block - 1)
+            own_logit = u.gather(2, place)
+            u.masked_fill_(u < targets.logits.floor[rows, None, None], -torch.inf)
+            u.scatter_(2, place, torch.where(is_here, own_logit, u.gather(2, place)))
         found, places = u.flatten(1).topk(min(k, computed), 1, sorted=False)
         del u  # freed before the next ones are allocated
         found_classes = first.gather(1, places // block) + places % block

@@ -8,7 +8,17 @@ from torch import Tensor
 
 import cutefce
 from cutefce.cute_kernels.config import PortableTiles
+from cutefce.ops.interface.checks import MINIMUM
+from cutefce.ops.interface.options import (
+    LossCall,
+    LossOptions,
+    Sharding,
+    StepOptions,
+    TensorOptions,
+)
+from cutefce.ops.operators.plans import plan_for
 from tests.ops.test_log_probs import DTYPES, OR_NONE, TRANSFORMS
+from tests.ops.test_memory_model import peak_of
 from tests.support.options import model_logits
 from tests.support.outputs import ValuesCase, kept_logits, values_case
 from tests.support.tiers import pairwise
@@ -118,3 +128,19 @@ def test_compiled_equals_eager(device: str) -> None:
     compiled = torch.compile(top, backend="aot_eager", fullgraph=True)
     for k in (3, 6):
         assert all(torch.equal(a, b) for a, b in zip(compiled(h, k), top(h, k), strict=True))
+
+
+@pytest.mark.parametrize("floor", [False, True])
+def test_memory_is_predicted(floor: bool, device: str) -> None:
+    h, w = torch.randn(1024, 64, device=device), torch.randn(20000, 64, device=device)
+    y = torch.randint(20000, (1024,), device=device)
+    floors = torch.zeros(1024, device=device) if floor else None
+    asked = LossOptions(reduction="outputs", outputs="lse", top_k=8)
+    step = StepOptions(MINIMUM, False, False, False)
+    plan = plan_for(LossCall(h, w, y, step, asked, TensorOptions(logit_floor=floors), Sharding()))
+
+    def call() -> None:
+        with torch.no_grad():
+            cutefce.linear_log_probs(h, w, y, top_k=8, logit_floor=floors, workspace="min")
+
+    assert 0.7 * plan.workspace_bytes < peak_of(call, device) <= 1.02 * plan.workspace_bytes
