@@ -137,7 +137,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Checked]:
         return ""
 
     monkeypatch.setattr(verify, "first_fault", all_pass)
-    monkeypatch.setattr(build, "build", lambda *_: {})
+    monkeypatch.setattr(build, "build", lambda *_, **__: {})
     return checks
 
 
@@ -296,7 +296,7 @@ def test_kernels_that_cannot_be_stored_are_compiled_outside_the_time_limit(
         def ask(self, call: Any, seconds: float) -> Any:
             asked.append((call.func.__name__, seconds))
 
-    monkeypatch.setattr(build, "build", lambda *_: {})
+    monkeypatch.setattr(build, "build", lambda *_, **__: {})
     monkeypatch.setattr(verify, "SubprocessWorker", Asked)
     assert verify.verify(BuiltRunner(GPU, "cpu"), "bfloat16").passed
     assert asked[:3] == [
@@ -307,7 +307,7 @@ def test_kernels_that_cannot_be_stored_are_compiled_outside_the_time_limit(
 
 
 def test_a_failed_compilation_is_no_verdict(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "build", lambda *_: {BUILT: "its process ended by SIGKILL"})
+    monkeypatch.setattr(build, "build", lambda *_, **__: {BUILT: "its process ended by SIGKILL"})
     verdict = verify.verify(BuiltRunner(GPU, "cpu"), "bfloat16")
     assert verdict == verdicts.Verdict(False, "not checked: its process ended by SIGKILL")
     assert known() is None
