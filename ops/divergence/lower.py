@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from cutefce.ops.divergence.cost import scratch_bytes
 from cutefce.ops.divergence.problem import DivergenceLayout, DivergenceProblem
 from cutefce.ops.divergence.steps import DW, DX, SIDES, STATS, Kind
-from cutefce.ops.program.emit import Emitter
+from cutefce.ops.program.builder import ProgramBuilder
 from cutefce.ops.program.place import place
 from cutefce.ops.program.steps import Home, Program, Range, Step
 
@@ -47,7 +47,7 @@ def lower(p: DivergenceProblem, x: DivergenceLayout, *, brief: bool = False) -> 
     return place(lowering.finished())
 
 
-class _Lowering(Emitter):
+class _Lowering(ProgramBuilder):
     """The steps of a divergence and of its gradients."""
 
     def __init__(self, p: DivergenceProblem, x: DivergenceLayout, *, brief: bool) -> None:

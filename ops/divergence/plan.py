@@ -17,9 +17,9 @@ from cutefce.ops.dtypes import dtype_name
 from cutefce.ops.interface.options import Sharding
 from cutefce.ops.primitives.dispatch import planned_device
 from cutefce.ops.primitives.portable_projection import is_dense
+from cutefce.ops.program.fastest import Costed, fastest_within
 from cutefce.ops.program.place import peak
 from cutefce.ops.program.predicted_time import device_of
-from cutefce.ops.program.search import Costed, fastest_within
 from cutefce.ops.program.steps import Program
 
 WINDOWS = tuple(1 << bits for bits in range(10, 18))

@@ -34,8 +34,8 @@ from cutefce.ops.parallel.consistency import report_errors
 from cutefce.ops.rows.statistics import RowStats
 from cutefce.ops.rows.targets import OUTPUTS
 from cutefce.ops.rows.top_classes import ABSENT_CLASS
+from cutefce.ops.soft_targets.leads import leads
 from cutefce.ops.soft_targets.output_classes import class_leads
-from cutefce.ops.soft_targets.rows import leads
 
 DEFAULTS = LossOptions(), TensorOptions(), Sharding()
 TENSORS = "Tensor input, Tensor linear_weight"

@@ -4,8 +4,8 @@ from collections.abc import Iterator, Sequence
 
 from cutefce.cute_kernels.integers import round_up
 from cutefce.cute_kernels.workspace import NUM_STATS, low_bytes
+from cutefce.ops.program.builder import ProgramBuilder
 from cutefce.ops.program.cost_model import scratch
-from cutefce.ops.program.emit import Emitter
 from cutefce.ops.program.layout import Layout, Window, alike, chunks_of, scales_exps, windows_of
 from cutefce.ops.program.place import place, token_bytes
 from cutefce.ops.program.problem import LossProblem
@@ -18,7 +18,7 @@ FACTORS = 4
 """Numbers of a token: of its exponentials, target and every class, and their reference."""
 
 
-class Lowering(Emitter):
+class Lowering(ProgramBuilder):
     """The steps of a loss and of its gradients.
 
     A `brief` program has one of many equal chunks and windows, with the memory of all: it serves to

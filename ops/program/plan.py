@@ -10,11 +10,11 @@ from cutefce.cute_kernels.integers import ceil_div, round_up
 from cutefce.cute_kernels.problem import LOW_BITS
 from cutefce.ops.program import predicted_time
 from cutefce.ops.program.cost_model import workspace
+from cutefce.ops.program.fastest import Costed, fastest_within
 from cutefce.ops.program.layout import Layout, most_again, most_aliased, windows_of
 from cutefce.ops.program.lower import Lowering
 from cutefce.ops.program.place import peak, saved_bytes
 from cutefce.ops.program.problem import LossProblem
-from cutefce.ops.program.search import Costed, fastest_within
 from cutefce.ops.program.steps import Program
 from cutefce.ops.sampling import cost_model as sampling
 from cutefce.ops.sampling.lower import SampledLowering
@@ -114,7 +114,7 @@ def planned(p: LossProblem, x: Layout) -> Plan:
 def plan(p: LossProblem, budget: int, like: Layout | None = None) -> Plan:
     """Return the fastest plan within `budget` bytes; if none fits, the smallest.
 
-    The smallest budget allows a little more than the smallest plan, see `search`.  More bytes give
+    The smallest budget allows a little more than the smallest plan, see `fastest`.  More bytes give
     no slower plan, nor one that takes less memory; of a few tokens, within 2 %.  `like` fixes the
     strategy and, if gradients are formed in the forward, the tokens of a chunk.
     """

@@ -12,8 +12,8 @@ from torch import Tensor
 from cutefce.ops.interface.options import LossOptions, TensorOptions
 from cutefce.ops.rows.loss_terms import GivenTargets, LossTerms
 from cutefce.ops.rows.selection import RowSelection
+from cutefce.ops.soft_targets.leads import LARGEST, is_outside, is_wrong
 from cutefce.ops.soft_targets.output_classes import OutputClasses
-from cutefce.ops.soft_targets.rows import LARGEST, is_outside, is_wrong
 from cutefce.ops.soft_targets.targets import SoftTargets
 
 

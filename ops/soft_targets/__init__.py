@@ -2,6 +2,6 @@
 
 targets.py          SoftTargets: classes with probabilities, and their terms among exponentials
 output_classes.py   OutputClasses: those whose log-probabilities are outputs
-rows.py             what both are made of: the lead of each token, and the other classes sorted
+leads.py            what both are made of: the lead of each token, and the other classes sorted
 kernels.py          launches of the kernels between the GEMMs
 """

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from cutefce.ops.rows.logit_map import LogitMap
 from cutefce.ops.rows.loss_terms import GivenTargets
-from cutefce.ops.soft_targets.rows import NO_CLASS, is_outside, sort_own, sum_equal
+from cutefce.ops.soft_targets.leads import NO_CLASS, is_outside, sort_own, sum_equal
 from cutefce.ops.soft_targets.targets import SoftTargets
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ from torch import Tensor, is_tensor
 
 from cutefce.ops.rows.logit_map import LogitMap
 from cutefce.ops.rows.loss_terms import GivenTargets, LossTerms
-from cutefce.ops.soft_targets.rows import soft_rows
+from cutefce.ops.soft_targets.leads import soft_rows
 
 if TYPE_CHECKING:
     from cutefce.ops.rows.statistics import RowStats

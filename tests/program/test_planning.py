@@ -11,12 +11,12 @@ import cutefce
 from cutefce.autotune_cache.defaults import window_configs
 from cutefce.cute_kernels.problem import Problem
 from cutefce.ops.interface.checks import MAXIMUM, MINIMUM
+from cutefce.ops.program.fastest import FREE, WORTH
 from cutefce.ops.program.layout import Layout, most_aliased
 from cutefce.ops.program.place import peak
 from cutefce.ops.program.plan import _families, lower, plan, planned
 from cutefce.ops.program.predicted_time import GPU, seconds
 from cutefce.ops.program.problem import LossProblem, Upstream
-from cutefce.ops.program.search import FREE, WORTH
 from tests.support.sound_programs import check
 from tests.support.tiers import rest_slow
 

@@ -12,7 +12,7 @@ from cutefce.ops.interface.options import LossOptions, TensorOptions
 from cutefce.ops.primitives.primitives import Primitives
 from cutefce.ops.rows.kept_sums import Sums
 from cutefce.ops.rows.targets import make_targets
-from cutefce.ops.soft_targets.rows import leads
+from cutefce.ops.soft_targets.leads import leads
 
 CLASSES, STRIDE, LEAD = 5, 7, 3
 """Classes of a token, and their distance; of few classes, some are equal; and the likeliest one."""

@@ -7,7 +7,7 @@ from enum import Enum
 from cutefce.ops.program.steps import ARENAS, Buffer, Home, Program, Range, Step
 
 
-class Emitter(ABC):
+class ProgramBuilder(ABC):
     """A program whose steps are emitted, first those of the forward."""
 
     def __init__(self, program: Program, *, brief: bool) -> None:
