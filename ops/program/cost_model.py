@@ -64,10 +64,9 @@ def scratch(p: LossProblem, x: Layout, step: Step) -> int:
     match step.kind:
         case Kind.PROJECT if not step.repairs or "exps" in step.writes:
             stores = any(name.startswith("exps") for name in step.writes)
-            is_again = (
-                p.tile_copies > 1 and "logits" not in step.reads
-            )  # which makes no sums over all classes
-            copies = 0 if is_again else p.tile_copies
+            # exponentials that are computed again have no sums over all classes
+            has_sums = p.tile_copies < 2 or "logits" in step.reads
+            copies = p.tile_copies if has_sums else 0
             own = tile_bytes(p, rows, columns, copies=copies, stored=stores)
         case Kind.REDUCE:
             parts = sum(name.startswith("partial") for name in step.reads)
