@@ -103,7 +103,6 @@ def logits_of_blocks(h: Tensor, w: Tensor, chosen: Tensor, transform: Transform)
     first_tiles = last_tiles - (ends - starts + ROWS - 1) // ROWS
     tile_starts = starts[of_block] + (tiles - first_tiles[of_block]) * ROWS
     row_scale, bias, slope = transform[:3]
-    features = min(device_of(h.device).features, 64)
     arguments: Any = h, h.stride(0), w, w.stride(0), pairs, tile_blocks, tile_starts, ends, out
     _logits_of_blocks[(len(tiles),)](
         *arguments,
@@ -116,7 +115,7 @@ def logits_of_blocks(h: Tensor, w: Tensor, chosen: Tensor, transform: Transform)
         BLOCKS=count,
         ROWS=ROWS,
         BLOCK=BLOCK,
-        FEATURES=features,
+        FEATURES=device_of(h.device).features,
         HAS_SCALE=row_scale is not None,
         HAS_BIAS=bias is not None,
         HAS_CAP=slope is not None,
