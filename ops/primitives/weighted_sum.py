@@ -18,9 +18,10 @@ from cutefce.ops.rows.targets import Targets
 
 TERMS = 3
 """Numbers that a factor is split into."""
-LARGEST_FLOAT16 = 2.0**15
-"""The largest factor of float16 rows is scaled to below twice this, that of others to below 2.
-Terms in float16 are multiples of 2^-24, which is then 2^-39 of it or less."""
+LARGEST_FLOAT16 = 2.0**14
+"""The largest factor of float16 rows is scaled to below twice this, which float16 holds whatever it
+is rounded to; that of others to below 2.  Terms in float16 are multiples of 2^-24, which is then
+2^-38 of it or less."""
 EXPONENT_BITS, LEAST_NORMAL = 0x7F800000, 1 << 23
 """Of a float32 as an integer: a mask that leaves the power of 2 below a number, and 2^-126."""
 ALIGNMENT = 8

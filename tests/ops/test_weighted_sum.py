@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cutefce.ops.primitives.weighted_sum import weighted_sum
+from cutefce.ops.primitives.weighted_sum import _terms, weighted_sum
 
 NARROW = [torch.bfloat16, torch.float16]
 DTYPES = [torch.float64, torch.float32, *NARROW]
@@ -46,6 +46,17 @@ def test_no_bit_of_a_factor_is_lost(dtype: torch.dtype, largest: float, device: 
     factor *= torch.exp2(-torch.arange(999.0, device=device).remainder(15)) * largest
     factor[::2].neg_()
     assert torch.equal(weighted_sum(torch.eye(999, device=device, dtype=dtype), factor), factor)
+
+
+@pytest.mark.parametrize("dtype", NARROW, ids=str)
+def test_factors_close_below_a_power_of_2(dtype: torch.dtype, device: str) -> None:
+    """Those of means over a token more than a power of 2 are, whose rounding is that power."""
+    below = torch.nextafter(torch.tensor(2.0), torch.tensor(0.0))
+    tokens = torch.exp2(torch.arange(24.0)) + 1
+    for factor in (*tokens.reciprocal(), below, -below):
+        terms, scale = _terms(factor.to(device)[None], dtype)
+        assert bool(terms.isfinite().all())
+        assert torch.equal((terms.double().sum(0) * scale).float(), factor.to(device)[None])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
