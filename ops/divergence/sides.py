@@ -84,5 +84,5 @@ class Side:
         if own is not None:
             return scale / self.boost, own
         # relative to the largest, for factors of 16 bits
-        common = largest_of(torch.where(scale.isfinite(), scale, 0))
+        common = largest_of(scale)
         return common / self.boost, scale / common * self.boost

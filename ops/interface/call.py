@@ -193,6 +193,9 @@ def checked_call(
             )
         if tensors.given:
             of = checks.Operands(h, w, target.shape, sharding.vocab(w))
+            if tensors.accumulate_into is not None:  # of what is given, which may be cast
+                given = {"linear_weight": linear_weight, "input": input}
+                checks.check_apart("accumulate_into", tensors.accumulate_into, **given)
             tensors.check(of, options.reduction)
             tensors = tensors.prepared(h)
         if adds and not grad:

@@ -235,7 +235,6 @@ def check_scalar(name: str, x: Tensor, of: Operands) -> None:
 def check_buffer(name: str, x: Tensor, of: Operands) -> None:
     """Raise TypeError or ValueError unless the gradient of w (V, D) can be added to x."""
     check_layout(name, x)
-    check_apart(name, x, linear_weight=of.w, input=of.h)
     check_constant(name, x)
     dtypes = dict.fromkeys((torch.promote_types(of.w.dtype, torch.float32), of.w.dtype))
     if x.dtype not in dtypes:

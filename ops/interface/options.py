@@ -229,7 +229,10 @@ class TensorOptions(OperatorRecord):
             )
 
     def prepared(self, h: Tensor) -> "TensorOptions":
-        """Return the same with tokens' values as vectors (N,), scalars as () on h's device."""
+        """Return the same with tokens' values as vectors (N,), scalars as () on h's device.
+
+        A temperature () is one of all tokens.
+        """
         given: dict[str, Any] = dict(self.soft_targets)
         for name, x in given.items():
             given[name] = x.reshape(-1, x.shape[-1])
@@ -238,7 +241,7 @@ class TensorOptions(OperatorRecord):
             given["target_indices"] = given["target_indices"].long()
         for name in ("token_weights", "temperature", "logit_floor"):
             x = getattr(self, name)
-            if x is not None and x.ndim:
+            if x is not None and (x.ndim or name != "temperature"):
                 given[name] = x.reshape(-1)
         for name in ("denominator", "grad_output"):
             x = getattr(self, name)

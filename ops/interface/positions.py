@@ -58,7 +58,7 @@ def loss_of_positions(
 def _checked_target(
     input: Tensor, linear_weight: Tensor, target: Tensor | None, given: dict[str, Any]
 ) -> Tensor:
-    """Return the target; raise an error that names the argument unless all fit together."""
+    """Return the target as int64; raise an error that names the argument unless all fit."""
     one_class(target, given)
     is_soft = target is None or "target_indices" in given or "target_probs" in given
     for name, is_given, got, expected in (
@@ -86,9 +86,11 @@ def _checked_target(
             f"expected (N, {', '.join(map(str, sizes))}) with (N, D), to match linear_weight of "
             f"shape {tuple(linear_weight.shape)}; a linear_weight (V, D) has no more dimensions"
         )
+    if not checks.has_integers(target):
+        raise TypeError(f"target: got dtype {target.dtype}, expected integers (class indices)")
     of = checks.Operands(input, linear_weight, target.shape, linear_weight.shape[0])
     check_tensors(given, of)
-    return target
+    return target.long()
 
 
 def _total_weight(

@@ -31,6 +31,7 @@ from cutefce.ops.rows.blocks import blocks, row_blocks
 from cutefce.ops.rows.coefficients import RankOne
 from cutefce.ops.rows.kept_sums import Sums, add_kept_to_
 from cutefce.ops.rows.loss_terms import class_weights
+from cutefce.ops.rows.target_rows import add_rows_
 from cutefce.ops.rows.targets import Targets
 
 
@@ -146,7 +147,7 @@ def finish_dbias(
     Those of targets may be in the sums.
     """
     if target is not None:
-        dbias.index_put_((targets.safe_index,), target, accumulate=True)  # deterministic
+        add_rows_(dbias, targets.safe_index, target)
     if every is not None and targets.terms is not None:
         weight = targets.terms.class_weight
         dbias.add_(every.sum() if weight is None else every.sum() * weight)

@@ -85,9 +85,9 @@ def _scaling_in_reference(
     """Apply the sizes of all factors to recomputed exponentials, their signs to h and dX."""
     size, sign = dx.scale.abs(), dx.scale.sign()
     grad_scale, entries = size.new_ones(()), entries * size[:, None]
-    if narrow and len(size):
-        grad_scale = torch.maximum(size.amax(), entries.abs().amax() / FLOAT16_TOTAL)
-        grad_scale = torch.where(grad_scale == 0, 1, grad_scale)
+    if narrow:
+        of_entries = entries.abs().amax(1) / FLOAT16_TOTAL
+        grad_scale = largest_of(torch.stack([size, of_entries]))
     part, reference = dx.over(grad_scale), stats.reference - (size / grad_scale).log()
     dx = replace(dx, scale=sign * grad_scale)
     own = part.target, part.every, None, grad_scale, dx, entries / grad_scale
@@ -99,17 +99,16 @@ def _scaling_by_log(
 ) -> Scaling:
     """Apply all factors to the exponentials, as those of entropy's gradient depend on them."""
     assert dx.by_log_exp is not None
-    grad_scale = dx.scale.new_ones(())
-    if narrow and len(dx.scale):
-        # the results are at most (1 + log T) T = 11.4 T times this
-        grad_scale = 16 * torch.maximum(dx.scale.abs(), dx.by_log_exp.abs()).amax()
+    # the results are at most (1 + log T) T = 11.4 T times these
+    sizes, grad_scale = [16 * dx.scale, 16 * dx.by_log_exp], dx.scale.new_ones(())
     classes, entries = targets.output_classes, None
     if classes is not None:
         entries = classes.entries_by_log(stats, dx.scale, dx.by_log_exp, targets.logits)
-        if narrow and len(dx.scale):
-            grad_scale = torch.maximum(grad_scale, entries.abs().amax() / FLOAT16_TOTAL)
+        sizes.append(entries.abs().amax(1) / FLOAT16_TOTAL)
+    if narrow:
+        grad_scale = largest_of(torch.stack(sizes))
+    if entries is not None:
         entries = entries / grad_scale
-    grad_scale = torch.where(grad_scale == 0, 1, grad_scale)
     part = dx.over(grad_scale)
     assert part.by_log_exp is not None
     factor = part.scale, part.by_log_exp
@@ -119,8 +118,12 @@ def _scaling_by_log(
 
 
 def largest_of(factors: Tensor) -> Tensor:
-    """Return () the size of the largest factor, to divide all by; 1 if there is none but 0."""
-    largest = factors.abs().amax() if len(factors) else factors.new_zeros(())
+    """Return () the size of the largest finite factor, to divide all by; 1 if all are 0.
+
+    A token whose factor is not finite leaves those of the others as they are.
+    """
+    sizes = torch.where(factors.isfinite(), factors.abs(), 0)
+    largest = sizes.amax() if len(sizes) else sizes.new_zeros(())
     return torch.where(largest == 0, 1, largest)
 
 

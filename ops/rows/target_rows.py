@@ -8,6 +8,14 @@ from torch import Tensor
 from cutefce.ops.rows.blocks import blocks, row_block_size
 
 
+def add_rows_(out: Tensor, index: Tensor, x: Tensor) -> None:
+    """Add row i of x (N, ...) to row `index_i` of `out`, in an order that is always the same."""
+    if out.is_cuda:
+        out.index_put_((index,), x, accumulate=True)
+    else:
+        out.index_add_(0, index, x)
+
+
 class TargetRows:
     """Targets (N,), inside [0, V), with coefficients (N,) and hidden states (N, D).
 
@@ -55,8 +63,5 @@ class TargetRows:
         for part in blocks(len(slot), row_block_size(self.h)):
             terms = self.h[part] * self.coefficient[part, None]
             terms.masked_fill_(~inside[part, None], 0)
-            if out.is_cuda:  # deterministic on CUDA, unlike index_add_
-                out.index_put_((slot[part],), terms, accumulate=True)
-            else:
-                out.index_add_(0, slot[part], terms)
+            add_rows_(out, slot[part], terms)
             del terms  # freed before the next ones are allocated

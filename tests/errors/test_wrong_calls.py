@@ -125,6 +125,18 @@ def test_a_buffer_has_none_of_the_memory_of_a_bias(device: str) -> None:
         call(linear_bias=sums.view(-1)[5:15], accumulate_into=sums)
 
 
+def test_a_buffer_has_none_of_the_memory_of_a_weight_that_is_cast(device: str) -> None:
+    call, w = calls_on(device)["loss"], torch.randn(10, 8, device=device)
+    h = call.valid["input"].detach()
+    given = {"linear_weight": w.requires_grad_(), "accumulate_into": w.detach()}
+    for dtype, is_mixed in ((torch.bfloat16, True), (torch.float32, False)):
+        with (
+            torch.autocast(device, torch.bfloat16, enabled=not is_mixed),
+            pytest.raises(ValueError, match=r"^accumulate_into: got the memory of linear_weight"),
+        ):
+            call(input=h.to(dtype), **given)
+
+
 def test_a_batched_backward_adds_nothing_to_a_buffer(device: str) -> None:
     call, sums = calls_on(device)["loss"], torch.zeros(10, 8, device=device)
     h = call.valid["input"].detach().requires_grad_()

@@ -143,6 +143,41 @@ def test_ignored_rows_have_no_gradient_whatever_the_upstream_one_is(
     assert not dx[1::3].isfinite().any()
 
 
+@pairwise(
+    kind=["indices", "soft targets", "probabilities", "log-probabilities", "entropy"],
+    upstream=[torch.nan, torch.inf],
+    dtype=DTYPES,
+    workspace=["min", "max"],
+)
+def test_an_upstream_gradient_that_is_not_finite_leaves_other_tokens(
+    kind: str, upstream: float, dtype: torch.dtype, workspace: str, device: str
+) -> None:
+    case = healthy_case(dtype, device)
+    h, vocab, of_k = case.h.detach().requires_grad_(), len(case.w), (len(case.h), 3)
+    torch.manual_seed(0)
+    soft = {"target_indices": torch.randint(vocab, of_k), "target_probs": torch.rand(of_k)}
+    given = {name: x.to(device) for name, x in soft.items()}
+    if kind in ("log-probabilities", "entropy"):
+        values = cutefce.linear_log_probs(
+            h, case.w, case.y, outputs=("entropy",), workspace=workspace
+        )
+        losses = values.log_probs if kind == "log-probabilities" else values.entropy
+    else:
+        every = torch.rand(len(h), vocab, device=device).softmax(1)
+        target = {"indices": case.y, "soft targets": None, "probabilities": every}[kind]
+        options: dict[str, Any] = given if target is None else {}
+        losses = cutefce.linear_cross_entropy(
+            h, case.w, target, reduction="none", workspace=workspace, **options
+        )
+    assert losses is not None
+    ones = torch.ones_like(losses)
+    broken = ones.masked_fill(~OTHERS.to(device), upstream)
+    got, want = (torch.autograd.grad(losses, h, x, retain_graph=True)[0] for x in (broken, ones))
+    assert not got[ROW].isfinite().any()
+    tolerance = 2 * torch.finfo(dtype).eps  # float16's common factor may be another one
+    torch.testing.assert_close(got[OTHERS], want[OTHERS], rtol=tolerance, atol=tolerance**2)
+
+
 @pytest.mark.parametrize("workspace", ["min", "max"])
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
 def test_tokens_of_small_gradients_leave_the_others(

@@ -367,6 +367,41 @@ def test_positions_have_their_own_factors(given: list[str], reduction: str, devi
     )
 
 
+@pytest.mark.parametrize("options", [(), ("weight",)])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.uint32], ids=str)
+def test_positions_of_any_integer_dtype(
+    dtype: torch.dtype, options: tuple[str, ...], device: str
+) -> None:
+    """Of classes too that have the bits of the ignored index in fewer ones."""
+    h, w = torch.randn(6, 8, device=device), torch.randn(200, 3, 8, device=device)
+    y = torch.full((6, 3), -100 % 256, device=device)
+    y[0] = torch.tensor([3, 199, 0])
+    weight = torch.rand(200, device=device) if options else None
+    want = cutefce.linear_cross_entropy(h, w, y, weight=weight)
+    assert torch.equal(cutefce.linear_cross_entropy(h, w, y.to(dtype), weight=weight), want)
+
+
+@pytest.mark.parametrize("workspace", ["min", "max"])
+def test_one_token_has_the_values_of_a_row(workspace: str, device: str) -> None:
+    """Its values () are those of a call of one row (1,)."""
+    half, floor = torch.tensor(0.5, device=device), torch.tensor(-1.0, device=device)
+    h, w = torch.randn(64, device=device), torch.randn(16, 64, device=device)
+    y = torch.tensor(3, device=device)
+    for function, name, value in (
+        (cutefce.linear_cross_entropy, "token_weights", half),
+        (lambda *x, **k: cutefce.linear_log_probs(*x, **k).log_probs, "logit_floor", floor),
+    ):
+        results = []
+        for shape in ((), (1,)):
+            own, heads = h.expand(*shape, 64).clone().requires_grad_(), w.clone().requires_grad_()
+            more: dict[str, Any] = {name: value.expand(shape), "workspace": workspace}
+            result = function(own, heads, y.expand(shape), **more).sum()
+            results.append((result, *torch.autograd.grad(result, (own, heads))))
+        (one, of_h, of_w), (row, *gradients) = results
+        assert torch.equal(one, row) and torch.equal(of_h[None], gradients[0])
+        assert torch.equal(of_w, gradients[1])
+
+
 def test_leading_shapes(device: str) -> None:
     """Values of tokens have the shape of target."""
     names = ["token_weights", "temperature (N,)", "linear_bias"]

@@ -64,6 +64,16 @@ def test_each_step_of_a_loop_has_the_bits_of_the_first(
     assert have_same_bits(*steps)
 
 
+def test_a_bias_gets_the_same_bits_of_many_tokens(device: str) -> None:
+    """Terms of one class are added in one order, also by several threads."""
+    y = torch.randint(3, (1 << 15,), device=device)
+    h, w = torch.randn(len(y), 8, device=device), torch.randn(40, 8, device=device)
+    bias = torch.zeros(40, device=device, requires_grad=True)
+    loss = cutefce.linear_cross_entropy(h, w, y, linear_bias=bias)
+    first, *others = (torch.autograd.grad(loss, bias, retain_graph=True)[0] for _ in range(8))
+    assert all(torch.equal(x, first) for x in others)
+
+
 def unaligned(x: Tensor) -> Tensor:
     """Return a copy of x at an address that no kernel takes."""
     return torch.cat([x.new_zeros(1), x.detach().flatten()])[1:].view(x.shape).requires_grad_()
