@@ -4,10 +4,11 @@ They are raised before anything is allocated.  `options.py` says which of them a
 `heads.py` which hidden states, weights and targets fit together.  Other errors are raised
 elsewhere: placements of DTensors in `ops.parallel.dtensor`, disagreement of ranks in
 `ops.parallel.shard` and `ops.parallel.consistency`, targets outside the vocabulary in
-`ops.rows.targets` and, across ranks, in `ops.parallel.primitives`.
+`ops.rows.targets` and, across ranks, in `ops.parallel.shard`.
 """
 
 import math
+import sys
 from collections.abc import Sequence
 from numbers import Integral, Real
 from typing import Any, NamedTuple
@@ -50,15 +51,21 @@ GROUP = Type("str?", (ProcessGroup, NONE), "a ProcessGroup that this rank is in"
 
 FROM_0_TO_1 = NUMBER.of(lambda x: 0 <= x <= 1, "a number from 0 to 1")
 FROM_0_TO_1_OR_NONE = NUMBER_OR_NONE.of(lambda x: x is None or 0 <= x <= 1, FROM_0_TO_1.values)
-NOT_NEGATIVE = NUMBER.of(lambda x: 0 <= x < math.inf, "a finite number, 0 or more")
-NOT_ZERO = NUMBER.of(lambda x: 0 < abs(x) < math.inf, "a finite number other than 0")
+LARGEST = sys.float_info.max
+"""The largest number that operators take; integers may be larger."""
+NOT_NEGATIVE = NUMBER.of(lambda x: 0 <= x <= LARGEST, "a finite number, 0 or more")
+NOT_ZERO = NUMBER.of(lambda x: 0 < abs(x) <= LARGEST, "a finite number other than 0")
 POSITIVE_OR_NONE = NUMBER_OR_NONE.of(
-    lambda x: x is None or 0 < x < math.inf, "a finite number above 0, or None"
+    lambda x: x is None or 0 < x <= LARGEST, "a finite number above 0, or None"
 )
 # an operator takes an integer in place of None
 INTEGER_OR_NONE = Type("int", (*INTEGERS, NONE), "an integer or None").of(
     lambda x: x is None or -(1 << 63) <= x < 1 << 63, "an integer of 64 bits"
 )
+
+
+LONGEST = 40
+"""Characters of a value that an error shows as it is."""
 
 
 def one_of(names: tuple[str, ...]) -> Type:
@@ -70,7 +77,11 @@ def shown(value: Any) -> str:
     """Return a short form of a wrong argument: its value if it has a short one."""
     text = repr(value)
     kind = type(value).__name__
-    return f"{text} ({kind})" if len(text) <= 40 and "\n" not in text else f"a value of type {kind}"
+    return (
+        f"{text} ({kind})"
+        if len(text) <= LONGEST and "\n" not in text
+        else f"a value of type {kind}"
+    )
 
 
 def check_type(name: str, value: Any, type: Type) -> None:
@@ -91,7 +102,8 @@ def check_type(name: str, value: Any, type: Type) -> None:
 def check_value(name: str, value: Any, type: Type) -> None:
     """Raise ValueError unless a number or a string is a right one of its type."""
     if type.contains is not None and not type.contains(value):
-        got = repr(value) if isinstance(value, str) else value
+        got = repr(value) if isinstance(value, str) else str(value)
+        got = got if len(got) <= LONGEST else shown(value)
         raise ValueError(f"{name}: got {got}, expected {type.values}")
 
 

@@ -57,7 +57,7 @@ def _log_probs(
     outputs, workspace = given.pop("outputs", ()), given.pop("workspace", None)
     check_outputs(outputs)
     numbers = [name for name in ("argmax", "rank") if name in outputs]
-    if numbers or "top_k" in given:
+    if (numbers or "top_k" in given) and linear_weight.ndim:
         _check_numbers(numbers, given, linear_weight.shape[0])
     if "logit_floor" in given and "mean_logit" in outputs:
         raise NotImplementedError(
@@ -125,8 +125,9 @@ def _of_kept_classes(
         raise NotImplementedError(
             f"top_k: got {given['top_k']} with kept_classes, expected 0, or no kept_classes"
         )
-    is_shared = "group" in given or torch_compat.is_dtensor(linear_weight)
-    indices = kept_indices(target, given, None if is_shared else linear_weight.shape[0])
+    is_known = "group" not in given and not torch_compat.is_dtensor(linear_weight)
+    is_known = is_known and linear_weight.ndim > 0
+    indices = kept_indices(target, given, linear_weight.shape[0] if is_known else None)
     more = {"target_indices": indices, "outputs": ("lse",), "workspace": workspace}
     every = _log_probs(input, linear_weight, None, **given, **more)
     assert every.lse is not None

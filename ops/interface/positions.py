@@ -12,6 +12,7 @@ from cutefce.ops.interface import checks
 from cutefce.ops.interface.options import check_tensors
 from cutefce.ops.interface.probabilities import is_probabilities
 from cutefce.ops.interface.soft_targets import one_class
+from cutefce.ops.rows.targets import divisor_of_mean
 
 
 def loss_of_positions(
@@ -101,7 +102,8 @@ def _total_weight(
     count = active.to(dtype)
     if "token_weights" in given:
         count = torch.where(active, given["token_weights"].to(dtype), 0)
+        active = count != 0
     if "weight" in given:
         kappa = given["weight"].to(dtype)
         count = count * kappa[target.clamp(0, len(kappa) - 1)]
-    return count.sum()
+    return divisor_of_mean(count, active)

@@ -11,7 +11,7 @@ from cutefce.ops.interface.options import LossOptions, StepOptions, TensorOption
 from cutefce.ops.interface.soft_targets import check_soft_targets
 from cutefce.ops.operators import probabilities  # noqa: F401  (registers)
 from cutefce.ops.operators.context import autocast, wanted_gradients
-from cutefce.ops.rows.targets import inverse_of
+from cutefce.ops.rows.targets import divisor_of_mean, inverse_of
 
 IGNORED = LossOptions().ignore_index
 UNSERVED = {
@@ -71,7 +71,8 @@ def loss_of_probabilities(
         return losses.sum(), lse
     count = tensors.denominator
     if count is None:
-        count = losses.new_full((), len(rows)) if token is None else token.to(losses.dtype).sum()
+        weights = losses.new_ones(len(rows)) if token is None else token.to(losses.dtype)
+        count = divisor_of_mean(weights, weights != 0)
     return losses.sum() * inverse_of(count, losses.dtype), lse
 
 

@@ -160,7 +160,7 @@ def copied_item_bytes(given: Tensor, taken: Tensor) -> int:
 
 
 def _copied_bytes(of: Problem, h: Tensor, w: Tensor, is_gathered: bool) -> int:
-    """Return the bytes of h (N, D) and w (V, D) that `Projection.prepare` copies.
+    """Return the bytes of h (N, D) and w (V, D) that `PortableProjection.prepare` copies.
 
     Hidden states that a rank has gathered need no copy.
     """

@@ -254,7 +254,12 @@ def triton_serves(h: Tensor, w: Tensor) -> bool:
 
 @process_cache
 def has_triton(device: torch.device) -> bool:
-    """Whether Triton compiles tensor-core kernels for a GPU, and has descriptors of tensors."""
+    """Whether Triton compiles tensor-core kernels for a GPU, and has descriptors of tensors.
+
+    Capabilities of AMD's GPUs say something else.
+    """
+    if torch.version.hip:
+        return False
     is_recent = find_spec("triton") and find_spec("triton.tools.tensor_descriptor")
     return is_recent is not None and torch.cuda.get_device_capability(device) >= (8, 0)
 
@@ -275,6 +280,8 @@ def device_unsupported_reason(device: torch.device, dtype: torch.dtype) -> str |
 def _device_unsupported_reason(device: torch.device, dtype: torch.dtype) -> str | None:
     if device.type != "cuda":
         return f"input: got device {device.type}, expected cuda"
+    if torch.version.hip:
+        return "input: got a GPU of AMD, expected one of NVIDIA"
     capability = torch.cuda.get_device_capability(device)
     arch = arch_for(capability)
     if arch is None:

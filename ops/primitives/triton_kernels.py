@@ -173,22 +173,26 @@ def _project(
             most, at = tl.max(z, 1, return_indices=True)
             base = tl.where(most == float("-inf"), 0.0, most)
             d = tl.where(own[None, :] == at[:, None], float("-inf"), z - base[:, None])
-            x = tl.exp(d)
-            tl.store(of_all + place, most, mask=exists)
-            tl.store(of_all + of_all_plane + place, tl.sum(x, 1), mask=exists)
-            d = tl.sum(tl.maximum(d, -1e30) * x, 1)
-            tl.store(of_all + 2 * of_all_plane + place, d, mask=exists)
-            tl.store(of_all + 3 * of_all_plane + place, tl.sum(x * x, 1), mask=exists)
+            x, to = tl.exp(d), of_all + place
+            tl.store(to, most, mask=exists)
+            to += of_all_plane  # a multiple of it may not fit 32 bits
+            tl.store(to, tl.sum(x, 1), mask=exists)
+            to += of_all_plane
+            tl.store(to, tl.sum(tl.maximum(d, -1e30) * x, 1), mask=exists)
+            to += of_all_plane
+            tl.store(to, tl.sum(x * x, 1), mask=exists)
         # the target's logit, rounded as by a GEMM, must not become the reference of the others
         z = tl.where(own[None, :] == y[:, None], float("-inf"), z)
         r = tl.load(reference + rows, mask=exists, other=0.0)
         if OF_OTHERS:
             most, at = tl.max(z, 1, return_indices=True)
-            tl.store(of_others + place, most, mask=exists)
+            to = of_others + place
+            tl.store(to, most, mask=exists)
             at = (first + column * BLOCK + at).to(tl.float32)
-            tl.store(of_others + of_others_plane + place, at, mask=exists)
-            above = tl.sum(tl.where(z > r[:, None], 1.0, 0.0), 1)
-            tl.store(of_others + 2 * of_others_plane + place, above, mask=exists)
+            to += of_others_plane
+            tl.store(to, at, mask=exists)
+            to += of_others_plane
+            tl.store(to, tl.sum(tl.where(z > r[:, None], 1.0, 0.0), 1), mask=exists)
         if SUMS:
             highest = tl.max(z, 1)
             r = tl.where(highest - r > SLACK, highest, r)

@@ -216,6 +216,15 @@ def inverse_of(denominator: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(denominator == 0, 0, denominator.to(dtype).reciprocal())
 
 
+def divisor_of_mean(weights: Tensor, counts: Tensor) -> Tensor:
+    """Return () the sum of the tokens' weights, by which a mean divides.
+
+    It is 0 only without tokens that `counts` says to count: otherwise NaN stands for 0.
+    """
+    total = weights.sum()
+    return torch.where(counts.any() & (total == 0), torch.nan, total)
+
+
 def make_targets(
     y: Tensor,
     vocab: int,

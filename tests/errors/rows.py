@@ -76,6 +76,7 @@ NESTED = "got a nested tensor, expected a plain one"
 TRAINED = "got one that requires grad, expected"
 ELSEWHERE = "got device meta, expected that of input, "
 NOT_OF_STUDENT = "got device meta, expected that of student_input, "
+LARGE_INTEGER = "got a value of type int, expected a finite number"
 OF_WEIGHT = "got the memory of linear_weight, expected its own"
 BEYOND_FLOATS = "got an integer beyond the range of a float, expected a finite number"
 
@@ -671,6 +672,7 @@ WRONG: dict[str, list[Row]] = {
         Row(True, TypeError, f"got True (bool), {NUMBER}"),
         Row(-1.0, ValueError, "got -1.0, expected a finite number, 0 or more"),
         Row(INF, ValueError, "got inf, expected a finite number, 0 or more"),
+        Row(10**400, ValueError, f"{LARGE_INTEGER}, 0 or more", but=OPERATORS),
     ],
     "logit_scale": [
         Row(None, TypeError, f"got None (NoneType), {NUMBER}"),
@@ -678,6 +680,7 @@ WRONG: dict[str, list[Row]] = {
         Row(True, TypeError, f"got True (bool), {NUMBER}"),
         Row(0.0, ValueError, "got 0.0, expected a finite number other than 0"),
         Row(NAN, ValueError, "got nan, expected a finite number other than 0"),
+        Row(10**400, ValueError, f"{LARGE_INTEGER} other than 0", but=OPERATORS),
         Row(
             (1, 2, 3),
             ValueError,
@@ -692,6 +695,7 @@ WRONG: dict[str, list[Row]] = {
         Row(0.0, ValueError, "got 0.0, expected a finite number above 0, or None"),
         Row(-1.0, ValueError, "got -1.0, expected a finite number above 0, or None"),
         Row(INF, ValueError, "got inf, expected a finite number above 0, or None"),
+        Row(10**400, ValueError, f"{LARGE_INTEGER} above 0, or None", but=OPERATORS),
         Row(
             (None, -1.0), ValueError, "got -1.0, expected a finite number above", on=("divergence",)
         ),

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import cutefce
+from cutefce.cute_kernels.process_cache import reset
 from cutefce.ops.primitives import dispatch
 
 H, W = torch.randn(4, 8), torch.randn(10, 8)
@@ -17,6 +18,21 @@ def test_what_calls_take_has_a_backend(shape: tuple[int, ...]) -> None:
         # a float32 weight beside 16 bits is cast by the call
         w = W.double() if dtype == torch.float64 else W
         assert cutefce.backend_for(torch.zeros(shape, dtype=dtype), w).name == "torch"
+
+
+@pytest.mark.parametrize("capability", [(9, 4), (9, 0), (11, 0)])
+def test_gpus_of_amd_run_neither_kernels_nor_triton(
+    capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their capabilities are those of other NVIDIA GPUs."""
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+    reset()
+    device = torch.device("cuda", 0)
+    reason = dispatch.device_unsupported_reason(device, torch.bfloat16)
+    assert reason == "input: got a GPU of AMD, expected one of NVIDIA"
+    assert not dispatch.has_triton(device)
+    reset()
 
 
 def test_the_backend_is_that_of_the_tensors_that_a_call_multiplies(

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 import cutefce
 from cutefce.cute_kernels.config import PortableTiles
@@ -379,6 +380,27 @@ def test_positions_of_any_integer_dtype(
     weight = torch.rand(200, device=device) if options else None
     want = cutefce.linear_cross_entropy(h, w, y, weight=weight)
     assert torch.equal(cutefce.linear_cross_entropy(h, w, y.to(dtype), weight=weight), want)
+
+
+@pytest.mark.parametrize("kind", ["classes", "soft targets", "probabilities", "positions"])
+def test_a_mean_over_weights_that_add_up_to_0_is_not_finite(kind: str, device: str) -> None:
+    """Over no token it is 0."""
+    positions = (2,) if kind == "positions" else ()
+    h, w = torch.randn(4, 8, device=device), torch.randn(12, *positions, 8, device=device)
+    y: Tensor | None = torch.randint(12, (4, *positions), device=device)
+    more: dict[str, Any] = {}
+    if kind == "probabilities":
+        y = torch.rand(4, 12, device=device)
+    elif kind == "soft targets":
+        shape = 4, 3
+        y, more["target_probs"] = None, torch.rand(shape, device=device)
+        more["target_indices"] = torch.randint(12, shape, device=device)
+    signs = torch.tensor([1.0, -1.0, 1.0, -1.0], device=device)
+    for weights, is_finite in ((signs, False), (torch.zeros_like(signs), True)):
+        own = weights[:, None].expand(4, *positions) if positions else weights
+        loss = cutefce.linear_cross_entropy(h, w, y, token_weights=own, **more)
+        assert bool(loss.isfinite()) == is_finite
+        assert loss == 0 or not is_finite
 
 
 @pytest.mark.parametrize("workspace", ["min", "max"])
