@@ -14,7 +14,7 @@ from nemo_automodel.components.loss.chunked_ce import ChunkedCrossEntropy
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from cutefce.integrations.gradients import gradient_options
+from cutefce.integrations.options import checked_options
 from cutefce.integrations.support import hooks
 from cutefce.ops.interface.api import linear_cross_entropy
 
@@ -43,6 +43,7 @@ class CutefceLoss(ChunkedCrossEntropy):
         reduction: str = "sum",
         gradient: str = "exact",
         samples: int = 256,
+        workspace: int | str | None = None,
         **removed: Any,
     ) -> None:
         hooks.check_version(TESTED)
@@ -50,7 +51,7 @@ class CutefceLoss(ChunkedCrossEntropy):
         hooks.check_parameters(path, [*signature(CutefceLoss.forward).parameters], TESTED)
         super().__init__(compile=False, ignore_index=ignore_index, reduction=reduction)
         self.softcap: float | None = None
-        self.gradient_options = gradient_options(gradient, samples, **removed)
+        self.loss_options = checked_options(gradient, samples, workspace, **removed)
 
     def validate_lm_head(self, lm_head: nn.Module | None, *, model_config: Any = None) -> nn.Module:
         """Return the head, a linear layer without bias; keep the softcap of the model.
@@ -128,6 +129,6 @@ class CutefceLoss(ChunkedCrossEntropy):
             ignore_index=self.ignore_index,
             token_weights=loss_weights,
             softcap=self.softcap,
-            **self.gradient_options,
+            **self.loss_options,
         )
         return loss

@@ -13,7 +13,7 @@ from pydantic import BaseModel
 
 import cutefce
 from cutefce.integrations import axolotl_kd
-from cutefce.integrations.gradients import gradient_options, set_gradients
+from cutefce.integrations.options import checked_options, set_options
 from cutefce.integrations.support import hooks
 
 TESTED = "axolotl 0.19.0"
@@ -32,6 +32,7 @@ class CutefceArgs(BaseModel):
 
     cutefce_gradient: str = "exact"
     cutefce_samples: int = 256
+    cutefce_workspace: int | str | None = None
 
 
 class CutefcePlugin(BasePlugin):
@@ -55,9 +56,10 @@ class CutefcePlugin(BasePlugin):
                 raise ValueError(f"{key}: got {cfg[key]!r}, expected none beside CutefcePlugin")
         keys = {key: x for key, x in cfg.items() if key.startswith("cutefce_")}
         given = CutefceArgs(**{key: x for key, x in keys.items() if x is not None})
-        options = gradient_options(given.cutefce_gradient, given.cutefce_samples)
-        set_gradients(**options)
+        own = given.cutefce_gradient, given.cutefce_samples, given.cutefce_workspace
+        options = checked_options(*own)
+        set_options(**options)
         cutefce.defer(model, **options)
         if cfg.get("kd_trainer"):
-            own = axolotl_kd.fused_linear_topk_kl
-            hooks.replace(axolotl_kd.PATH, own, tested=TESTED, is_repeated=True)
+            fused = axolotl_kd.fused_linear_topk_kl
+            hooks.replace(axolotl_kd.PATH, fused, tested=TESTED, is_repeated=True)

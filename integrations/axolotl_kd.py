@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cutefce.integrations.gradients import loss_options
+from cutefce.integrations.options import loss_options
 from cutefce.integrations.support import hooks
 from cutefce.ops.interface.api import linear_cross_entropy
 from cutefce.ops.interface.soft_targets import MAX_CLASSES

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cutefce.integrations.gradients import loss_options
+from cutefce.integrations.options import loss_options, workspace_options
 from cutefce.integrations.support import hooks
 from cutefce.ops.divergence.api import linear_divergence
 from cutefce.ops.interface.api import linear_cross_entropy
@@ -181,6 +181,7 @@ def fused_linear_jsd(
         teacher_bias=None if teacher_bias is None else teacher_bias.detach(),
         temperature=temperature,
         ignore_index=ignore_index,
+        **workspace_options(),
     )
     loss = weight_soft_loss * soft
     hard = torch.zeros_like(soft)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from cutefce.integrations.gradients import loss_options
+from cutefce.integrations.options import loss_options
 from cutefce.integrations.support import hooks
 from cutefce.integrations.support.main_grad import with_main_grad
 from cutefce.integrations.support.nested import replaced

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from cutefce.integrations.deferral.log_probs import log_probs_of
 from cutefce.integrations.deferral.model import defer
-from cutefce.integrations.gradients import loss_options
+from cutefce.integrations.options import loss_options
 from cutefce.integrations.support import hooks
 from cutefce.ops.interface.log_probs import linear_log_probs
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from cutefce.integrations.deferral.log_probs import entropy_of, log_probs_of
 from cutefce.integrations.deferral.model import defer
 from cutefce.integrations.deferral.record import made_all
-from cutefce.integrations.gradients import loss_options
+from cutefce.integrations.options import loss_options
 from cutefce.integrations.support import hooks
 
 TESTED = "openrlhf 0.11.2"

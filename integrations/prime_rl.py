@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from cutefce.integrations.gradients import loss_options
+from cutefce.integrations.options import loss_options
 from cutefce.integrations.support import hooks
 from cutefce.ops.interface.log_probs import linear_log_probs
 

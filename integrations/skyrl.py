@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from cutefce.integrations.gradients import loss_options
+from cutefce.integrations.options import loss_options
 from cutefce.integrations.support import hooks
 from cutefce.integrations.support.gathered import of_gathered
 from cutefce.ops.interface.log_probs import LogProbs, linear_log_probs

@@ -19,7 +19,7 @@ from torchtitan.config.override import derive, override
 from torchtitan.distributed.spmd_types import current_spmd_mesh, spmd_mesh_size
 from torchtitan.distributed.utils import get_spmd_backend
 
-from cutefce.integrations.gradients import loss_options
+from cutefce.integrations.options import loss_options
 from cutefce.integrations.support import hooks
 from cutefce.ops.interface.api import linear_cross_entropy
 

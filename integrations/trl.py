@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from cutefce.integrations.deferral.divergence import divergence_of
 from cutefce.integrations.deferral.model import defer
-from cutefce.integrations.gradients import loss_options
+from cutefce.integrations.options import loss_options, workspace_options
 from cutefce.integrations.support import hooks
 from cutefce.ops.divergence.api import linear_divergence
 from cutefce.ops.interface.log_probs import linear_log_probs
@@ -209,6 +209,7 @@ def divergence_loss(
         softcap=caps,
         temperature=temperature,
         denominator=num_items_in_batch,
+        **workspace_options(),
     )
     with torch.no_grad():
         entropy = linear_log_probs(
@@ -221,6 +222,7 @@ def divergence_loss(
             softcap=caps[0],
             temperature=temperature,
             ignore_index=-1,
+            **workspace_options(),
         ).entropy
     assert entropy is not None
     return loss, entropy.sum(), counts.sum()

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cutefce.integrations.gradients import loss_options
+from cutefce.integrations.options import loss_options, workspace_options
 from cutefce.integrations.support import hooks
 from cutefce.ops.divergence.api import linear_divergence
 from cutefce.ops.interface.api import linear_cross_entropy
@@ -242,7 +242,7 @@ def fused_linear_jsd(
         if given is not None:
             counts = counts & (given.reshape(-1).to(w.device) != ignored)
     divisor = None if num_items_in_batch is None else _divisor(num_items_in_batch, w)
-    return linear_divergence(
+    loss: Tensor = linear_divergence(
         h,
         w,
         teacher_rows,
@@ -256,7 +256,9 @@ def fused_linear_jsd(
         softcap=(student_logit_softcapping or None, teacher_logit_softcapping or None),
         temperature=temperature,
         denominator=divisor,
+        **workspace_options(),
     )
+    return loss
 
 
 def _scale(multiply: float | None, divide: float | None) -> float:

@@ -60,6 +60,7 @@ def divergence_of(
                 target,
                 student_bias=b_s,
                 teacher_bias=b_t,
+                workspace=student.call.loss_options["workspace"],
                 **pairs,
                 **options,
             )

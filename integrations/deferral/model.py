@@ -12,7 +12,7 @@ from cutefce.integrations.deferral import einops_backend
 from cutefce.integrations.deferral.head import DeferringLinear
 from cutefce.integrations.deferral.logits import make_outputs
 from cutefce.integrations.deferral.report import Counts, DeferralReport
-from cutefce.integrations.gradients import gradient_options
+from cutefce.integrations.options import checked_options
 from cutefce.ops import torch_compat
 from cutefce.ops.interface.checks import DTYPES
 from cutefce.ops.interface.options import check_types
@@ -27,6 +27,7 @@ def defer(
     evaluation: bool = False,
     gradient: str = "exact",
     samples: int = 256,
+    workspace: int | str | None = None,
     **removed: Any,
 ) -> None:
     """Have the head of a model answer with deferred logits, so that its own loss is fused.
@@ -45,16 +46,17 @@ def defer(
             callers that use the loss alone, as `Trainer` without `compute_metrics`.
         gradient: "exact" or "sampled", as of `linear_cross_entropy`.
         samples: expected number of entries of a token, at most, with sampled gradients.
+        workspace: peak memory in bytes, "min", "max" or None, as of `linear_cross_entropy`.
         **removed: arguments of earlier versions, which are refused.
 
     Raises:
-        ValueError: for another `gradient`, or `samples` out of their range.
+        ValueError: for another `gradient`, or `samples` or `workspace` out of their range.
         TypeError: for an argument of another type, or a head that is not a plain `nn.Linear`, as
             where it is quantized.
         RuntimeError: if it is deferred already.
     """
     check_types(evaluation=evaluation)
-    loss_options = gradient_options(gradient, samples, **removed)
+    loss_options = checked_options(gradient, samples, workspace, **removed)
     owner = _owner(model)
     heads = [*_heads(owner, model)]
     for head in heads:

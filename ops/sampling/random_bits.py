@@ -1,4 +1,6 @@
-"""Random bits of sampled gradients: a hash of (seed, token, class), the same on every device.
+"""Random bits of sampled gradients in plain torch, for verification and tests of the kernels.
+
+They are a hash of (seed, token, class), the same on every device.
 
 With all arithmetic modulo 2^32, and a seed of two words,
 
@@ -6,9 +8,9 @@ With all arithmetic modulo 2^32, and a seed of two words,
     state     fmix(seed_0 ^ (row * 0x9E3779B1)) ^ seed_1           once a row
     bits      fmix(state ^ (column * 0x85EBCA77))                  once a logit
 
-Entry (row, column) is kept if bits < ⌊q 2^32⌋, and always if q ≥ 1.  So probabilities are multiples
-of 2^-32, and a class with q < 2^-32 is never kept: what is lost of a token's softmax is less than
-V 2^-32 / samples.
+Entry (row, column) is kept if bits < q 2^32, both as float32, and always if q ≥ 1.  So a class with
+0 < q < 2^-32 is kept with probability 2^-32, and other probabilities are rounded to multiples of
+2^-32 or, from 2^-8 on, to 24 bits: what a token's softmax gains is less than V 2^-32 / samples.
 """
 
 import torch

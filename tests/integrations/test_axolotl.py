@@ -15,7 +15,8 @@ from axolotl.integrations.base import PluginManager
 from axolotl.utils.dict import DictDefault
 
 import cutefce
-from cutefce.integrations import axolotl, gradients
+from cutefce.integrations import axolotl
+from cutefce.integrations import options as setting
 from tests.support.deferral import assert_same, own_step, tiny_llama
 
 NAME = "cutefce.integrations.axolotl.CutefcePlugin"
@@ -34,15 +35,16 @@ def manager() -> Iterator[Any]:
 def test_the_manager_defers_the_model(manager: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     deferred: list[tuple[object, dict[str, Any]]] = []
     monkeypatch.setattr(cutefce, "defer", lambda *x, **options: deferred.append((x, options)))
-    monkeypatch.setattr(gradients, "_chosen", {})
+    monkeypatch.setattr(setting, "_chosen", {})
     model = tiny_llama()
     assert manager.get_input_args() == ["cutefce.integrations.axolotl.CutefceArgs"]
     manager.post_model_build(DictDefault({}), model)
-    keys = {"cutefce_gradient": "sampled", "cutefce_samples": 64}
+    other = {"gradient": "sampled", "samples": 64, "workspace": "min"}
+    keys = {f"cutefce_{name}": x for name, x in other.items()}
     manager.post_model_build(DictDefault(keys), model)
-    plain, other = {"gradient": "exact", "samples": 256}, {"gradient": "sampled", "samples": 64}
+    plain = {"gradient": "exact", "samples": 256, "workspace": None}
     assert deferred == [((model,), plain), ((model,), other)]
-    assert gradients.loss_options() == other
+    assert setting.loss_options() == other
 
 
 @pytest.mark.parametrize("key", axolotl.OTHERS)

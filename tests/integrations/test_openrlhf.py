@@ -11,8 +11,8 @@ from torch import Tensor
 
 import cutefce
 from bench.harness.tiny_models import VOCAB, build, tiny_config
-from cutefce.integrations import gradients as setting
 from cutefce.integrations import openrlhf as integration
+from cutefce.integrations import options as setting
 from tests.integrations.test_surroundings import (
     deepspeed_config,
     gathered_parameters,
@@ -160,6 +160,6 @@ def test_deepspeed_trains_as_without(stage: int, two: Ranks) -> None:
 
 def test_gradients_are_sampled_if_the_setting_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(setting, "_chosen", {})
-    setting.set_gradients("sampled", samples=32)
+    setting.set_options(gradient="sampled", samples=32)
     head = actor_of("plain", True).model.lm_head
-    assert head.loss_options == {"gradient": "sampled", "samples": 32}
+    assert head.loss_options == {"gradient": "sampled", "samples": 32, "workspace": None}

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 import cutefce
 from cutefce.cute_kernels.config import PortableTiles
@@ -145,34 +146,42 @@ def test_ignored_rows_have_no_gradient_whatever_the_upstream_one_is(
 
 @pairwise(
     kind=["indices", "soft targets", "probabilities", "log-probabilities", "entropy"],
-    upstream=[torch.nan, torch.inf],
+    where=["upstream", "hidden states"],
+    value=[torch.nan, torch.inf],
     dtype=DTYPES,
     workspace=["min", "max"],
 )
-def test_an_upstream_gradient_that_is_not_finite_leaves_other_tokens(
-    kind: str, upstream: float, dtype: torch.dtype, workspace: str, device: str
+def test_a_token_that_is_not_finite_leaves_dx_of_the_others(
+    kind: str, where: str, value: float, dtype: torch.dtype, workspace: str, device: str
 ) -> None:
+    """Its hidden states, or its upstream gradient, for every kind of targets and outputs."""
     case = healthy_case(dtype, device)
-    h, vocab, of_k = case.h.detach().requires_grad_(), len(case.w), (len(case.h), 3)
+    clean, vocab, of_k = case.h.detach(), len(case.w), (len(case.h), 3)
     torch.manual_seed(0)
     soft = {"target_indices": torch.randint(vocab, of_k), "target_probs": torch.rand(of_k)}
-    given = {name: x.to(device) for name, x in soft.items()}
-    if kind in ("log-probabilities", "entropy"):
-        values = cutefce.linear_log_probs(
-            h, case.w, case.y, outputs=("entropy",), workspace=workspace
-        )
-        losses = values.log_probs if kind == "log-probabilities" else values.entropy
+    given: dict[str, Any] = {name: x.to(device) for name, x in soft.items()}
+    every = torch.rand(len(clean), vocab, device=device).softmax(1)
+
+    def dx(h: Tensor, upstream: Tensor) -> Tensor:
+        h = h.clone().requires_grad_()
+        if kind in ("log-probabilities", "entropy"):
+            more: Any = {"outputs": ("entropy",), "workspace": workspace}
+            values = cutefce.linear_log_probs(h, case.w, case.y, **more)
+            rows: Any = values.log_probs if kind == "log-probabilities" else values.entropy
+        else:
+            target = {"indices": case.y, "soft targets": None, "probabilities": every}[kind]
+            more = {"reduction": "none", "workspace": workspace}
+            more |= given if target is None else {}
+            rows = cutefce.linear_cross_entropy(h, case.w, target, **more)
+        return torch.autograd.grad(rows, h, upstream)[0]
+
+    ones = torch.ones(len(clean), dtype=torch.promote_types(dtype, torch.float32), device=device)
+    broken, is_row = [clean, ones], ~OTHERS.to(device)
+    if where == "upstream":
+        broken[1] = ones.masked_fill(is_row, value)
     else:
-        every = torch.rand(len(h), vocab, device=device).softmax(1)
-        target = {"indices": case.y, "soft targets": None, "probabilities": every}[kind]
-        options: dict[str, Any] = given if target is None else {}
-        losses = cutefce.linear_cross_entropy(
-            h, case.w, target, reduction="none", workspace=workspace, **options
-        )
-    assert losses is not None
-    ones = torch.ones_like(losses)
-    broken = ones.masked_fill(~OTHERS.to(device), upstream)
-    got, want = (torch.autograd.grad(losses, h, x, retain_graph=True)[0] for x in (broken, ones))
+        broken[0] = clean.masked_fill(is_row[:, None], value)
+    got, want = dx(*broken), dx(clean, ones)
     assert not got[ROW].isfinite().any()
     tolerance = 2 * torch.finfo(dtype).eps  # float16's common factor may be another one
     torch.testing.assert_close(got[OTHERS], want[OTHERS], rtol=tolerance, atol=tolerance**2)

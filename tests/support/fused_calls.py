@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-from cutefce.integrations import gradients
+from cutefce.integrations import options
 
 
 @contextmanager
@@ -26,6 +26,6 @@ def fused_calls(module: Any, name: str = "linear_cross_entropy") -> Iterator[lis
 def sampled_calls(module: Any, name: str = "linear_cross_entropy") -> Iterator[None]:
     """Let the setting of all integrations sample gradients, and assert that each call does."""
     setting = {"gradient": "sampled", "samples": 32}
-    with mock.patch.dict(gradients._chosen, setting), fused_calls(module, name) as calls:
+    with mock.patch.dict(options._chosen, setting), fused_calls(module, name) as calls:
         yield
     assert calls and all(setting.items() <= call.items() for call in calls)

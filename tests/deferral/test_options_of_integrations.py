@@ -1,4 +1,4 @@
-"""One setting lets the calls of every integration sample their gradients."""
+"""One setting gives the calls of every integration their gradients and their budget."""
 
 import importlib
 from collections.abc import Iterator
@@ -9,34 +9,37 @@ import pytest
 import torch
 from torch import Tensor
 
-from cutefce.integrations import gradients
-from cutefce.integrations.gradients import set_gradients
+from cutefce.integrations import options
+from cutefce.integrations.options import set_options
 from tests.support.backends import KERNELS
 from tests.support.fused_calls import fused_calls
 from tests.support.layouts import SMALL_TILES
 
-SAMPLED: dict[str, Any] = {"gradient": "sampled", "samples": 32}
+SAMPLED: dict[str, Any] = {"gradient": "sampled", "samples": 32, "workspace": 1 << 20}
 
 
 @pytest.fixture(autouse=True)
 def setting(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(gradients, "_chosen", {})
+    monkeypatch.setattr(options, "_chosen", {})
     yield
 
 
 def test_the_setting_is_checked_and_kept() -> None:
-    assert gradients.loss_options() == {}
-    set_gradients("sampled", samples=32)
-    for wrong in ({"gradient": "some"}, {"samples": 2}):
+    assert options.loss_options() == options.workspace_options() == {}
+    set_options(gradient="sampled", samples=32, workspace=1 << 20)
+    wrong: dict[str, Any]
+    for wrong in ({"gradient": "some"}, {"samples": 2}, {"workspace": "least"}, {"workspace": -1}):
         with pytest.raises(ValueError, match=f"^{next(iter(wrong))}: got"):
-            set_gradients(**wrong)
-    with pytest.raises(TypeError, match=r"^samples: got"):
-        set_gradients(samples="many")  # type: ignore[arg-type]
+            set_options(**wrong)
+    for wrong in ({"samples": "many"}, {"workspace": 0.5}):
+        with pytest.raises(TypeError, match=f"^{next(iter(wrong))}: got"):
+            set_options(**wrong)
     with pytest.raises(TypeError, match=r"^accum_dtype: got 'bfloat16' .*expected no such argum"):
-        set_gradients(accum_dtype="bfloat16")
-    assert gradients.loss_options() == SAMPLED
-    set_gradients()
-    assert gradients.loss_options() == {"gradient": "exact", "samples": 256}
+        set_options(accum_dtype="bfloat16")
+    assert options.loss_options() == SAMPLED
+    assert options.workspace_options() == {"workspace": 1 << 20}
+    set_options()
+    assert options.loss_options() == {"gradient": "exact", "samples": 256, "workspace": None}
 
 
 def of_trl(h: Tensor, w: Tensor, y: Tensor) -> Tensor:
@@ -72,7 +75,7 @@ def of_prime_rl(h: Tensor, w: Tensor, y: Tensor) -> Tensor:
 
 def test_calls_of_soft_targets_have_the_setting() -> None:
     """Although their gradients are exact."""
-    set_gradients(**SAMPLED)
+    set_options(**SAMPLED)
     with fused_calls(module("axolotl_kd")) as calls:
         of_axolotls_kd(torch.randn(5, 8), torch.randn(60, 8), torch.randint(60, (5,)))
     assert SAMPLED.items() <= calls[0].items()
@@ -99,7 +102,7 @@ def test_gradients_are_sampled(integration: Any, monkeypatch: pytest.MonkeyPatch
         return value.detach(), torch.autograd.grad(value, w)[0]
 
     exact = run(1)
-    set_gradients(**SAMPLED)
+    set_options(**SAMPLED)
     sampled, again, other = run(1), run(1), run(2)
     torch.testing.assert_close(sampled[0], exact[0], rtol=1e-6, atol=0)
     assert torch.equal(sampled[1], again[1])
