@@ -9,7 +9,7 @@ from torch import Tensor
 from cutefce.ops.dtypes import sum_dtype
 from cutefce.ops.interface import checks
 from cutefce.ops.interface.checks import Operands
-from cutefce.ops.interface.heads import check_head, check_targets
+from cutefce.ops.interface.heads import check_head, check_plain, check_targets
 from cutefce.ops.interface.options import (
     LossOptions,
     Sharding,
@@ -192,7 +192,7 @@ def check_target(target: Tensor | None, of: Operands) -> None:
     if target is None:
         return
     check_types(target=target)
-    checks.check_layout("target", target)
+    check_plain("target", target, "{}.to_local() with a group")
     if not checks.has_integers(target) and target.dtype != torch.bool:
         raise TypeError(
             f"target: got dtype {target.dtype}, expected integers, ignore_index where a token does "

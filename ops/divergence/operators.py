@@ -101,6 +101,22 @@ def _inputs(
     return DivergenceInputs(sides, options, plan, shard, loss_scale, selection)
 
 
+AGREED = {
+    "budget": "workspace",
+    **{
+        f"{side}_{name}": f"{argument} of the {side}"
+        for side in ("student", "teacher")
+        for name, argument in (
+            ("scale", "logit_scale"),
+            ("softcap", "softcap"),
+            ("temperature", "temperature"),
+            ("gradients", "requires_grad of (input, weight, bias)"),
+        )
+    },
+}
+"""What users call those arguments of operators that have other names."""
+
+
 def _agreed(
     h_t: Tensor,
     y: Tensor | None,
@@ -112,14 +128,14 @@ def _agreed(
     """Return what all ranks must agree on, by names in errors; a backward has an upstream."""
     given = tensors.by_name()
     own = {name: given.pop(name) for name in ("student_bias", "teacher_bias")}
+    given |= options.by_name()
     same = {
         "operator": "divergence",
-        **options.by_name(),
         "rows of teacher_input, and hidden size": list(h_t.shape),
         "dtype of teacher_input": str(h_t.dtype),
         **{f"{name} given": x is not None for name, x in own.items()},
         "target": y,
-        **given,
+        **{AGREED.get(name, name): x for name, x in given.items()},
     }
     if upstream is not None:
         same |= {"operator": "divergence_backward", "gradient of the divergence": upstream}

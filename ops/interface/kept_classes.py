@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cutefce.ops import torch_compat
 from cutefce.ops.interface import checks
 from cutefce.ops.interface.options import LossOptions
 from cutefce.ops.interface.soft_targets import MAX_CLASSES
@@ -50,7 +51,8 @@ def kept_indices(target: Tensor | None, given: dict[str, Any], vocab: int | None
         )
     is_ignored = y == (IGNORED if ignored is None else ignored)
     y = y.masked_fill(is_ignored, NONE)
-    if vocab is not None and y.is_cpu and not torch.compiler.is_compiling():
+    is_traced = torch.compiler.is_compiling() or torch_compat.has_dispatch_mode()
+    if vocab is not None and y.is_cpu and not is_traced:
         _check_classes("target", y, ~is_ignored, vocab, "0 <= target")
         _check_classes("kept_classes", kept, (kept != NONE) & ~is_ignored[..., None], vocab)
     kept = kept.sort(dim=-1).values

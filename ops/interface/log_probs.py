@@ -153,9 +153,8 @@ def _any_target(input: Tensor, outputs: Sequence[str], given: dict[str, Any]) ->
             f"ignore_index: got {given['ignore_index']} without a target, expected None: all "
             "tokens count"
         )
-    is_shared = given.get("sequence_parallel", False) and not torch_compat.is_dtensor(input)
-    parts = given["group"].size() if is_shared and "group" in given else 1
-    return torch.zeros(heads.token_shape(input, parts), dtype=torch.long, device=input.device)
+    shape = heads.token_shape(input, heads.ranks_with_a_part(input, given))
+    return torch.zeros(shape, dtype=torch.long, device=input.device)
 
 
 @runs(_log_probs)

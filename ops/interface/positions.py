@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cutefce.ops.dtypes import sum_dtype
-from cutefce.ops.interface import checks
+from cutefce.ops.interface import checks, heads
 from cutefce.ops.interface.options import check_tensors
 from cutefce.ops.interface.probabilities import is_probabilities
 from cutefce.ops.interface.soft_targets import one_class
@@ -81,7 +81,8 @@ def _checked_target(
             f"linear_weight: got shape {tuple(linear_weight.shape)}, expected a position or more "
             "in (V, d_1, ..., d_K, D)"
         )
-    if input.ndim != 2 or target.shape != (input.shape[0], *sizes):
+    tokens = input.shape[:1].numel() * heads.ranks_with_a_part(input, given)
+    if input.ndim != 2 or target.shape != (tokens, *sizes):
         raise ValueError(
             f"target: got shape {tuple(target.shape)} with input of shape {tuple(input.shape)}, "
             f"expected (N, {', '.join(map(str, sizes))}) with (N, D), to match linear_weight of "
@@ -89,7 +90,8 @@ def _checked_target(
         )
     if not checks.has_integers(target):
         raise TypeError(f"target: got dtype {target.dtype}, expected integers (class indices)")
-    of = checks.Operands(input, linear_weight, target.shape, linear_weight.shape[0])
+    vocab = heads.classes_of_ranks(linear_weight, given)
+    of = checks.Operands(input, linear_weight, target.shape, vocab)
     check_tensors(given, of)
     return target.long()
 

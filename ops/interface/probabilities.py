@@ -101,7 +101,7 @@ def _check(target: Tensor, h: Tensor, w: Tensor, arguments: dict[str, Any]) -> N
     """
     heads.check_head(h, w, is_cast=True)
     checks.check_device("linear_weight", w, h)
-    checks.check_layout("target", target)
+    heads.check_plain("target", target, heads.SHARDED)
     tokens = tuple(h.shape[:-1])
     expected = *tokens, w.shape[0]
     message = (

@@ -19,12 +19,14 @@ def agreed_forward(x: LossCall) -> dict[str, Any]:
     given = x.tensors.by_name()
     own = {name: given.pop(name) for name in TensorOptions.OF_CLASSES}
     del given["seed"]  # all ranks take that of the first one
+    cast = given.pop("weight_cast")  # of a rank's own classes
     return {
         "operator": "forward",
         "requires_grad of (input, linear_weight, linear_bias)": list(x.step.gradients),
         **({} if x.tensors.soft_targets else {"target": x.y}),
         **x.options.by_name(),
         **given,
+        "linear_weight cast to 16 bits": cast is not None,
         **{f"{name} given": value is not None for name, value in own.items()},
     }
 

@@ -184,10 +184,11 @@ def shard_of(sharding: Sharding, h: Tensor, w: Tensor, **same: Any) -> VocabShar
     }
     for other, values in enumerate(exchange(process_group, same, cached=h.is_cuda)):
         for name, value in same.items():
-            if values[name] != value:
+            got = values.get(name)  # calls of other targets have other names
+            if got != value:
                 raise ValueError(
-                    f"{name}: got {values[name]} on rank {other} of the group and {value} on rank "
-                    f"{rank}, expected the same on every rank"
+                    f"{name}: got {got} on rank {other} of the group and {value} on rank {rank}, "
+                    "expected the same on every rank"
                 )
     vocab = tuple(shards or [w.shape[0]] * ranks)
     return VocabShard(sharding.group, rank, vocab, sharding.sequence_parallel)

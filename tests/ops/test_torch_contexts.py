@@ -98,6 +98,11 @@ def fake_tensors(h: Tensor, w: Tensor, y: Tensor, want: Results) -> None:
         results = step(mode.from_tensor(h), mode.from_tensor(w), mode.from_tensor(y))
     assert all(type(x) is FakeTensor for x in results)
     assert [x.shape for x in results] == [x.shape for x in want]
+    kept = y[:, None].clamp(min=0)
+    with mode:
+        more: Any = {"outputs": ("lse",), "kept_classes": mode.from_tensor(kept)}
+        found = cutefce.linear_log_probs(*map(mode.from_tensor, (h, w, y)), **more)
+    assert type(found.log_probs) is FakeTensor and found.log_probs.shape == y.shape
 
 
 def regions_without_gradients(h: Tensor, w: Tensor, y: Tensor, want: Results) -> None:

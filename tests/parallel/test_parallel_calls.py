@@ -130,6 +130,12 @@ WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "other probabilities": (SOFT, SOFT | {"target_probs": 2 * torch.ones(8, 1)}, "target_probs: "),
     "a bad probability": (SOFT | BAD_PROB, SOFT | BAD_PROB, "target_probs: got -1.0"),
     "a bad index": (SOFT | BAD_INDEX, SOFT | BAD_INDEX, "target_indices: got 10"),
+    "class indices beside soft targets": ({}, SOFT, "target.*: got .*expected the same on every"),
+    "a weight that is cast on one rank": (
+        {"h": H.bfloat16(), "w": W[:5].bfloat16()},
+        {"h": H.bfloat16()},
+        "linear_weight cast to 16 bits: got",
+    ),
     "one rank's own mistake": ({}, {"y": Y[:3]}, r"target: got shape \(3,\)"),
     "one rank's empty shard": ({}, {"w": W[:0]}, r"linear_weight: got shape \(0, 8\)"),
 }
@@ -148,6 +154,38 @@ def test_ranks_that_differ_all_raise(
             assert re.search(message, text), text
         good = ranks.run(2, call, {}, {})
         assert torch.equal(good[0], good[1])
+
+
+def share_of(kind: str, sequence_parallel: bool | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the loss and gradients of rows of 4 and 6 classes; of one process if None."""
+    torch.manual_seed(0)
+    positions = (2,) if kind == "positions" else ()
+    h, w = torch.randn(8, 8), torch.randn(10, *positions, 8)
+    y, more = torch.randint(10, (8, *positions)), dict[str, Any](weight=torch.rand(10))
+    if kind == "a float32 weight":
+        h, more = h.bfloat16(), {}
+    if sequence_parallel is not None:
+        rank = dist.get_rank()
+        w = w.split((4, 6))[rank]
+        h = h.split(4)[rank] if sequence_parallel else h
+        more |= {"group": group(2), "shards": (4, 6), "sequence_parallel": sequence_parallel}
+    h, w = h.clone().requires_grad_(), w.clone().requires_grad_()
+    loss: Tensor = cutefce.linear_cross_entropy(h, w, y, **more)
+    loss.backward()
+    assert h.grad is not None and w.grad is not None
+    return loss.detach(), h.grad, w.grad
+
+
+@each_value(kind=["a float32 weight", "positions"], sequence_parallel=[False, True])
+def test_shares_of_other_forms_equal_one_process(
+    kind: str, sequence_parallel: bool, ranks: Ranks
+) -> None:
+    first, second = ranks.run(2, share_of, kind, sequence_parallel)
+    loss, dx, dw = share_of(kind, None)
+    torch.testing.assert_close((first[0], second[0]), (loss, loss))
+    torch.testing.assert_close(torch.cat([first[2], second[2]]), dw)
+    shares = torch.cat([first[1], second[1]]) if sequence_parallel else first[1]
+    torch.testing.assert_close(shares, dx)
 
 
 def served_by(names: tuple[str, str]) -> None:
@@ -206,6 +244,10 @@ MISUSES: dict[str, tuple[dict[str, Any], str]] = {
     "a sharded denominator": (
         {**PLACED, "denominator": (Y, "tp", Shard(0))},
         "TypeError: denominator: got .*denominator.full_tensor",
+    ),
+    "probabilities beside a plain w": (
+        {"w": W, "y": (torch.rand(8, 10), "tp", Replicate())},
+        "TypeError: target: got a DTensor",
     ),
     "a group that is not the mesh's": ({"group": 4}, "ValueError: group: got"),
     "h alone": ({"w": W, "h": (H, "tp", Shard(0))}, "TypeError: input: got a DTensor"),
