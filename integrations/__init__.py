@@ -5,11 +5,11 @@ support/       what the integrations share
 automodel.py   NeMo Automodel: a loss for `_target_`
 axolotl.py     Axolotl: a plugin
 axolotl_kd.py  the loss of its `kd` plugin, from a stored top k
-gradients.py   exact gradients or estimates: one setting for all of them
 liger.py       Liger: what transformers, LLaMA-Factory and ms-swift call, and its JSD
 megatron.py    Megatron-Core: the loss of a model
 nemo_rl.py     NeMo-RL: log-probabilities of Megatron policies, distillation of DTensor policies
 openrlhf.py    OpenRLHF: log-probabilities and entropies of actors
+options.py     gradients and budgets: one setting for all of them
 prime_rl.py    prime-rl: its fused heads
 skyrl.py       SkyRL: log-probabilities and entropies of Megatron policies
 slime.py       slime: log-probabilities and entropies of Megatron policies

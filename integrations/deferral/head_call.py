@@ -11,6 +11,7 @@ from cutefce.integrations.deferral import runners
 from cutefce.ops import torch_compat
 from cutefce.ops.operators.context import PLAIN_TYPES, outside_autocast
 
+OPERANDS = "the head's input", "the head's weight", "the head's bias"
 Compute = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """Maps hidden states (..., D), weight (V, D) and bias (V,) or None to a result."""
 WATCHING = "retain_grad", "register_hook", "register_post_accumulate_grad_hook"
@@ -35,7 +36,8 @@ class HeadCall:
         self.classes = head.weight.shape[0]
         """V, which the weight tells: `out_features` is no more than a name of it."""
         self.operands = hidden, head.weight, head.bias
-        self.watched = [(x, _state(x)) for x in self.operands if x is not None]
+        named = zip(OPERANDS, self.operands, strict=True)
+        self.watched = [(name, x, _state(x)) for name, x in named if x is not None]
         """What logits are made of, operands and what was added to them, and its state then."""
         has_graph = self.grad and runners.looks_for_parameters()
         parameters = [x for x in self.operands[1:] if x is not None and x.requires_grad]
@@ -55,7 +57,7 @@ class HeadCall:
 
     def add(self, x: Tensor) -> None:
         """Watch x, which was added to the logits, for changes before they are used."""
-        self.watched.append((x, _state(x)))
+        self.watched.append(("what was added to them", x, _state(x)))
 
     def note_fused(self) -> None:
         """Count a loss that was computed without logits."""
@@ -98,10 +100,8 @@ class HeadCall:
         Raises:
             RuntimeError: if what logits are made of has changed since, or is not here.
         """
-        self._check(
-            all(None in (state, _state(x)) or state == _state(x) for x, state in self.watched),
-            "the head's weight, bias or input, or what was added, changed, or its requires_grad,",
-        )
+        for name, x, state in self.watched:
+            self._check(None in (state, _state(x)) or state == _state(x), name)
         self.check_others(memory, None)
         self.check_function()
         is_late = self._is_behind_engine()
@@ -158,17 +158,18 @@ class HeadCall:
             other != memory or x is own or _version(x) == version for other, x, version in self.made
         )
         is_same &= memory not in self.changed
-        self._check(is_same, "others that may share their memory changed in place")
+        self._check(is_same, "others that may share their memory")
 
     def note_made(self, memory: int, logits: Tensor) -> None:
         """Watch logits that were made for changes that others of their memory do not see."""
         self.made.append((memory, logits, _version(logits)))
 
-    def _check(self, condition: bool, change: str) -> None:
-        if not condition:
+    def _check(self, is_same: bool, what: str) -> None:
+        if not is_same:
             raise RuntimeError(
-                f"logits: {change} before these were used, expected no change, since they are "
-                "deferred; use them before, or call cutefce.undefer(model)"
+                f"logits: got a use of deferred ones after {what} changed in place (as by "
+                "optimizer.step()) or in requires_grad, expected it before, as they are computed "
+                "when they are used; keep logits + 0, or call cutefce.undefer(model)"
             )
 
 

@@ -117,7 +117,7 @@ class LogitsRecord:
     @property
     def requires_grad(self) -> bool:
         _, *others = self.call.watched
-        given = self.hidden, *(x for x, _ in others)
+        given = self.hidden, *(x for _, x, _ in others)
         return self.call.grad and any(x.requires_grad for x in given)
 
     @property
