@@ -11,6 +11,7 @@ nemo_rl.py     NeMo-RL: log-probabilities of Megatron policies, distillation of 
 openrlhf.py    OpenRLHF: log-probabilities and entropies of actors
 options.py     gradients and budgets: one setting for all of them
 prime_rl.py    prime-rl: its fused heads
+report.py      which calls of them were fused
 skyrl.py       SkyRL: log-probabilities and entropies of Megatron policies
 slime.py       slime: log-probabilities and entropies of Megatron policies
 torchtitan.py  torchtitan: an override of the chunked loss

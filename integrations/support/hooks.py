@@ -11,6 +11,8 @@ from typing import Any
 
 from torch.autograd import Function
 
+from cutefce.integrations.report import note_call
+
 _MARK = "_is_from_cutefce"
 
 
@@ -59,9 +61,13 @@ def replace(
     @functools.wraps(replacement)
     def call(*arguments: Any, **named: Any) -> Any:
         try:
-            return replacement(*arguments, **more, **named)
+            result = replacement(*arguments, **more, **named)
         except NotServedError:
             pass  # its errors are not caused by this one
+        else:
+            note_call(path, is_fused=True)
+            return result
+        note_call(path, is_fused=False)
         return current(*arguments, **named)
 
     setattr(call, _MARK, True)

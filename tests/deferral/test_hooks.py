@@ -2,12 +2,14 @@
 
 import sys
 import warnings
+from collections import defaultdict
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
+from cutefce.integrations import report
 from cutefce.integrations.support import hooks
 
 PATH = "click.utils:echo"
@@ -28,6 +30,7 @@ def restored(monkeypatch: pytest.MonkeyPatch) -> None:
     import click.utils
 
     monkeypatch.setattr(click.utils, "echo", click.utils.echo)
+    monkeypatch.setattr(report, "_calls", defaultdict(report.Calls))
 
 
 def installed() -> str:
@@ -71,6 +74,16 @@ def test_what_is_not_served_is_left_to_the_framework(monkeypatch: pytest.MonkeyP
     run: Any = click.utils.echo
     assert run("x", 1, 2, 3, color=4) == ("ours", "x")
     assert run("theirs", 1, 2, 3, color=4) == ("theirs", "theirs", 1, 4)
+    assert report.integration_report() == {PATH: (1, 1)}
+
+
+def test_calls_of_a_graph_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    import click.utils
+
+    hooks.replace(PATH, lambda message, file, nl, err, color: message * 2, tested=installed())
+    run: Any = torch.compile(lambda x: click.utils.echo(x, 1, 2, 3, 4), backend="eager")
+    assert torch.equal(run(torch.ones(3)), torch.full((3,), 2.0))
+    assert report.integration_report() == {}
 
 
 def test_a_replacement_may_get_the_function_that_was_there(
