@@ -187,7 +187,8 @@ class LogitsRecord:
                 logits = logits + value.to(logits.device)
             else:
                 logits = getattr(logits, name)(value)
-        return logits
+        # a copy that is not recorded may be changed in place; tanh's backward reads its result
+        return logits.clone() if self.steps and self.steps[-1][0] == "tanh" else logits
 
     def ask(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """Return what the method `name` of the logits themselves returns."""

@@ -24,7 +24,7 @@ def kept_indices(target: Tensor | None, given: dict[str, Any], vocab: int | None
     """Return the target and each other kept class of the tokens once, (..., K + 1).
 
     Places of no class are `IGNORED`.  `kept_classes` and `ignore_index` are taken out of the
-    arguments by name.  `vocab` classes are known; None for a rank's weight.
+    arguments by name.  `vocab` is the number of classes of all ranks; None for a wrong weight.
 
     Raises:
         TypeError, ValueError, NotImplementedError, IndexError: naming the argument.

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from cutefce.ops import torch_compat
 from cutefce.ops.interface import checks, heads
 from cutefce.ops.interface.kept_classes import kept_indices, kept_values
 from cutefce.ops.interface.options import OF_TARGET, OUTPUTS, check_arguments, check_outputs
@@ -125,9 +124,8 @@ def _of_kept_classes(
         raise NotImplementedError(
             f"top_k: got {given['top_k']} with kept_classes, expected 0, or no kept_classes"
         )
-    is_known = "group" not in given and not torch_compat.is_dtensor(linear_weight)
-    is_known = is_known and linear_weight.ndim > 0
-    indices = kept_indices(target, given, linear_weight.shape[0] if is_known else None)
+    vocab = heads.classes_of_ranks(linear_weight, given) if linear_weight.ndim else None
+    indices = kept_indices(target, given, vocab)
     more = {"target_indices": indices, "outputs": ("lse",), "workspace": workspace}
     every = _log_probs(input, linear_weight, None, **given, **more)
     assert every.lse is not None

@@ -354,10 +354,11 @@ def falls_back(function: F) -> F:
 
     @functools.wraps(function)
     def run(*arguments: Any, **more: Any) -> Any:
+        known = {*_compiler_failures}  # another thread may find the same now
         try:
             return function(*arguments, **more)
         except CompilerError as error:
-            if error.arch in _compiler_failures:  # what an earlier call kept needs kernels
+            if error.arch in known:  # what an earlier call kept needs kernels
                 raise
             _do_without(error)
         return function(*arguments, **more)

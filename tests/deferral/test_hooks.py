@@ -80,8 +80,16 @@ def test_what_is_not_served_is_left_to_the_framework(monkeypatch: pytest.MonkeyP
 def test_calls_of_a_graph_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     import click.utils
 
-    hooks.replace(PATH, lambda message, file, nl, err, color: message * 2, tested=installed())
-    run: Any = torch.compile(lambda x: click.utils.echo(x, 1, 2, 3, 4), backend="eager")
+    def twice(message: Any, file: Any, nl: Any, err: Any, color: Any) -> Any:
+        return 2 * message
+
+    hooks.replace(PATH, twice, tested=installed())
+    given: Any = 1, 2, 3, 4
+
+    def call(x: Any) -> Any:
+        return click.utils.echo(x, *given)
+
+    run: Any = torch.compile(call, backend="eager")
     assert torch.equal(run(torch.ones(3)), torch.full((3,), 2.0))
     assert report.integration_report() == {}
 

@@ -1,6 +1,8 @@
 """First calls without a compiler, which run in plain torch."""
 
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -30,6 +32,19 @@ def test_a_compiler_that_fails_leaves_plain_torch(options: dict[str, Any]) -> No
     assert torch.equal(losses, ours(case, **options).loss)
     assert backend.name == "torch"
     assert backend.reason.endswith("the kernels' compiler failed: ValueError: no such target")
+
+
+def test_threads_that_find_it_at_once_both_do_without() -> None:
+    case, both = random_case(300, 16, 1000, dtype=torch.bfloat16), threading.Barrier(2, timeout=60)
+
+    def fail(kernel: KernelSpec) -> Callable[..., None]:
+        both.wait()
+        raise CompilerError(kernel, ValueError("no such target"))
+
+    with served_by_kernels("cpu", fail), ThreadPoolExecutor(2) as threads:
+        calls = [threads.submit(ours, case) for _ in range(2)]
+        losses = [call.result().loss for call in calls]
+    assert torch.equal(*losses)
 
 
 def test_a_buffer_is_not_added_to_twice_without_a_compiler() -> None:

@@ -130,6 +130,11 @@ WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "other probabilities": (SOFT, SOFT | {"target_probs": 2 * torch.ones(8, 1)}, "target_probs: "),
     "a bad probability": (SOFT | BAD_PROB, SOFT | BAD_PROB, "target_probs: got -1.0"),
     "a bad index": (SOFT | BAD_INDEX, SOFT | BAD_INDEX, "target_indices: got 10"),
+    "a kept class that is none": (
+        {"outputs": (), "kept_classes": Y[:, None].clamp(min=0) + 99},
+        {"outputs": (), "kept_classes": Y[:, None].clamp(min=0) + 99},
+        "kept_classes: got 99, expected -1 or 0 <= class < 10",
+    ),
     "class indices beside soft targets": ({}, SOFT, "target.*: got .*expected the same on every"),
     "a weight that is cast on one rank": (
         {"h": H.bfloat16(), "w": W[:5].bfloat16()},
