@@ -21,7 +21,8 @@ SCHEMA = (
 )
 SIGNATURES = {
     "defer": "(model: torch.nn.modules.module.Module, *, evaluation: bool = False, "
-    "gradient: str = 'exact', samples: int = 256, **removed: Any) -> None",
+    "gradient: str = 'exact', samples: int = 256, workspace: int | str | None = None, "
+    "**removed: Any) -> None",
     "undefer": "(model: torch.nn.modules.module.Module) -> None",
     "deferral_report": "model",
     "DeferralReport": "fused fallbacks",

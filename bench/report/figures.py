@@ -284,8 +284,9 @@ def options_page() -> Iterator[Table | Words]:
     )
     most, least = _options("max"), _options("min")
     yield Words(
-        'by up to {} MiB with a bias, {} MiB with 64 soft targets. With "min" ({} MiB), options '
-        "that scale the hidden states take {} MiB more",
+        'by up to {} MiB with a bias, {} MiB with 64 soft targets. With "min" ({} MiB), '
+        '`token_weights`, `weight`, `z_loss`, a temperature for each token and reduction "none" '
+        "take {} MiB more",
         [
             f"{most['linear_bias']['more_mib']:.0f}",
             f"{most['64 soft targets']['more_mib']:.0f}",

@@ -124,7 +124,8 @@ def _evaluate(
     with_stats: bool = False,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Return the loss, and further results of `loss_forward` if they are wanted."""
-    call = checked_call(input, linear_weight, target, arguments)
+    with report_errors(arguments.get("group")):
+        call = checked_call(input, linear_weight, target, arguments)
     h, w, y, step, options, tensors, sharding = call
     grads = step.gradients
     if tensors.target_indices is not None and tensors.target_probs is not None:
@@ -167,43 +168,42 @@ def checked_call(
         tensors = TensorOptions.from_keywords(arguments)
         sharding = Sharding.from_keywords(arguments)
     returns_outputs = options.reduction == OUTPUTS
-    with report_errors(sharding.group):
-        checks.check_transform("linear_log_probs" if returns_outputs else "linear_cross_entropy")
-        h, w = autocast(input, linear_weight)
-        parts = sharding.ranks() if sharding.sequence_parallel else 1
-        if target is None or tensors.soft_targets:
-            check = check_output_classes if returns_outputs else check_soft_targets
-            target = check(target, h, options, tensors, parts)
-        grads, own = wanted_gradients(h, w, tensors.linear_bias), w
-        if w.dtype != h.dtype and is_mixed(h, w):
-            w = w.detach().to(h.dtype)
-            if grads[1]:
-                tensors = dataclasses.replace(tensors, weight_cast=w)
-            else:
-                own = w
-        if arguments:
-            options.check()
-        heads.check_tensors(h, w, target, parts)
-        sharding.check(w)
-        adds, grad = tensors.accumulate_into is not None, torch.is_grad_enabled()
-        if adds and grad and not own.requires_grad:
-            raise ValueError(
-                "accumulate_into: got a buffer for a linear_weight that does not require grad, "
-                "expected None"
-            )
-        if tensors.given:
-            of = checks.Operands(h, w, target.shape, sharding.vocab(w))
-            if tensors.accumulate_into is not None:  # of what is given, which may be cast
-                given = {"linear_weight": linear_weight, "input": input}
-                checks.check_apart("accumulate_into", tensors.accumulate_into, **given)
-            tensors.check(of, options.reduction)
-            tensors = tensors.prepared(h)
-        if adds and not grad:
-            tensors = dataclasses.replace(tensors, accumulate_into=None, grad_output=None)
-        if tensors.grad_output is not None and torch_compat.may_recompute():
-            # a forward that runs twice would add twice
-            tensors = dataclasses.replace(tensors, grad_output=None)
-        budget = checks.workspace_bytes(arguments.get("workspace"))
+    checks.check_transform("linear_log_probs" if returns_outputs else "linear_cross_entropy")
+    h, w = autocast(input, linear_weight)
+    parts = sharding.ranks() if sharding.sequence_parallel else 1
+    if target is None or tensors.soft_targets:
+        check = check_output_classes if returns_outputs else check_soft_targets
+        target = check(target, h, options, tensors, parts)
+    grads, own = wanted_gradients(h, w, tensors.linear_bias), w
+    if w.dtype != h.dtype and is_mixed(h, w):
+        w = w.detach().to(h.dtype)
+        if grads[1]:
+            tensors = dataclasses.replace(tensors, weight_cast=w)
+        else:
+            own = w
+    if arguments:
+        options.check()
+    heads.check_tensors(h, w, target, parts)
+    sharding.check(w)
+    adds, grad = tensors.accumulate_into is not None, torch.is_grad_enabled()
+    if adds and grad and not own.requires_grad:
+        raise ValueError(
+            "accumulate_into: got a buffer for a linear_weight that does not require grad, "
+            "expected None"
+        )
+    if tensors.given:
+        of = checks.Operands(h, w, target.shape, sharding.vocab(w))
+        if tensors.accumulate_into is not None:  # of what is given, which may be cast
+            given = {"linear_weight": linear_weight, "input": input}
+            checks.check_apart("accumulate_into", tensors.accumulate_into, **given)
+        tensors.check(of, options.reduction)
+        tensors = tensors.prepared(h)
+    if adds and not grad:
+        tensors = dataclasses.replace(tensors, accumulate_into=None, grad_output=None)
+    if tensors.grad_output is not None and torch_compat.may_recompute():
+        # a forward that runs twice would add twice
+        tensors = dataclasses.replace(tensors, grad_output=None)
+    budget = checks.workspace_bytes(arguments.get("workspace"))
     rows = h if h.ndim == 2 else h.reshape(-1, w.shape[1])
     copied = copied_item_bytes(input, rows), copied_item_bytes(linear_weight, w)
     step = StepOptions(budget, *grads, *copied)

@@ -61,9 +61,11 @@ def check_head(
     check_plain(of_w, w, hint)
     checks.check_dtype(of_h, h)
     if w.dtype != h.dtype and not (is_cast and is_mixed(h, w)):
+        is_known = w.dtype in checks.DTYPES
+        remedy = "cast one of them, or call under torch.autocast"
         raise TypeError(
             f"{of_w}: got dtype {w.dtype}, expected that of {of_h}, {h.dtype}; "
-            "cast one of them, or call under torch.autocast"
+            f"{remedy if is_known else 'dequantize a quantized weight'}"
         )
     if w.ndim != 2 or 0 in w.shape:
         raise ValueError(
@@ -74,7 +76,7 @@ def check_head(
         if h.ndim > 0 and h.shape[-1] == w.shape[0]:
             raise ValueError(
                 f"{of_w}: got shape {tuple(w.shape)}, expected (V, {h.shape[-1]}) to match "
-                f"{of_h} of shape {tuple(h.shape)}; pass {of_w}.t()"
+                f"{of_h} of shape {tuple(h.shape)}; pass {of_w}.t(), or hidden states, not logits"
             )
         raise ValueError(
             f"{of_h}: got shape {tuple(h.shape)}, expected (..., {w.shape[1]}) "

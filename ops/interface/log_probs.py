@@ -57,7 +57,7 @@ def _log_probs(
     check_outputs(outputs)
     numbers = [name for name in ("argmax", "rank") if name in outputs]
     if (numbers or "top_k" in given) and linear_weight.ndim:
-        _check_numbers(numbers, given, linear_weight.shape[0])
+        _check_numbers(numbers, given, heads.classes_of_ranks(linear_weight, given))
     if "logit_floor" in given and "mean_logit" in outputs:
         raise NotImplementedError(
             "logit_floor: got one with 'mean_logit' in outputs, expected one of them"
@@ -103,7 +103,7 @@ def _check_numbers(outputs: Sequence[str], given: dict[str, Any], classes: int) 
     if classes > 1 << 24:  # a class is a float32
         got = f"outputs: got {outputs[0]!r}" if outputs else f"top_k: got {top_k}"
         raise ValueError(f"{got} with {classes} classes, expected at most 2^24")
-    if top_k > classes and "group" not in given:
+    if top_k > classes:
         raise ValueError(f"top_k: got {top_k} with {classes} classes, expected at most {classes}")
 
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from cutefce.ops.interface import checks
 from cutefce.ops.interface.api import linear_cross_entropy, refuse_chunking
 from cutefce.ops.interface.options import LossOptions, check_arguments, check_types, refuse
+from cutefce.ops.parallel.consistency import report_errors
 
 ATTRIBUTES = *LossOptions.names(public=True), "workspace"
 """The arguments that are attributes of a module."""
@@ -118,9 +119,10 @@ class LinearCrossEntropyLoss(nn.Module):
         A floating-point target is (..., num_classes).  More than eight parameters: those of the
         function that differ from call to call.
         """
-        _check_linear(self.linear)
-        weight: Tensor = self.linear.weight
-        _check_features(input, weight.shape[1])
+        with report_errors(None, getattr(self.linear, "weight", None)):
+            _check_linear(self.linear)
+            weight: Tensor = self.linear.weight
+            _check_features(input, weight.shape[1])
         bias: Tensor | None = self.linear.bias
         if self.out_features:
             sizes = self.num_classes, *self.out_features

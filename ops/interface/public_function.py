@@ -16,14 +16,16 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def runs(run: Callable[..., R]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def runs(
+    run: Callable[..., R], *, meets_ranks: bool = True
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Return a decorator that makes `run` the body of a function which has none.
 
     The function has the signature that users, editors and type checkers see.  `run` gets the
     positional arguments as they are, and of those by name the ones that are not at their defaults:
     a call without options pays for none.  The former are of their types in `options.py`.  An error
-    is raised on all ranks of the call's group.  Other names are refused; if it declares `**`,
-    options of the loss are not.
+    is raised on all ranks of the call's group, if these meet in it.  Other names are refused; if it
+    declares `**`, options of the loss are not.
     """
 
     def decorator(declaration: Callable[P, R]) -> Callable[P, R]:
@@ -42,7 +44,7 @@ def runs(run: Callable[..., R]) -> Callable[[Callable[P, R]], Callable[P, R]]:
                 if type(x) is not type(default) or x != default:
                     given[name] = x
             weight = operands[1] if len(operands) > 1 else given.get("linear_weight")
-            report = report_errors.of(given.get("group"), weight)
+            report = report_errors.of(given.get("group"), weight) if meets_ranks else None
             try:
                 for name, x in (*zip(names, operands, strict=False), *given.items()):
                     if name in names and x is not defaults[name]:

@@ -24,7 +24,6 @@ from cutefce.ops.operators.operators import IMPLS, LIBRARY, define
 from cutefce.ops.primitives.dispatch import report
 from cutefce.ops.primitives.portable_gradients import matmul_into
 from cutefce.ops.rows.blocks import blocks
-from cutefce.ops.rows.scaling import largest_of
 from cutefce.ops.schema import unpack
 
 COPIES = 7
@@ -33,6 +32,8 @@ MIN_ROWS, MAX_ROWS = 64, 4096
 """Tokens of a block."""
 RECORDS = StepOptions, LossOptions, TensorOptions
 """Those of an operator's arguments behind h, w and probs."""
+SMALLEST = 2.0**-126
+"""The smallest normal float32."""
 BIAS = 3 + sum(len(record.names()) for record in RECORDS[:2])
 """The place of the bias among an operator's arguments."""
 
@@ -84,10 +85,9 @@ def losses_of_probabilities_backward(
     own, dx = w.to(h.dtype), torch.empty_like(h)
     dw = upstream.new_zeros(len(w) if step.grad_weight else 0, w.shape[1])
     dbias = upstream.new_zeros(len(w) if step.grad_bias else 0)
-    # float16 lacks the range of upstream gradients
-    unit = largest_of(upstream).log2().ceil().exp2()
+    is_narrow, unit_of_dw = h.dtype == torch.float16, upstream.new_tensor(SMALLEST)
     for rows, u, b, z in _blocks(h, w, probs, step, options, tensors):
-        g = (upstream[rows] / unit)[:, None]
+        g = upstream[rows, None]
         total = b.sum(1) + 2 * z * u.logsumexp(1)
         du = u.softmax(1).mul_(g * total[:, None]).sub_(b.mul_(g))
         divisor = _column(tensors.temperature, rows)
@@ -96,14 +96,36 @@ def losses_of_probabilities_backward(
         du.div_(divisor)
         if step.grad_bias:
             dbias += du.sum(0)
-        dt = du.mul_(options.logit_scale).to(h.dtype)
-        part = upstream.new_empty(len(dt), w.shape[1])
-        matmul_into(part, dt, own, accumulate=False)
-        dx[rows] = part.mul_(unit)
+        du.mul_(options.logit_scale)
+        part = upstream.new_empty(len(du), w.shape[1])
+        if is_narrow:
+            units = _units(du)
+            matmul_into(part, du.div_(units).to(h.dtype), own, accumulate=False)
+            part.mul_(units)
+            # sums of blocks before are of a unit that may be smaller
+            largest = torch.maximum(units.amax(), unit_of_dw)
+            dw.mul_(unit_of_dw / largest)
+            unit_of_dw = largest
+            du.mul_(units / largest)
+        else:
+            matmul_into(part, du.to(h.dtype), own, accumulate=False)
+        dx[rows] = part
         if step.grad_weight:
-            matmul_into(dw, dt.t(), h[rows], accumulate=True)
+            matmul_into(dw, du.to(h.dtype).t(), h[rows], accumulate=True)
+    if is_narrow:
+        dw.mul_(unit_of_dw)
     bias_dtype = (w if tensors.linear_bias is None else tensors.linear_bias).dtype
-    return dx, dw.mul_(unit).to(w.dtype), dbias.mul_(unit).to(bias_dtype)
+    return dx, dw.to(w.dtype), dbias.to(bias_dtype)
+
+
+def _units(du: Tensor) -> Tensor:
+    """Return powers of 2 (R, 1) for rows (R, V), which over them are at most 2^14: in float16.
+
+    It has less range than gradients have, which may be large or all small.  `SMALLEST` is for
+    rows of 0 and rows that are not finite, which then leave others as they are.
+    """
+    units = du.abs().amax(1, keepdim=True).log2().ceil().sub(14).exp2()
+    return torch.where((units > 0) & units.isfinite(), units, SMALLEST)
 
 
 def _blocks(

@@ -123,7 +123,7 @@ def largest_of(factors: Tensor) -> Tensor:
     A token whose factor is not finite leaves those of the others as they are.
     """
     sizes = torch.where(factors.isfinite(), factors.abs(), 0)
-    largest = sizes.amax() if len(sizes) else sizes.new_zeros(())
+    largest = sizes.amax() if sizes.numel() else sizes.new_zeros(())
     return torch.where(largest == 0, 1, largest)
 
 

@@ -29,7 +29,7 @@ def top_logits(
 ) -> tuple[Tensor, Tensor]:
     """Return the k largest logits of each token in any order, and their classes, (N, k) both.
 
-    They are those of this rank's classes.  With fewer classes than k, any of the logit -inf follow.
+    They are those of this rank's classes.  With fewer classes than k, -1 of the logit -inf follows.
 
     Args:
         largest: (N, P) the largest logit but the target's of each block of classes.
@@ -60,7 +60,8 @@ def top_logits(
         absent = 0, k - found.shape[1]
         values[rows] = F.pad(found, absent, value=-torch.inf)
         classes[rows] = F.pad(found_classes, absent)
-    return values, classes + targets.first
+    # places beyond this rank's classes must not be taken for another rank's target
+    return values, (classes + targets.first).masked_fill_(values == -torch.inf, -1)
 
 
 def top_rows(values: Tensor, classes: Tensor, stats: RowStats, targets: Targets) -> Tensor:

@@ -285,6 +285,29 @@ def test_a_token_with_nan_leaves_the_others(device: str) -> None:
     assert torch.equal(dx[others], good[1][others])
 
 
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6])
+@pytest.mark.parametrize("rows", [6, 200])
+def test_probabilities_in_float16_with_weights_of_any_size(
+    scale: float, rows: int, device: str
+) -> None:
+    """Of one block of tokens or several, the first of which have the smallest weights."""
+    torch.manual_seed(0)
+    h, w = (torch.randn(n, 8, device=device).half() for n in (rows, 20))
+    q = torch.rand(rows, 20, device=device).softmax(1)
+    weights = scale * torch.linspace(0.1, 1, rows, device=device)
+
+    def gradients(dtype: torch.dtype) -> tuple[Tensor, ...]:
+        own = [x.to(dtype).requires_grad_() for x in (h, w)]
+        given: Any = {"token_weights": weights, "workspace": "min"}
+        loss = cutefce.linear_cross_entropy(own[0], own[1], q, **given)
+        return torch.autograd.grad(loss, own)
+
+    for got, want in zip(gradients(torch.float16), gradients(torch.float64), strict=True):
+        torch.testing.assert_close(
+            got.double(), want, rtol=2e-3, atol=2e-3 * float(want.abs().max())
+        )
+
+
 def test_no_kernels_serve_probabilities(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     x = dense_case([], 12, 8, 40, device=device)
     monkeypatch.setattr(dispatch, "_strict", True)

@@ -85,6 +85,36 @@ def test_error_of_one_rank_reaches_the_group_of_a_distributed_weight(ranks: Rank
     assert float(loss) > 0
 
 
+def failing_module() -> str:
+    """Return what a module with a distributed head raises, whose input is wrong on one rank."""
+    head, tp = cutefce.LinearCrossEntropyLoss(8, 10), mesh()["tp"]
+    rank = tp.get_local_rank()
+    head.linear.weight = torch.nn.Parameter(DTensor.from_local(W.split(5)[rank], tp, [Shard(0)]))
+    h = DTensor.from_local(H[:, : 8 - rank].contiguous(), tp, [Replicate()])
+    return outcome(head, h, Y)
+
+
+def test_error_of_a_module_reaches_every_rank(ranks: Ranks) -> None:
+    for text in ranks.run(4, failing_module):
+        assert text.startswith("ValueError: input: got shape (8, 7), expected (..., 8)"), text
+
+
+def planned() -> str:
+    """Return the outcome of a call, before which one rank has asked for plans in vain."""
+    w = W.split(5)[dist.get_rank()]
+    if dist.get_rank() == 0:
+        with pytest.raises(ValueError, match=r"^workspace: got 'x'"):
+            cutefce.plan(H, w, group=group(2), workspace="x")
+        with pytest.raises(ValueError, match=r"^workspace: got 'x'"):
+            cutefce.plan_divergence(H, w, H, w, group=group(2), workspace="x")
+    return outcome(cutefce.linear_cross_entropy, H, w, Y, group=group(2))
+
+
+def test_a_plan_tells_other_ranks_nothing(ranks: Ranks) -> None:
+    first, second = ranks.run(2, planned)
+    assert first == second and float(first) > 0
+
+
 def failing_backward() -> str:
     """Return what a backward raises whose weight was changed on rank 1."""
     h, w = H.clone().requires_grad_(), W.split(5)[dist.get_rank()].clone().requires_grad_()

@@ -4,10 +4,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+import cutefce
 from tests.parallel.test_options_on_ranks import assert_equal_one, shares
 from tests.support.outputs import OUTPUTS, ValuesCase, values_case
-from tests.support.ranks import Ranks, each_value
+from tests.support.ranks import Ranks, each_value, group
 
 Results = list[tuple[Any, ...]]
 
@@ -51,6 +53,29 @@ def test_values_equal_one_process(
     x = values_case(names, classes, 60, 16, 333, outputs=OUTPUTS, dtype=torch.float64)
     results = ranks.run(2, values, x, sequence_parallel)
     assert_equal_one(results, values(x, None), sequence_parallel, len(x.own.leaves))
+
+
+def most_likely(floor: bool, is_shared: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the eight most likely classes of 15, of which each of three ranks has five."""
+    torch.manual_seed(0)
+    h, w, y = torch.randn(40, 8), torch.randn(15, 8), torch.arange(40) % 15
+    below_four = (h @ w.t()).topk(5).values[:, 3:].mean(1)
+    more: dict[str, Any] = {"logit_floor": below_four} if floor else {}
+    if is_shared:
+        rank, more["group"] = dist.get_rank(), group(3)
+        w = w[5 * rank : 5 * rank + 5]
+    found = cutefce.linear_log_probs(h, w, y, top_k=8, **more)
+    assert found.top_classes is not None and found.top_log_probs is not None
+    return found.top_classes, found.top_log_probs
+
+
+@each_value(floor=[False, True])
+def test_ranks_with_fewer_classes_than_are_asked_for(floor: bool, ranks: Ranks) -> None:
+    """What fills up a rank's list is no target of another rank."""
+    classes, log_probs = most_likely(floor, False)
+    for own_classes, own_log_probs in ranks.run(3, most_likely, floor, True):
+        assert torch.equal(own_classes, classes)
+        torch.testing.assert_close(own_log_probs, log_probs)
 
 
 def test_ranks_are_as_accurate_as_one(ranks: Ranks) -> None:

@@ -130,6 +130,11 @@ WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "other probabilities": (SOFT, SOFT | {"target_probs": 2 * torch.ones(8, 1)}, "target_probs: "),
     "a bad probability": (SOFT | BAD_PROB, SOFT | BAD_PROB, "target_probs: got -1.0"),
     "a bad index": (SOFT | BAD_INDEX, SOFT | BAD_INDEX, "target_indices: got 10"),
+    "more classes than float32 has numbers for": (
+        {"h": H[:, :1], "w": torch.zeros(2**23 + 1, 1), "outputs": ("argmax",)},
+        {"h": H[:, :1], "w": torch.zeros(2**23 + 1, 1), "outputs": ("argmax",)},
+        "outputs: got 'argmax' with 16777218 classes, expected at most 2.24",
+    ),
     "a kept class that is none": (
         {"outputs": (), "kept_classes": Y[:, None].clamp(min=0) + 99},
         {"outputs": (), "kept_classes": Y[:, None].clamp(min=0) + 99},
