@@ -269,17 +269,22 @@ def options_page() -> Iterator[Table | Words]:
     plain = [
         row["ratio_to_plain"]
         for name, row in forwards.items()
-        if "soft targets" not in name and name not in ("none", UNFUSED_SCORES)
+        if not name.endswith(("soft targets", "top 8", "kept_classes"))
+        and name not in ("none", UNFUSED_SCORES)
     ]
     yield Words(
         "Forwards alone take {} to {}. 8 soft targets a token take {} and {}, 64 take {} and {}, "
-        "and {} of a forward alone.",
+        "and {} of a forward alone. `top_k=8` takes {} and {}, and {} of a forward alone; "
+        "64 `kept_classes` take {}, {} and {}.",
         [
             f"{min(plain):.2f}",
             f"{max(plain):.2f}",
             *_option_costs("8 soft targets"),
-            *_option_costs("64 soft targets"),
-            f"{forwards['64 soft targets']['ratio_to_plain']:.2f}",
+            *(
+                cost
+                for name in ("64 soft targets", "top 8", "64 kept_classes")
+                for cost in (*_option_costs(name), f"{forwards[name]['ratio_to_plain']:.2f}")
+            ),
         ],
     )
     most, least = _options("max"), _options("min")
