@@ -243,6 +243,12 @@ OPTION_ROWS = {
     "| `linear_bias` | b, (V,), with gradient |": "linear_bias",
     "| `softcap` | c tanh(x / c) |": "softcap",
     "| `temperature` | T, a number, () or one for each token |": "temperature",
+    "| `logit_floor` | of `linear_log_probs`, (...): [classes below it]"
+    "(scoring.md#truncated-sampling) are left out |": "logit_floor",
+    "| `kept_classes` | of `linear_log_probs`, (..., K): the softmax is over these |": (
+        "64 kept_classes"
+    ),
+    "| argument `top_k` | the k largest log p_iv and their v | no |": "top 8",
     "| `weight` | κ, (V,) |": "weight",
     "| `token_weights` | q, (...) |": "token_weights",
     "| `label_smoothing` | ε |": "label_smoothing",
@@ -260,7 +266,7 @@ OPTION_ROWS = {
 def options_page() -> Iterator[Table | Words]:
     """Yield the parts of docs/options.md."""
     for begin, option in OPTION_ROWS.items():
-        yield Words(f"{begin} {{}}, {{}} |", _option_costs(option))
+        yield Words(f"{begin} {{}}, {{}}", _option_costs(option))
     yield Words(
         "{}, {} without gradient; {}, {} with it and a temperature of each token",
         [*_option_costs("entropy"), *_option_costs("entropy with gradient")],
@@ -274,16 +280,15 @@ def options_page() -> Iterator[Table | Words]:
     ]
     yield Words(
         "Forwards alone take {} to {}. 8 soft targets a token take {} and {}, 64 take {} and {}, "
-        "and {} of a forward alone. `top_k=8` takes {} and {}, and {} of a forward alone; "
-        "64 `kept_classes` take {}, {} and {}.",
+        "and {} of a forward alone. Of a forward alone, `top_k=8` takes {}, 64 `kept_classes` {}.",
         [
             f"{min(plain):.2f}",
             f"{max(plain):.2f}",
             *_option_costs("8 soft targets"),
+            *_option_costs("64 soft targets"),
             *(
-                cost
+                f"{forwards[name]['ratio_to_plain']:.2f}"
                 for name in ("64 soft targets", "top 8", "64 kept_classes")
-                for cost in (*_option_costs(name), f"{forwards[name]['ratio_to_plain']:.2f}")
             ),
         ],
     )
