@@ -31,7 +31,7 @@ _LOSS = ("self", "labels", "logits")
 def enable(model: Any) -> None:
     """Let the loss of `model` be fused: its head defers the logits, its loss is cutefce's.
 
-    Logits are made if something else than the loss asks for them, or if they are gathered.
+    Logits are computed if something else than the loss asks for them, or if they are gathered.
     Losses of negative labels are 0; Megatron's are left to the loss mask.
 
     Args:

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from cutefce.integrations.deferral.log_probs import log_probs_of
 from cutefce.integrations.deferral.model import defer
-from cutefce.integrations.options import loss_options
+from cutefce.integrations.options import loss_options, workspace_options
 from cutefce.integrations.support import hooks
 from cutefce.ops.interface.log_probs import linear_log_probs
 
@@ -51,7 +51,7 @@ def enable_distillation(model: nn.Module) -> None:
         RuntimeError: if it is deferred already, or NeMo-RL's function has other parameters.
     """
     hooks.replace(TOP_K, topk_log_probs, tested=TESTED, is_repeated=True)
-    defer(model)
+    defer(model, **workspace_options())
 
 
 def log_probs(

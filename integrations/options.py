@@ -24,6 +24,8 @@ def set_options(
 ) -> None:
     """Choose options of the calls of enabled integrations, from now on.
 
+    Each call chooses all of them: those that it leaves out are at their defaults.
+
     Args:
         gradient: "exact" or "sampled", as of `linear_cross_entropy`; those of divergences and of
             soft targets are exact.

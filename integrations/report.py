@@ -4,7 +4,8 @@
 
     print(integration_report())  # {"liger_kernel...:forward": Calls(fused=20, own=0)}
 
-`cutefce.deferral_report` counts what deferred heads did.
+`cutefce.deferral_report` counts what deferred heads did.  The losses of Automodel, Megatron-Core
+and torchtitan replace no function: the framework has them in the place of its own.
 """
 
 from collections import defaultdict
@@ -18,7 +19,7 @@ class Calls(NamedTuple):
 
     fused: int = 0
     own: int = 0
-    """Those that cutefce left to the framework's own function."""
+    """Those in which the framework's own function ran."""
 
 
 _calls: defaultdict[str, Calls] = defaultdict(Calls)

@@ -63,7 +63,7 @@ def enable_gkd(model: nn.Module, teacher: nn.Module) -> None:
         TypeError: if a head is not a plain `nn.Linear`.
         RuntimeError: if a head is deferred already, or TRL's function has other parameters.
     """
-    defer(model)
+    defer(model, **workspace_options())
     defer(teacher, evaluation=True)
     hooks.replace(GKD, generalized_jsd_loss, tested=TESTED, is_repeated=True)
 

@@ -78,7 +78,9 @@ dtype_option = click.option(
 
 def has_gpu() -> bool:
     """Whether the current GPU has kernels."""
-    return torch.cuda.is_available() and arch_for(torch.cuda.get_device_capability()) is not None
+    if not torch.cuda.is_available() or torch.version.hip:  # AMD's report NVIDIA's capabilities
+        return False
+    return arch_for(torch.cuda.get_device_capability()) is not None
 
 
 def this_gpu() -> tuple[Gpu, str]:

@@ -78,7 +78,7 @@ class HeadCall:
         if self.is_fused:
             raise RuntimeError(
                 f"logits: got {method} after a loss that was computed without them, expected it "
-                "before; the loss then makes logits"
+                "before; the loss then computes the logits"
             )
         self.is_watched = True
 
@@ -167,9 +167,10 @@ class HeadCall:
     def _check(self, is_same: bool, what: str) -> None:
         if not is_same:
             raise RuntimeError(
-                f"logits: got a use of deferred ones after {what} changed in place (as by "
-                "optimizer.step()) or in requires_grad, expected it before, as they are computed "
-                "when they are used; keep logits + 0, or call cutefce.undefer(model)"
+                f"logits: got a use of deferred ones after {what} changed (in place, or its "
+                "requires_grad), expected it before, since they are computed when they are used: "
+                "use them earlier, as a metric before optimizer.step(); or keep logits + 0, or "
+                "call cutefce.undefer(model)"
             )
 
 

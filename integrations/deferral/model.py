@@ -90,7 +90,7 @@ def undefer(model: nn.Module) -> None:
 
 
 def deferral_report(model: nn.Module) -> DeferralReport:
-    """Return how many losses were fused since `defer`, and what made logits instead.
+    """Return how many losses were fused since `defer`, and what needed full logits instead.
 
     Raises:
         TypeError: for what is no module.

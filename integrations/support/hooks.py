@@ -54,18 +54,26 @@ def replace(
             return
         raise RuntimeError(f"{path}: the integration is enabled already")
     parameters = inspect.signature(replacement).parameters
-    more = {"own": current} if "own" in parameters else {}
     if not any(x.kind is x.VAR_POSITIONAL for x in parameters.values()):
-        check_parameters(path, [name for name in parameters if name not in more], tested)
+        check_parameters(path, [name for name in parameters if name != "own"], tested)
 
     @functools.wraps(replacement)
     def call(*arguments: Any, **named: Any) -> Any:
+        is_fused = True
+
+        def own(*given: Any, **more: Any) -> Any:
+            nonlocal is_fused
+            is_fused = False
+            return current(*given, **more)
+
         try:
-            result = replacement(*arguments, **more, **named)
+            result = replacement(
+                *arguments, **({"own": own} if "own" in parameters else {}), **named
+            )
         except NotServedError:
             pass  # its errors are not caused by this one
         else:
-            note_call(path, is_fused=True)
+            note_call(path, is_fused=is_fused)
             return result
         note_call(path, is_fused=False)
         return current(*arguments, **named)

@@ -10,7 +10,7 @@ import cutefce
 from tests.support.deferral import TARGETS, TOKENS, Model, V, ce
 
 LATE = "logits: got a use of deferred ones after"
-SHARED = f"{LATE} others that may share their memory changed in"
+SHARED = f"{LATE} others that may share their memory changed"
 
 
 def test_a_copy_of_tanh_may_be_changed() -> None:

@@ -104,8 +104,21 @@ def test_a_replacement_may_get_the_function_that_was_there(
 
     monkeypatch.setattr(click.utils, "echo", echo)
     hooks.replace(PATH, others, tested=installed())
-    found: Any = click.utils.echo
-    assert found("x") == (echo, "x")
+    run: Any = click.utils.echo
+    own, message = run("x")
+    assert message == "x" and report.integration_report() == {PATH: (1, 0)}
+    assert own("x") is None
+
+
+def test_a_call_in_which_the_function_that_was_there_runs_is_not_fused() -> None:
+    import click.utils
+
+    def both(message: Any, file: Any, nl: Any, err: Any, color: Any, *, own: Any) -> Any:
+        return own(message, file, nl, err, color)
+
+    hooks.replace(PATH, both, tested=installed())
+    click.utils.echo("", None, False, False, None)
+    assert report.integration_report() == {PATH: (0, 1)}
 
 
 def test_other_parameters_are_refused() -> None:

@@ -16,6 +16,7 @@ from trl.experimental.gkd import GKDConfig, GKDTrainer
 from trl.trainer import distillation_trainer
 
 import cutefce
+from cutefce.integrations import options as setting
 from cutefce.integrations import trl as integration
 from cutefce.integrations.deferral import divergence as deferred_divergence
 from tests.integrations.test_trl import ending, small_model, text, tokenizer, trainer_arguments
@@ -204,6 +205,20 @@ def test_gkds_loss_is_the_same(
     assert len(calls) == served
     for x, y in zip(found, expected, strict=True):
         torch.testing.assert_close(x, y, rtol=2e-5, atol=1e-6)
+
+
+def test_gkd_has_the_budget_of_all_integrations(
+    calls: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(setting, "_chosen", {})
+    setting.set_options(gradient="sampled", workspace="min")
+    student, teacher = heads()
+    integration.enable_gkd(student, teacher)
+    logits = student(torch.randn(2, 9, 16))
+    with torch.no_grad():
+        target = teacher(torch.randn(2, 9, 24))
+    GKDTrainer.generalized_jsd_loss(logits, target, reduction="sum")
+    assert [call["workspace"] for call in calls] == ["min"]
 
 
 @pytest.mark.parametrize(
