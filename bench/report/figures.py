@@ -167,7 +167,8 @@ def memory_page() -> Iterator[Table | Words]:
             [frozen[f"cutefce {name}"] for name in ("max", "280 MiB", "110 MiB")],
         ),
         (
-            '`accumulate_into` and `"max"`, with gradients in the forward; without it, and torch adds dW',
+            '`accumulate_into` and `"max"`, with gradients in the forward; '
+            "without it, and torch adds dW",
             [few["backward max"], few["dW, then added"]],
         ),
         (
