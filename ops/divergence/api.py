@@ -162,7 +162,7 @@ def linear_divergence(  # type: ignore[empty-body]
             and the overlaps Σ_v min(p_v, q_v) of the tokens: how often speculative decoding accepts
             what a student proposes.  They have no gradient; what trains them is "tv".
         workspace: peak memory in bytes, beyond inputs and gradients, that the call may use for
-            speed; "min", "max", or None for 2.5 GiB.
+            speed; "min", "max", or None for 2.25 GiB.
         group: process group whose ranks hold consecutive parts (V_k, D) of both weights, and of the
             biases, in rank order; all other arguments are the same on every rank.
         shards: V_k of every rank; None if they are equal.
@@ -245,7 +245,7 @@ def plan_divergence(  # type: ignore[empty-body]
         temperature: numbers or tensors, of which only the shape matters.
         reduction: "mean", "sum" or "none".
         ignore_index: None is -100.
-        workspace: peak memory in bytes, "min", "max", or None for 2.5 GiB.
+        workspace: peak memory in bytes, "min", "max", or None for 2.25 GiB.
         group: process group over whose ranks the classes are sharded.
         shards: classes of every rank.
 

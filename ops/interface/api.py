@@ -173,7 +173,7 @@ def linear_cross_entropy(  # type: ignore[empty-body]
             the error is about 1 / sqrt(samples).
         return_lse: whether to return a `LossOutput` of the loss and the log-sum-exps.
         workspace: peak memory in bytes, beyond inputs and gradients, that the call may use for
-            speed; "min", "max", or None for 2.5 GiB.
+            speed; "min", "max", or None for 2.25 GiB.
         denominator: divisor of "mean", a number or a tensor () or (1,), so that microbatches, or
             ranks with different tokens, add up to the mean of one large batch.  With 0 the loss
             is 0.

@@ -118,7 +118,7 @@ def test_tensors_on_meta_are_planned_for_a_gpu() -> None:
     assert plan.kept == 8192 and plan.is_one_pass and plan.aliased == 0
     # factors, and dX's sums; scaled hidden states are in the memory of dX
     least = 8192 * 131072 * 2 + 8192 * 4096 * 4
-    assert least <= plan.workspace_bytes <= 5 << 29
+    assert least <= plan.workspace_bytes <= 9 << 28
     with pytest.raises(ValueError, match="target: got one on meta"):
         cutefce.plan_divergence(h, w, h, w, torch.empty(8, 1024, dtype=torch.long, device="meta"))
 
