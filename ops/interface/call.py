@@ -56,7 +56,7 @@ def loss(
             None with soft targets.
         arguments: the fields of `LossOptions`, `TensorOptions` and `Sharding`, by name, and
             `workspace`: peak memory in bytes, beyond inputs and gradients, that the call may use
-            for speed, or the least that any plan takes; "min", "max", or None for 2.5 GiB.
+            for speed, or the least that any plan takes; "min", "max", or None for 2.25 GiB.
 
     Returns:
         () or, with reduction "none", (...): float32, or float64 for float64 inputs.
@@ -100,20 +100,24 @@ def log_probs(
 
     Returns:
         log-probabilities, (...) or (..., K), lse and entropy (0 if not asked for), which have
-        gradients; then those of `ops.rows.outputs.stat_rows`.  All are 0 for ignored tokens.  Of
-        `top_k`, those of `ops.rows.top_classes.top_rows` follow, which have no classes for them.
+        gradients; then those of `ops.rows.outputs.stat_rows`.  All are 0 for ignored tokens.  With
+        `top_k`, the last are those of `ops.rows.top_classes.top_rows` (..., 2 top_k), of no classes
+        for these tokens.
     """
     arguments = {"outputs": "lse", **arguments, "reduction": OUTPUTS}
     result, more = _evaluate(input, linear_weight, target, arguments, with_stats=True)
     *rows, stats = result, *more
-    given, k = stats[NUM_STATS:].detach(), arguments.get("top_k", 0)
-    absent = [0] * (len(given) - 2 * k) + [-torch.inf] * k + [ABSENT_CLASS] * k
-    active = _is_active(stats)
-    rows += [torch.where(active, row, x) for row, x in zip(given, absent, strict=True)]
-    if target is not None:
-        return [row.reshape(target.shape) for row in rows]
-    shape = arguments["target_indices"].shape
-    return [rows[0].reshape(shape), *(row.reshape(shape[:-1]) for row in rows[1:])]
+    given, active, k = stats[NUM_STATS:].detach(), _is_active(stats), arguments.get("top_k", 0)
+    rows += [torch.where(active, row, 0) for row in given[: len(given) - 2 * k]]
+    own = shape = arguments["target_indices"].shape if target is None else target.shape
+    if target is None:
+        shape = own[:-1]
+    results = [rows[0].reshape(own), *(row.reshape(shape) for row in rows[1:])]
+    if k:
+        values = torch.where(active, given[-2 * k : -k], -torch.inf)
+        classes = torch.where(active, given[-k:], ABSENT_CLASS)
+        results.append(torch.cat([values, classes]).t().reshape(*shape, 2 * k))
+    return results
 
 
 def _evaluate(

@@ -92,8 +92,7 @@ def _log_probs(
     values = LogProbs(log_probs, *others)
     if not top:
         return values
-    of_k = torch.stack([row.movedim(0, call.dim) for row in top], -1)
-    top_log_probs, classes = of_k.chunk(2, -1)
+    top_log_probs, classes = top[0].movedim(0, call.dim).chunk(2, -1)
     return values._replace(top_log_probs=top_log_probs, top_classes=classes.long())
 
 

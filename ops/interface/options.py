@@ -107,7 +107,7 @@ class LossOptions(OperatorRecord):
     @property
     def reduces_others(self) -> bool:
         """Whether they need reductions over all classes but the target."""
-        return self.top_k > 0 or not OF_OTHERS.isdisjoint(self.output_names)
+        return not OF_OTHERS.isdisjoint(self.output_names)
 
     @property
     def scales_exps(self) -> bool:

@@ -101,6 +101,7 @@ def exponentials_(
     exps: Tensor | None,
     cap: Tensor | None = None,
     of_all: Tensor | None = None,
+    largest: Tensor | None = None,
     of_others: Tensor | None = None,
     floor: Tensor | None = None,
 ) -> None:
@@ -111,8 +112,9 @@ def exponentials_(
     logit instead, and `references` receives the choice.  `sums` (R, P) receives the row sums,
     `exps` (R, P, C) a copy of the result.  With `cap` (R,), κ of `LogitMap`, the results are
     exponentials times 1 - (logit / κ)²; their sums are not.  `of_all` (4, R, P) receives the sums
-    over all logits, see `sum_all_`, and `of_others` (3, R, P), of all but the target, the largest
-    logit, its vocabulary entry, the lowest of equal ones, and how many are above `reference`.
+    over all logits, see `sum_all_`, `largest` (R, P) the largest logit but the target's, and
+    `of_others` (2, R, P) its vocabulary entry, the lowest of equal ones, and how many are above
+    `reference`.
     Logits below `floor` (R,), but for the target's, count as -inf.
     More than eight parameters: fused kernels take tensors.
     """
@@ -127,11 +129,13 @@ def exponentials_(
     logits.masked_fill_(is_target, -torch.inf)
     reference = reference[:, None]
     if of_others is not None:
-        of_others[0], indices = logits.max(2)
-        of_others[1] = columns.gather(1, indices.t()).t().to(logits.dtype)
-        of_others[2] = (logits > reference[:, :, None]).sum(2)
+        indices = logits.argmax(2)
+        of_others[0] = columns.gather(1, indices.t()).t().to(logits.dtype)
+        of_others[1] = (logits > reference[:, :, None]).sum(2)
     if references is not None:
         highest = logits.amax(2)
+        if largest is not None:
+            largest.copy_(highest)
         reference = torch.where(highest - reference > SLACK, highest, reference)
         references.copy_(reference)
     reference = torch.where(reference == -torch.inf, 0, reference)  # -inf - -inf is NaN

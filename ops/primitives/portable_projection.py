@@ -68,9 +68,10 @@ class PartialSums(NamedTuple):
     references: Tensor
     of_all: Tensor | None = None
     """(4, N, P) the first fields of `PartialOutputs`, if asked for."""
+    largest: Tensor | None = None
+    """(N, P) the largest u of the classes but the target, if asked for or with `of_others`."""
     of_others: Tensor | None = None
-    """(3, N, P) of the classes but the target, the largest u, its class, and how many are above the
-    target's, if asked for."""
+    """(2, N, P) its class, and how many classes are above the target, if asked for."""
 
     @staticmethod
     def empty(like: Tensor, count: int, targets: Targets) -> "PartialSums":
@@ -78,8 +79,9 @@ class PartialSums(NamedTuple):
         options, size = targets.options, (len(like), count)
         of_all = like.new_empty((OF_ALL, *size)) if options.reduces_all else None
         of_others = like.new_empty((OF_OTHERS, *size)) if options.reduces_others else None
+        largest = like.new_empty(size) if has_largest(options) else None
         sums, references = like.new_empty((2, *size))
-        return PartialSums(sums, references, of_all, of_others)
+        return PartialSums(sums, references, of_all, largest, of_others)
 
     def part(self, rows: slice, parts: slice) -> "PartialSums":
         """Return the sums of some rows and parts."""
@@ -89,13 +91,19 @@ class PartialSums(NamedTuple):
 
 Partials: TypeAlias = Any
 
-OF_ALL, OF_OTHERS = 4, 3
+OF_ALL, OF_OTHERS = 4, 2
 """Reductions of a part of the classes, those of all and those of all but the target."""
+
+
+def has_largest(options: LossOptions) -> bool:
+    """Whether `PartialSums` have the largest logits."""
+    return options.top_k > 0 or options.reduces_others
 
 
 def planes(options: LossOptions) -> int:
     """Return how many numbers `PartialSums` have beside sums and references."""
-    return OF_ALL * options.reduces_all + OF_OTHERS * options.reduces_others
+    others = has_largest(options) + OF_OTHERS * options.reduces_others
+    return OF_ALL * options.reduces_all + others
 
 
 class PortableProjection(SoftTargetSteps):
@@ -168,8 +176,9 @@ class PortableProjection(SoftTargetSteps):
         found = PartialOutputs() if partial.of_all is None else PartialOutputs(*partial.of_all)
         if partial.of_others is None:
             return found
-        largest, column, above = partial.of_others
-        return found._replace(other=largest - target_logit[:, None], column=column, above=above)
+        column, above = partial.of_others
+        other = partial.largest - target_logit[:, None]
+        return found._replace(other=other, column=column, above=above)
 
     def top_logits(
         self, h: Tensor, w: Tensor, partial: Partials, target_logit: Tensor, targets: Targets
@@ -179,35 +188,41 @@ class PortableProjection(SoftTargetSteps):
         See `cutefce.ops.rows.top_classes`; `partial` has the reductions of all columns of w.
         """
 
-        def logits_of_blocks(chosen: Tensor, rows: slice) -> Tensor:
-            own = None if targets.logits is None else targets.logits.rows(rows)
-            return self._logits_of_blocks(h[rows], w, chosen, own)
+        def top_of_blocks(chosen: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
+            return self._top_of_blocks(h[rows], w, chosen, targets.per_token(rows))
 
-        largest = partial.of_others[0]
-        return top_logits(largest, self.block, target_logit, targets, logits_of_blocks)
+        return top_logits(partial.largest, self.block, target_logit, targets, top_of_blocks)
 
     @property
     def block(self) -> int:
         """Columns of which `project_exp` returns partial sums."""
         return self.tiles.reference_block
 
-    def _logits_of_blocks(
-        self, h: Tensor, w: Tensor, chosen: Tensor, logits: LogitMap | None
-    ) -> Tensor:
-        """Return the logits (R, M, B) of h (R, D) and the blocks of w (V, D) that are `chosen`.
+    def _top_of_blocks(
+        self, h: Tensor, w: Tensor, chosen: Tensor, targets: Targets
+    ) -> tuple[Tensor, Tensor]:
+        """Return the k largest logits of each block of w (V, D) that tokens h (R, D) have `chosen`.
 
-        Each token chooses its own, (R, M); beyond the last class logits are -inf.  The rows of a
-        block are few, and known on the host alone: a GPU is synchronized.
+        With the blocks (R, M), they are (R, M, k), and so are their classes.  Of fewer classes than
+        k, logits of -inf follow.  The rows of a block are few, and known on the host alone: a GPU
+        is synchronized.
         """
-        dtype = sum_dtype(h.dtype)
-        result = h.new_full((*chosen.shape, self.block), -torch.inf, dtype=dtype)
+        count, dtype = min(targets.options.top_k, self.block), sum_dtype(h.dtype)
+        values = h.new_full((*chosen.shape, count), -torch.inf, dtype=dtype)
+        classes = torch.zeros_like(values, dtype=torch.int64)
         for number, columns in enumerate(blocks(len(w), self.block)):
             rows, places = (chosen == number).nonzero(as_tuple=True)
             u = h.new_empty(len(rows), columns.stop - columns.start, dtype=dtype)
-            own = None if logits is None else logits.part(rows, columns)
+            own = None if targets.logits is None else targets.logits.part(rows, columns)
             logits_into(u, h[rows], w[columns], own)
-            result[rows, places, : u.shape[1]] = u
-        return result
+            if own is not None and own.floor is not None:
+                of_columns = torch.arange(columns.start, columns.stop, device=u.device)
+                is_target = targets.index[rows, None] == of_columns
+                u.masked_fill_((u < own.floor[:, None]) & ~is_target, -torch.inf)
+            found = u.topk(min(count, u.shape[1]), 1, sorted=False)
+            values[rows, places, : found.values.shape[1]] = found.values
+            classes[rows, places, : found.values.shape[1]] = found.indices + columns.start
+        return values, classes
 
     def gather_partials(self, partial: Partials, gather: Callable[[Tensor], Tensor]) -> Partials:
         """Return the row sums of all vocabulary shards.
@@ -292,6 +307,7 @@ class PortableProjection(SoftTargetSteps):
                     None if copy is None else copy.unflatten(1, (-1, block)),
                     None if cap is None or exps is None else cap[rows],
                     None if part is None else part.of_all,
+                    None if part is None else part.largest,
                     None if part is None else part.of_others,
                     None if floor is None else floor[rows],
                 )

@@ -1,7 +1,7 @@
-"""A kernel in Triton: logits of the blocks of classes that each token chooses.
+"""A kernel in Triton: the largest logits of the blocks of classes that each token chooses.
 
 This module imports Triton.  In the shapes N is tokens, D hidden, V classes, M the blocks of a
-token, and B = `BLOCK` classes of a block.
+token, and k the logits of a block.  A block has `BLOCK` classes.
 """
 
 from typing import Any
@@ -22,45 +22,59 @@ from cutefce.ops.primitives.triton_kernels import (
     softcapped,
 )
 
-ROWS = 64
-"""Tokens of a tile: those that choose one block are few."""
+ROWS = 128
+"""Tokens of a tile: a warp has all classes of its rows, and finds the largest alone."""
 
 
 @triton.jit
-def _logits_of_blocks(
+def _top_of_blocks(
     h,
     h_pitch,
     w,
     w_pitch,
     pairs,
-    tile_blocks,
-    tile_starts,
-    ends,
-    out,
+    starts,
+    last_tiles,
+    values,
+    found,
     row_scale,
     bias,
     slope,
+    floor,
+    target,
     hidden,
     classes,
+    K: tl.constexpr,
     CHOSEN: tl.constexpr,
     BLOCKS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     FEATURES: tl.constexpr,
+    HAS_TMA: tl.constexpr,
     HAS_SCALE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_CAP: tl.constexpr,
+    HAS_FLOOR: tl.constexpr,
 ):
     """Compute a tile (ROWS, BLOCK): one block of classes, and some of the pairs that chose it.
 
-    A pair is a token times CHOSEN plus a place among its blocks.  More than eight parameters:
-    operands, sizes and constants of a kernel.
+    A pair is a token times CHOSEN plus a place among its blocks.  Those of a block begin at its one
+    of `starts` (BLOCKS + 1,) among `pairs`, and its tiles end at its one of `last_tiles` (BLOCKS,).
+    `values` and `found` (pairs, K) receive the largest logits and their classes.  `w` is a
+    descriptor with HAS_TMA.  More than eight parameters: operands, sizes and constants of a kernel.
     """
-    block = tl.load(tile_blocks + tl.program_id(0))
-    if block < BLOCKS:
+    tile = tl.program_id(0)
+    if tile < tl.load(last_tiles + BLOCKS - 1):
+        block, end = 0, BLOCKS  # the first block whose tiles end behind this one is among these
+        while block < end:
+            middle = (block + end) // 2
+            ends_before = tl.load(last_tiles + middle) <= tile
+            block = tl.where(ends_before, middle + 1, block)
+            end = tl.where(ends_before, end, middle)
         first, own = block * BLOCK, tl.arange(0, BLOCK)
-        i = tl.load(tile_starts + tl.program_id(0)) + tl.arange(0, ROWS)
-        exists = i < tl.load(ends + block)
+        before = tl.load(last_tiles + block - 1, mask=block > 0, other=0)
+        i = tl.load(starts + block) + (tile - before) * ROWS + tl.arange(0, ROWS)
+        exists = i < tl.load(starts + block + 1)
         pair = tl.load(pairs + i, mask=exists, other=0)
         rows, pitch = pair // CHOSEN, tl.multiple_of(h_pitch, 8)
         z = tl.zeros((ROWS, BLOCK), tl.float32)
@@ -69,9 +83,9 @@ def _logits_of_blocks(
             inside = exists[:, None] & (k < tl.multiple_of(hidden, 8))[None, :]
             a = tl.load(h + rows[:, None] * pitch + k[None, :], mask=inside, other=0.0)
             k = step * FEATURES
-            b = load_tile(w, w_pitch, first, k, classes, hidden, BLOCK, FEATURES, False)
+            b = load_tile(w, w_pitch, first, k, classes, hidden, BLOCK, FEATURES, HAS_TMA)
             z = tl.dot(a, b.T, z)
-        inside = (first + own) < classes
+        inside = first + own < classes
         if HAS_BIAS:
             z += tl.load(bias + first + own, mask=inside, other=0.0)[None, :]
         if HAS_CAP:
@@ -79,48 +93,70 @@ def _logits_of_blocks(
         if HAS_SCALE:
             z *= tl.load(row_scale + rows, mask=exists, other=1.0)[:, None]
         z = tl.where(inside[None, :], z, float("-inf"))
-        tl.store(out + pair[:, None] * BLOCK + own[None, :], z, mask=exists[:, None])
+        if HAS_FLOOR:
+            lowest = tl.load(floor + rows, mask=exists, other=float("-inf"))
+            y = tl.load(target + rows, mask=exists, other=-1) - first
+            is_out = (z < lowest[:, None]) & (own[None, :] != y[:, None])
+            z = tl.where(is_out, float("-inf"), z)
+        for i in tl.range(K):
+            most, at = tl.max(z, 1, return_indices=True)
+            tl.store(values + pair * K + i, most, mask=exists)
+            tl.store(found + pair * K + i, first + at, mask=exists)
+            z = tl.where(own[None, :] == at[:, None], float("-inf"), z)
 
 
-def logits_of_blocks(h: Tensor, w: Tensor, chosen: Tensor, transform: Transform) -> Tensor:
-    """Return the logits (N, M, B) in float32 of h (N, D) and blocks of w (V, D).
+def top_of_blocks(
+    h: Tensor, w: Tensor, chosen: Tensor, k: int, target: Tensor, transform: Transform
+) -> tuple[Tensor, Tensor]:
+    """Return the largest logits, float32, of blocks of w (V, D) and their classes, (N, M, k) both.
 
-    `chosen` (N, M) int64 are the blocks of each token; -inf are logits beyond the last class.
-    `transform` is that of `triton_kernels.project`, of all classes.
+    `chosen` (N, M) int64 are the blocks of each token of h (N, D), and k is at most `BLOCK`.  Of
+    fewer classes than k, logits of -inf follow.  `transform` is that of `triton_kernels.project`,
+    of all classes; its floor is not that of the `target` (N,).
     """
     (classes, hidden), count = w.shape, ceil_div(len(w), BLOCK)
-    out = h.new_empty((*chosen.shape, BLOCK), dtype=torch.float32)
+    values = h.new_empty((*chosen.shape, k), dtype=torch.float32)
+    found = torch.empty_like(values, dtype=torch.int64)
     # pairs of one block after the other, cut into tiles: a GPU alone knows how many there are
-    ordered, pairs = chosen.flatten().sort()
-    numbers = torch.arange(count, device=h.device)
+    ordered, pairs = chosen.flatten().int().sort()
+    numbers = torch.arange(count + 1, dtype=ordered.dtype, device=h.device)
     starts = torch.searchsorted(ordered, numbers)
-    ends = torch.searchsorted(ordered, numbers, right=True)
-    last_tiles = ((ends - starts + ROWS - 1) // ROWS).cumsum(0)
-    tiles = torch.arange(ceil_div(chosen.numel(), ROWS) + count, device=h.device)
-    tile_blocks = torch.searchsorted(last_tiles, tiles, right=True)
-    of_block = tile_blocks.clamp(max=count - 1)
-    # the tiles of a block end with the last ones of all blocks until it
-    first_tiles = last_tiles - (ends - starts + ROWS - 1) // ROWS
-    tile_starts = starts[of_block] + (tiles - first_tiles[of_block]) * ROWS
-    row_scale, bias, slope = transform[:3]
-    arguments: Any = h, h.stride(0), w, w.stride(0), pairs, tile_blocks, tile_starts, ends, out
-    _logits_of_blocks[(len(tiles),)](
-        *arguments,
-        out if row_scale is None else row_scale,
-        out if bias is None else bias,
+    last_tiles = starts.diff().add_(ROWS - 1).floor_divide_(ROWS).cumsum(0)
+    device = device_of(h.device)
+    row_scale, bias, slope, *floors = transform
+    arguments: Any = (
+        h,
+        h.stride(0),
+        device.operand(w, [BLOCK, device.features]),
+        w.stride(0),
+        pairs,
+        starts,
+        last_tiles,
+        values,
+        found,
+        values if row_scale is None else row_scale,
+        values if bias is None else bias,
         slope or 0.0,
+        floors[0] if floors else values,
+        target,
         hidden,
         classes,
+    )
+    _top_of_blocks[(ceil_div(chosen.numel(), ROWS) + count,)](
+        *arguments,
+        K=k,
         CHOSEN=chosen.shape[1],
         BLOCKS=count,
         ROWS=ROWS,
         BLOCK=BLOCK,
-        FEATURES=device_of(h.device).features,
+        FEATURES=device.features,
+        HAS_TMA=device.has_tma,
         HAS_SCALE=row_scale is not None,
         HAS_BIAS=bias is not None,
         HAS_CAP=slope is not None,
+        HAS_FLOOR=bool(floors),
         num_stages=STAGES,
         num_warps=WARPS,
         enable_fp_fusion=True,
     )
-    return out
+    return values, found

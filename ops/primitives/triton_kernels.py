@@ -32,7 +32,7 @@ HOPPER_SHARED_BYTES, HOPPER_FEATURES = 200 << 10, 64
 GPUs since Hopper."""
 TMA_CAPABILITY = 9
 """The major compute capability from which on GPUs copy tiles by descriptors."""
-RESCALED_ROWS, RESCALED_BLOCKS = 32, 64
+RESCALED_ROWS, RESCALED_BLOCKS = 8, 64
 """Rows and blocks whose references a thread block compares at a time."""
 
 
@@ -99,6 +99,7 @@ def _project(
     sums_pitch,
     of_all,
     of_all_plane,
+    largest,
     of_others,
     of_others_plane,
     row_scale,
@@ -123,6 +124,7 @@ def _project(
     STORES: tl.constexpr,
     STORES_TILES: tl.constexpr,
     OF_ALL: tl.constexpr,
+    LARGEST: tl.constexpr,
     OF_OTHERS: tl.constexpr,
     HAS_SCALE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -185,16 +187,17 @@ def _project(
         z = tl.where(own[None, :] == y[:, None], float("-inf"), z)
         r = tl.load(reference + rows, mask=exists, other=0.0)
         if OF_OTHERS:
-            most, at = tl.max(z, 1, return_indices=True)
+            highest, at = tl.max(z, 1, return_indices=True)
             to = of_others + place
-            tl.store(to, most, mask=exists)
             at = (first + column * BLOCK + at).to(tl.float32)
-            to += of_others_plane
             tl.store(to, at, mask=exists)
             to += of_others_plane
             tl.store(to, tl.sum(tl.where(z > r[:, None], 1.0, 0.0), 1), mask=exists)
-        if SUMS:
+        elif SUMS:
             highest = tl.max(z, 1)
+        if LARGEST:
+            tl.store(largest + place, highest, mask=exists)
+        if SUMS:
             r = tl.where(highest - r > SLACK, highest, r)
             tl.store(references + place, r, mask=exists)
         r = tl.where(r == float("-inf"), 0.0, r)  # -inf - -inf is NaN
@@ -244,7 +247,7 @@ def project(
     # a tile of exponentials beside the next one's operands takes more memory than other GPUs share
     stores_tiles = exps is not None and features == HOPPER_FEATURES and is_aligned(exps)
     row_scale, bias, slope, *floors = transform
-    of_all, of_others = (None, None) if out is None else (out.of_all, out.of_others)
+    of_all, largest, of_others = (None, None, None) if out is None else out[2:]
     arguments: Any = (
         device.operand(h, [ROWS, features]),
         h.stride(0),
@@ -260,6 +263,7 @@ def project(
         0 if out is None else out.sums.stride(0),
         none if of_all is None else of_all,
         0 if of_all is None else of_all.stride(0),
+        none if largest is None else largest,
         none if of_others is None else of_others,
         0 if of_others is None else of_others.stride(0),
         none if row_scale is None else row_scale,
@@ -287,6 +291,7 @@ def project(
         STORES=exps is not None,
         STORES_TILES=stores_tiles,
         OF_ALL=of_all is not None,
+        LARGEST=largest is not None,
         OF_OTHERS=of_others is not None,
         HAS_SCALE=row_scale is not None,
         HAS_BIAS=bias is not None,

@@ -12,10 +12,9 @@ from cutefce.cute_kernels.config import PortableTiles
 from cutefce.ops.primitives import triton_kernels as kernels
 from cutefce.ops.primitives.portable_projection import Logits, PartialSums, PortableProjection
 from cutefce.ops.primitives.select_rows import with_aligned_rows
-from cutefce.ops.primitives.triton_blocks import logits_of_blocks
-from cutefce.ops.rows.logit_map import LogitMap
+from cutefce.ops.primitives.triton_blocks import top_of_blocks
 from cutefce.ops.rows.selection import CountedRows
-from cutefce.ops.rows.targets import launch_transform
+from cutefce.ops.rows.targets import Targets, launch_transform
 
 
 class TritonProjection(PortableProjection):
@@ -37,11 +36,11 @@ class TritonProjection(PortableProjection):
     def block(self) -> int:
         return kernels.BLOCK
 
-    def _logits_of_blocks(
-        self, h: Tensor, w: Tensor, chosen: Tensor, logits: LogitMap | None
-    ) -> Tensor:
-        transform = (None, None, None) if logits is None else logits.columns(0, len(w))
-        return logits_of_blocks(h, w, chosen, transform)
+    def _top_of_blocks(
+        self, h: Tensor, w: Tensor, chosen: Tensor, targets: Targets
+    ) -> tuple[Tensor, Tensor]:
+        transform = launch_transform(targets, (0, len(w))) or (None, None, None)
+        return top_of_blocks(h, w, chosen, targets.options.top_k, targets.index, transform)
 
     def repair_stored_exps(self, x: Logits, exps: Tensor, partial: Any) -> None:
         references = partial.references[:, x.window[0] // kernels.BLOCK :]

@@ -18,7 +18,7 @@ from cutefce.ops.program.step_memory import (
     upcast_bytes,
 )
 from cutefce.ops.program.steps import Kind, Step
-from cutefce.ops.rows.top_classes import COMPUTED_BYTES
+from cutefce.ops.rows.top_classes import FOUND_BYTES, found_bytes
 
 MADE_BYTES = 33
 """Bytes of a soft target while it is sorted, or put."""
@@ -101,10 +101,10 @@ def scratch(p: LossProblem, x: Layout, step: Step) -> int:
 def _searched(p: LossProblem, rows: int, largest: int) -> int:
     """Bytes of a search for the largest classes, among blocks whose largest logits take so many."""
     sums, chosen = p.accumulator_bytes, min(p.top_k, ceil_div(p.vocab, p.block))
-    row = chosen * p.block * sums
-    at_once = min(rows, max(COMPUTED_BYTES // row, 1))
-    # logits, whether they are below a floor, and in plain torch those of one block
-    computed = at_once * (row + row // sums + p.block * sums)
+    row = found_bytes(chosen, min(p.top_k, p.block), sums)
+    at_once = min(rows, max(FOUND_BYTES // row, 1))
+    # in plain torch all tokens may choose one block, and beside its logits is what they are not
+    computed = at_once * (row + p.block * (sums + 1))
     return largest + computed + rows * p.top_k * (sums + 8)
 
 

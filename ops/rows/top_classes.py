@@ -1,13 +1,13 @@
 """The classes of a token's k largest logits, from one pass over all classes.
 
 The pass gives the largest logit of each block of classes.  The k largest logits are in the k blocks
-of the largest of these, so that a token's logits are computed again of few blocks alone.
+of the largest of these.  A token's logits are computed again of these blocks alone, of which each
+gives its k largest.
 """
 
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from cutefce.ops.rows.blocks import blocks
@@ -16,8 +16,8 @@ from cutefce.ops.rows.targets import Targets
 
 ABSENT_CLASS = -100
 """The class where a token has none: soft targets do not count it."""
-COMPUTED_BYTES = 32 << 20
-"""Logits that are computed again at a time; those of one token at least."""
+FOUND_BYTES = 32 << 20
+"""Logits and classes of blocks that are found at a time; those of one token at least."""
 
 
 def top_logits(
@@ -25,7 +25,7 @@ def top_logits(
     block: int,
     logit: Tensor,
     targets: Targets,
-    logits_of_blocks: Callable[[Tensor, slice], Tensor],
+    top_of_blocks: Callable[[Tensor, slice], tuple[Tensor, Tensor]],
 ) -> tuple[Tensor, Tensor]:
     """Return the k largest logits of each token in any order, and their classes, (N, k) both.
 
@@ -36,32 +36,27 @@ def top_logits(
         block: classes of a block.
         logit: (N,) of the targets.
         targets: those of the tokens.
-        logits_of_blocks: returns the logits (R, M, `block`) of some tokens, a slice, and of the
-            blocks (R, M) that each chooses; -inf beyond the last class.
+        top_of_blocks: returns the k largest logits (R, M, k), or `block` if that is less, of some
+            tokens, a slice, in each of the blocks (R, M) that they choose, and their classes.
     """
     k = targets.options.top_k
     own = torch.where(targets.owned, logit, -torch.inf)[:, None]
     largest = largest.scatter_reduce(1, targets.safe_index[:, None] // block, own, "amax")
     chosen = largest.topk(min(k, largest.shape[1]), 1, sorted=False).indices
-    computed = chosen.shape[1] * block
-    size = max(1, COMPUTED_BYTES // (computed * logit.element_size()))
-    values, classes = logit.new_empty(len(logit), k), chosen.new_empty(len(logit), k)
-    for rows in blocks(len(logit), size):
-        u, first = logits_of_blocks(chosen[rows], rows), chosen[rows] * block
-        if targets.logits is not None and targets.logits.floor is not None:
-            place = (targets.index[rows, None] - first)[:, :, None]  # (R, M, 1) of the target
-            is_here, place = (place >= 0) & (place < block), place.clamp(0, block - 1)
-            own_logit = u.gather(2, place)
-            u.masked_fill_(u < targets.logits.floor[rows, None, None], -torch.inf)
-            u.scatter_(2, place, torch.where(is_here, own_logit, u.gather(2, place)))
-        found, places = u.flatten(1).topk(min(k, computed), 1, sorted=False)
-        del u  # freed before the next ones are allocated
-        found_classes = first.gather(1, places // block) + places % block
-        absent = 0, k - found.shape[1]
-        values[rows] = F.pad(found, absent, value=-torch.inf)
-        classes[rows] = F.pad(found_classes, absent)
+    row = found_bytes(chosen.shape[1], min(k, block), logit.element_size())
+    values, classes = logit.new_full((len(logit), k), -torch.inf), chosen.new_zeros(len(logit), k)
+    for rows in blocks(len(logit), max(1, FOUND_BYTES // row)):
+        found, of = (x.flatten(1) for x in top_of_blocks(chosen[rows], rows))
+        count = min(k, found.shape[1])
+        found, places = found.topk(count, 1, sorted=False)
+        values[rows, :count], classes[rows, :count] = found, of.gather(1, places)
     # places beyond this rank's classes must not be taken for another rank's target
     return values, (classes + targets.first).masked_fill_(values == -torch.inf, -1)
+
+
+def found_bytes(chosen: int, k: int, item_bytes: int) -> int:
+    """Return the bytes that are found of a token: k logits of each block, and their classes."""
+    return chosen * k * (item_bytes + 8)
 
 
 def top_rows(values: Tensor, classes: Tensor, stats: RowStats, targets: Targets) -> Tensor:

@@ -1,19 +1,21 @@
-"""Triton's kernel of the logits of chosen blocks against plain torch.
+"""Triton's kernel of the largest logits of chosen blocks against plain torch.
 
 Without a GPU, Triton's interpreter runs it, see `tests.support.plugin`.
 """
+
+from typing import Any
 
 import pytest
 import torch
 
 from cutefce.cute_kernels.integers import ceil_div
-from tests.ops.test_triton_kernels import DEVICE, DTYPE, kernels, logits
+from tests.ops.test_triton_kernels import DEVICE, DTYPE, floors, kernels, logits
 from tests.support.tiers import rest_slow
 
 triton_blocks = pytest.importorskip("cutefce.ops.primitives.triton_blocks")
 
 
-@pytest.mark.parametrize("options", rest_slow(["", "scale bias cap", "bias"]))
+@pytest.mark.parametrize("options", rest_slow(["", "scale bias cap floor", "bias"]))
 @pytest.mark.parametrize("sizes", rest_slow([(130, 64, 900), (1, 72, 256), (70, 128, 600)]))
 def test_the_kernel_of_blocks(
     sizes: tuple[int, int, int], options: str, monkeypatch: pytest.MonkeyPatch
@@ -25,13 +27,27 @@ def test_the_kernel_of_blocks(
     w = (torch.randn(classes, hidden, device=DEVICE) / hidden**0.5).to(DTYPE)
     row_scale = torch.rand(tokens, device=DEVICE) + 0.5 if "scale" in options else None
     bias = torch.randn(classes, device=DEVICE) if "bias" in options else None
-    transform = row_scale, bias, 0.3 if "cap" in options else None
+    transform: Any = (row_scale, bias, 0.3 if "cap" in options else None)
+    u, y = logits(h, w, transform), torch.randint(-1, classes, (tokens,), device=DEVICE)
+    if "floor" in options:
+        floor = floors(u)
+        transform = (*transform, floor)
+        is_target = y[:, None] == torch.arange(classes, device=DEVICE)
+        u = torch.where((u < floor[:, None]) & ~is_target, -torch.inf, u)
     block = triton_blocks.BLOCK
     count = ceil_div(classes, block)
     chosen = torch.rand(tokens, count, device=DEVICE).argsort(1)[:, : min(2, count)]
     chosen[: tokens // 2, 0] = count - 1  # many tokens of one block, some twice
-    got = triton_blocks.logits_of_blocks(h, w, chosen, transform)
-    want = torch.full((tokens, count * block), -torch.inf, device=DEVICE)
-    want[:, :classes] = logits(h, w, transform)
-    want = want.view(tokens, count, block).gather(1, chosen[:, :, None].expand(-1, -1, block))
-    torch.testing.assert_close(got, want, rtol=2e-4, atol=1e-5)
+    k = 5
+    values, found = triton_blocks.top_of_blocks(h, w, chosen, k, y, transform)
+    padded = torch.full((tokens, count * block), -torch.inf, device=DEVICE)
+    padded[:, :classes] = u
+    each = padded.view(tokens, count, block)
+    each = each.gather(1, chosen[:, :, None].expand(-1, -1, block))
+    torch.testing.assert_close(values, each.topk(k).values, rtol=2e-4, atol=1e-5)
+    # which of nearly equal ones are found is a matter of roundings
+    assert bool((found // block == chosen[:, :, None]).all())
+    of_found, finite = padded.gather(1, found.flatten(1)).view_as(values), values > -torch.inf
+    torch.testing.assert_close(of_found[finite], values[finite], rtol=2e-4, atol=1e-5)
+    distinct = torch.where(finite, found, -1 - torch.arange(k, device=DEVICE)).sort().values
+    assert bool((distinct.diff() > 0).all())

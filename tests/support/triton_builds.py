@@ -21,7 +21,7 @@ from cutefce.ops.primitives import triton_blocks, triton_rows, triton_weight
 from cutefce.ops.primitives import triton_kernels as tiles
 
 POINTERS = {
-    **dict.fromkeys(("reference", "sums", "references", "of_all", "of_others"), "*fp32"),
+    **dict.fromkeys(("reference", "sums", "references", "of_all", "largest", "of_others"), "*fp32"),
     **dict.fromkeys(
         ("row_scale", "bias", "floor", "scale", "coefficient", "factor", "row"), "*fp32"
     ),
@@ -30,9 +30,10 @@ POINTERS = {
     **{"target": "*i64", "index": "*i64", "bounds": "*i32", "count": "*i32", "slope": "fp32"},
 }
 """Types of operands; others are int32."""
-OPTIONS = ("OF_ALL", "OF_OTHERS", "HAS_SCALE", "HAS_BIAS", "HAS_CAP", "HAS_FLOOR", "HAS_COUNT")
+OUTPUTS = "OF_ALL", "LARGEST", "OF_OTHERS"
+OPTIONS = (*OUTPUTS, "HAS_SCALE", "HAS_BIAS", "HAS_CAP", "HAS_FLOOR", "HAS_COUNT")
 PROJECTIONS = {"sums": ("SUMS",), "sums, stored, all options": ("SUMS", "STORES", *OPTIONS)}
-BLOCKS = {"blocks": (), "blocks, all options": ("HAS_SCALE", "HAS_BIAS", "HAS_CAP")}
+BLOCKS = {"blocks": (), "blocks, all options": ("HAS_SCALE", "HAS_BIAS", "HAS_CAP", "HAS_FLOOR")}
 ROWS = {
     "kept": ("HAS_X", "JOINS", "SPLITS"),
     "dX": ("HAS_X", "HAS_SCALE", "HAS_TABLE", "HAS_FACTOR", "CLEARS"),
@@ -55,7 +56,7 @@ def build(capability: int, kernel: Any, types: dict[str, str], constants: dict[s
     for name in [name for name, kind in signature.items() if kind == "none"]:
         signature[name], constants[name] = "constexpr", None
     options = {"num_warps": 4, "enable_fp_fusion": True}
-    if kernel in (tiles._project, triton_weight._weight, triton_blocks._logits_of_blocks):
+    if kernel in (tiles._project, triton_weight._weight, triton_blocks._top_of_blocks):
         options |= {"num_warps": tiles.WARPS, "num_stages": tiles.STAGES}
     target = GPUTarget("cuda", capability, 32)
     # what a launch finds out: addresses and pitches are multiples of 16
@@ -108,10 +109,12 @@ def main() -> None:
         )
     for name, flags in ((name, BLOCKS[name]) for name in names if name in BLOCKS):
         sizes = {"ROWS": triton_blocks.ROWS, "BLOCK": tiles.BLOCK, "FEATURES": features}
-        sizes |= {"CHOSEN": 8, "BLOCKS": 512, **dict.fromkeys(flags, True)}
-        pairs = dict.fromkeys(("pairs", "tile_blocks", "tile_starts", "ends"), "*i64")
-        types = {**POINTERS, **pairs, "h": "*bf16", "w": "*bf16", "out": "*fp32"}
-        found[name] = build(capability, triton_blocks._logits_of_blocks, types, sizes)
+        sizes |= {"K": 8, "CHOSEN": 8, "BLOCKS": 512, **dict.fromkeys(flags, True)}
+        pairs = dict.fromkeys(("pairs", "starts", "last_tiles", "found"), "*i64")
+        types = {**POINTERS, **pairs, "h": "*bf16", "values": "*fp32"}
+        types |= {"w": operand(tiles.BLOCK, features)}
+        sizes |= {"HAS_TMA": has_tma}
+        found[name] = build(capability, triton_blocks._top_of_blocks, types, sizes)
     for name, flags in ((name, ROWS[name]) for name in names if name in ROWS):
         sizes = {"COLUMNS": triton_rows.COLUMNS, "LOW_BITS": 8, **dict.fromkeys(flags, True)}
         types = {**POINTERS, "last": "*fp32"}
