@@ -1,4 +1,8 @@
-"""Latency of first steps on a GPU: with an empty cache, of another head, in a new process."""
+"""Latency of first steps on a GPU: with an empty cache, of another head, in a new process.
+
+The last process has an empty cache and the kernels of a wheel: those that the first one compiled,
+in the place of the package's own.
+"""
 
 import dataclasses
 import json
@@ -17,6 +21,7 @@ import cutefce
 from bench.harness.cli import Output, gpu_only
 from bench.harness.problems import Shape, random_inputs
 from bench.harness.records import Measurement
+from cutefce.cute_kernels.jit import cache
 
 SHAPES = Shape(4096, 2048, 128256, "bfloat16"), Shape(8192, 4096, 131072, "bfloat16")
 HEADS = "first head", "another head"
@@ -47,17 +52,20 @@ def command(output: Output, /) -> None:
 
 
 def run(device: str) -> list[Row]:
-    """Train a step of each head in a process with an empty cache folder, then in another one."""
+    """Train a step of each head in processes, of which the first one has no kernels."""
     rows = []
-    with tempfile.TemporaryDirectory() as folder:
-        os.chmod(folder, 0o700)
-        for process in ("empty cache", "new process"):
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as empty:
+        for process, cache_dir, more in (
+            ("empty cache", folder, ()),
+            ("new process", folder, ()),
+            ("kernels of a wheel", empty, (folder,)),
+        ):
             done = subprocess.run(
-                [sys.executable, "-m", __name__, device],
+                [sys.executable, "-m", __name__, device, *more],
                 check=True,
                 stdout=subprocess.PIPE,
                 text=True,
-                env=os.environ | {"CUTEFCE_CACHE_DIR": folder},
+                env=os.environ | {"CUTEFCE_CACHE_DIR": cache_dir},
             )
             heads = zip(SHAPES, HEADS, json.loads(done.stdout), strict=True)
             for shape, head, (seconds, kernels) in heads:
@@ -68,8 +76,10 @@ def run(device: str) -> list[Row]:
     return rows
 
 
-def first_steps(device: str) -> list[tuple[float, int]]:
-    """Measure the first step of each head in this process."""
+def first_steps(device: str, prebuilt: str | None = None) -> list[tuple[float, int]]:
+    """Measure the first step of each head in this process; `prebuilt` is a folder of kernels."""
+    if prebuilt is not None:
+        cache.PREBUILT_FOLDER = Path(prebuilt)
     torch.ones(8, 8, device=device).mm(torch.ones(8, 8, device=device)).sum().item()
     found = []
     for shape in SHAPES:
@@ -87,4 +97,4 @@ def first_steps(device: str) -> list[tuple[float, int]]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(first_steps(sys.argv[1])))
+    print(json.dumps(first_steps(*sys.argv[1:])))
