@@ -78,7 +78,8 @@ class RowCoefficients:
         scale = torch.where(targets.active, by_softmax / stats.sum_exp, 0)
         target = -scale * stats.sum_exp_others
         if by_log_p is not None:
-            beyond = beyond - by_log_p * stats.loss * (-stats.loss).exp()
+            p_loss = torch.where(stats.loss == torch.inf, 0, stats.loss * (-stats.loss).exp())
+            beyond = beyond - by_log_p * p_loss
             by_log_p = torch.where(targets.active, by_log_p / stats.sum_exp, 0)
             scale = scale - by_log_p * stats.sum_exp.log()
         target = target + torch.where(targets.owned, beyond, 0)

@@ -56,6 +56,7 @@ class PartialOutputs(NamedTuple):
         if self.other is not None and self.column is not None and self.above is not None:
             other = self.other.amax(1, keepdim=True)
             column = torch.where(self.other == other, self.column, torch.inf).amin(1, keepdim=True)
+            column.masked_fill_(column == torch.inf, 0)  # of logits that are NaN
             above = self.above.sum(1, keepdim=True)
             result = result._replace(other=other, column=column, above=above)
         return result

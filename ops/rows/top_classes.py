@@ -69,5 +69,6 @@ def top_rows(values: Tensor, classes: Tensor, stats: RowStats, targets: Targets)
     is_target = classes == (targets.index + targets.first)[:, None]
     log_p = torch.where(is_target, -stats.loss[:, None], log_p.clamp(max=0))
     log_p, places = log_p.topk(targets.options.top_k, 1)
-    classes = classes.gather(1, places).masked_fill(log_p == -torch.inf, ABSENT_CLASS)
+    classes = classes.gather(1, places)
+    classes.masked_fill_((log_p == -torch.inf) | (classes < 0), ABSENT_CLASS)
     return torch.cat([log_p.t(), classes.t().to(log_p.dtype)])

@@ -114,6 +114,39 @@ def test_whole_reference_blocks_of_no_probability(
         torch.testing.assert_close(got.dx[ROW], want.dx[ROW])
 
 
+@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize("has_target", [True, False])
+def test_entropy_where_the_target_has_no_probability(
+    has_target: bool, budget: int | str | None, small_tiles: PortableTiles
+) -> None:
+    """Its gradient is finite; without a target class 0 stands for it."""
+    case, bias = healthy_case(torch.float64), torch.zeros(333, dtype=torch.float64)
+    bias[0] = -torch.inf
+    h, w, y = case.h.requires_grad_(), case.w, case.y.masked_fill(case.y > 0, 0)
+    target = y if has_target else None
+    given: Any = {"outputs": ("entropy",), "linear_bias": bias, "workspace": budget}
+    found = cutefce.linear_log_probs(h, w, target, **given)
+    counts = y >= 0 if has_target else torch.ones_like(y, dtype=torch.bool)
+    log_p = (h @ w.t())[counts, 1:].log_softmax(1)
+    want = -(log_p.exp() * log_p).sum(1)
+    assert found.entropy is not None
+    torch.testing.assert_close(found.entropy[counts], want)
+    got = torch.autograd.grad(found.entropy.sum(), h)
+    torch.testing.assert_close(got, torch.autograd.grad(want.sum(), h))
+
+
+def test_classes_of_rows_that_are_no_numbers(device: str) -> None:
+    """An argmax is a class, so that it may index, and the largest ones are classes or absent."""
+    h, w = torch.randn(2, 16, device=device), torch.randn(600, 16, device=device)
+    h[1] = torch.nan
+    bias = torch.full((600,), -torch.inf, device=device)
+    for target, more in ((None, {}), (torch.tensor([1, 2], device=device), {"linear_bias": bias})):
+        found = cutefce.linear_log_probs(h, w, target, outputs=("argmax",), top_k=2, **more)
+        assert found.argmax is not None and found.top_classes is not None
+        assert {*found.argmax.tolist()} <= {*range(600)}
+        assert {*found.top_classes.flatten().tolist()} <= {-100, *range(600)}
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("scale", [1e2, 1e4])
 def test_confident_rows_with_large_logits(scale: float, dtype: torch.dtype, device: str) -> None:
