@@ -67,6 +67,15 @@ def check_head(
             f"{of_w}: got dtype {w.dtype}, expected that of {of_h}, {h.dtype}; "
             f"{remedy if is_known else 'dequantize a quantized weight'}"
         )
+    check_shapes(h, w, names)
+
+
+def check_shapes(h: Tensor, w: Tensor, names: tuple[str, str] = ("input", "linear_weight")) -> None:
+    """Raise ValueError unless the shapes of h (..., D) and w (V, D), called `names`, fit together.
+
+    Of DTensors they are those of all ranks.
+    """
+    of_h, of_w = names
     if w.ndim != 2 or 0 in w.shape:
         raise ValueError(
             f"{of_w}: got shape {tuple(w.shape)}, expected (V, D) with V >= 1 and D >= 1; "

@@ -20,11 +20,11 @@ NONE = -1
 IGNORED = LossOptions().ignore_index
 
 
-def kept_indices(target: Tensor | None, given: dict[str, Any], vocab: int | None) -> Tensor:
+def kept_indices(target: Tensor | None, given: dict[str, Any], vocab: int) -> Tensor:
     """Return the target and each other kept class of the tokens once, (..., K + 1).
 
     Places of no class are `IGNORED`.  `kept_classes` and `ignore_index` are taken out of the
-    arguments by name.  `vocab` is the number of classes of all ranks; None for a wrong weight.
+    arguments by name.  `vocab` is the number of classes of all ranks.
 
     Raises:
         TypeError, ValueError, NotImplementedError, IndexError: naming the argument.
@@ -52,7 +52,7 @@ def kept_indices(target: Tensor | None, given: dict[str, Any], vocab: int | None
     is_ignored = y == (IGNORED if ignored is None else ignored)
     y = y.masked_fill(is_ignored, NONE)
     is_traced = torch.compiler.is_compiling() or torch_compat.has_dispatch_mode()
-    if vocab is not None and y.is_cpu and not is_traced:
+    if y.is_cpu and not is_traced:
         _check_classes("target", y, ~is_ignored, vocab, "0 <= target")
         _check_classes("kept_classes", kept, (kept != NONE) & ~is_ignored[..., None], vocab)
     kept = kept.sort(dim=-1).values

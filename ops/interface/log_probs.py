@@ -56,7 +56,11 @@ def _log_probs(
     outputs, workspace = given.pop("outputs", ()), given.pop("workspace", None)
     check_outputs(outputs)
     numbers = [name for name in ("argmax", "rank") if name in outputs]
-    if (numbers or "top_k" in given) and linear_weight.ndim:
+    if numbers or "top_k" in given or "kept_classes" in given:
+        # which are compared with the number of classes, before the call checks its tensors
+        for name, x in (("input", input), ("linear_weight", linear_weight)):
+            checks.check_layout(name, x)
+        heads.check_shapes(input, linear_weight)
         _check_numbers(numbers, given, heads.classes_of_ranks(linear_weight, given))
     if "logit_floor" in given and "mean_logit" in outputs:
         raise NotImplementedError(
@@ -100,7 +104,7 @@ def _log_probs(
 def _check_numbers(outputs: Sequence[str], given: dict[str, Any], classes: int) -> None:
     """Raise ValueError unless `outputs` and `top_k` can be numbers of so many classes."""
     top_k = given.get("top_k", 0)
-    if classes > 1 << 24:  # a class is a float32
+    if (outputs or top_k) and classes > 1 << 24:  # a class is a float32
         got = f"outputs: got {outputs[0]!r}" if outputs else f"top_k: got {top_k}"
         raise ValueError(f"{got} with {classes} classes, expected at most 2^24")
     if top_k > classes:
@@ -124,7 +128,7 @@ def _of_kept_classes(
         raise NotImplementedError(
             f"top_k: got {given['top_k']} with kept_classes, expected 0, or no kept_classes"
         )
-    vocab = heads.classes_of_ranks(linear_weight, given) if linear_weight.ndim else None
+    vocab = heads.classes_of_ranks(linear_weight, given)
     indices = kept_indices(target, given, vocab)
     more = {"target_indices": indices, "outputs": ("lse",), "workspace": workspace}
     every = _log_probs(input, linear_weight, None, **given, **more)
