@@ -44,9 +44,9 @@ def loss_of_positions(
     if reduction == "mean" and "denominator" not in given:
         factor = _inverse_weight(target, ignore_index, given, sum_dtype(input.dtype))
         each["reduction"] = ["sum"] * count
-    heads, targets = linear_weight.flatten(1, -2).unbind(1), target.flatten(1).unbind(1)
+    weights, targets = linear_weight.flatten(1, -2).unbind(1), target.flatten(1).unbind(1)
     results = [
-        loss(input, heads[i], targets[i], **{name: values[i] for name, values in each.items()})
+        loss(input, weights[i], targets[i], **{name: values[i] for name, values in each.items()})
         for i in range(count)
     ]
     lse = None
