@@ -66,7 +66,6 @@ def _log_probs(
         raise NotImplementedError(
             "logit_floor: got one with 'mean_logit' in outputs, expected one of them"
         )
-    checks.workspace_bytes(workspace)
     if "kept_classes" in given:
         return _of_kept_classes(input, linear_weight, target, workspace, outputs, given)
     is_asked = len(outputs) > 0 or "top_k" in given
