@@ -19,12 +19,9 @@ from torch.distributed import ProcessGroup
 
 from cutefce.cute_kernels.problem import ITEM_BYTES
 from cutefce.ops import torch_compat
+from cutefce.ops.budgets import MAXIMUM, MINIMUM
 from cutefce.ops.schema import Type
 
-MINIMUM = -1
-"""The budget "min": the fastest plan that takes little more than the least memory."""
-MAXIMUM = 1 << 62
-"""The budget "max": the fastest plan."""
 DEFAULT = 5 << 29
 """2.5 GiB: all exponentials of 8192 tokens and 128k classes in bfloat16, about what a compiled
 unfused loss takes for the same; larger problems keep a part and recompute the rest."""
