@@ -9,7 +9,13 @@ from torch.distributed import ProcessGroup
 
 from cutefce.ops.interface import checks, heads
 from cutefce.ops.interface.kept_classes import kept_indices, kept_values
-from cutefce.ops.interface.options import OF_TARGET, OUTPUTS, check_arguments, check_outputs
+from cutefce.ops.interface.options import (
+    OF_TARGET,
+    OUTPUTS,
+    Sharding,
+    check_arguments,
+    check_outputs,
+)
 from cutefce.ops.interface.public_function import runs
 from cutefce.ops.interface.scalars import with_tensors
 from cutefce.ops.interface.soft_targets import one_class
@@ -61,7 +67,7 @@ def _log_probs(
         for name, x in (("input", input), ("linear_weight", linear_weight)):
             checks.check_layout(name, x)
         heads.check_shapes(input, linear_weight)
-        _check_numbers(numbers, given, heads.classes_of_ranks(linear_weight, given))
+        _check_numbers(numbers, given, Sharding.of(given).vocab(linear_weight))
     if "logit_floor" in given and "mean_logit" in outputs:
         raise NotImplementedError(
             "logit_floor: got one with 'mean_logit' in outputs, expected one of them"
@@ -127,7 +133,7 @@ def _of_kept_classes(
         raise NotImplementedError(
             f"top_k: got {given['top_k']} with kept_classes, expected 0, or no kept_classes"
         )
-    vocab = heads.classes_of_ranks(linear_weight, given)
+    vocab = Sharding.of(given).vocab(linear_weight)
     indices = kept_indices(target, given, vocab)
     more = {"target_indices": indices, "outputs": ("lse",), "workspace": workspace}
     every = _log_probs(input, linear_weight, None, **given, **more)
@@ -154,7 +160,7 @@ def _any_target(input: Tensor, outputs: Sequence[str], given: dict[str, Any]) ->
             f"ignore_index: got {given['ignore_index']} without a target, expected None: all "
             "tokens count"
         )
-    shape = heads.token_shape(input, heads.ranks_with_a_part(input, given))
+    shape = heads.token_shape(input, Sharding.of(given).parts(input))
     return torch.zeros(shape, dtype=torch.long, device=input.device)
 
 

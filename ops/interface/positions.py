@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from cutefce.ops.dtypes import sum_dtype
-from cutefce.ops.interface import checks, heads
-from cutefce.ops.interface.options import check_tensors
+from cutefce.ops.interface import checks
+from cutefce.ops.interface.options import Sharding, check_tensors
 from cutefce.ops.interface.probabilities import is_probabilities
 from cutefce.ops.interface.soft_targets import one_class
 from cutefce.ops.rows.targets import inverse_of_sum
@@ -84,7 +84,8 @@ def _checked_target(
             f"linear_weight: got shape {tuple(linear_weight.shape)}, expected a position or more "
             "in (V, d_1, ..., d_K, D)"
         )
-    tokens = input.shape[:1].numel() * heads.ranks_with_a_part(input, given)
+    sharding = Sharding.of(given)
+    tokens = input.shape[:1].numel() * sharding.parts(input)
     if input.ndim != 2 or target.shape != (tokens, *sizes):
         raise ValueError(
             f"target: got shape {tuple(target.shape)} with input of shape {tuple(input.shape)}, "
@@ -93,8 +94,7 @@ def _checked_target(
         )
     if not checks.has_integers(target):
         raise TypeError(f"target: got dtype {target.dtype}, expected integers (class indices)")
-    vocab = heads.classes_of_ranks(linear_weight, given)
-    of = checks.Operands(input, linear_weight, target.shape, vocab)
+    of = checks.Operands(input, linear_weight, target.shape, sharding.vocab(linear_weight))
     check_tensors(given, of)
     return target.long()
 
