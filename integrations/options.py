@@ -9,7 +9,6 @@
 
 from typing import Any
 
-from cutefce.ops.interface.checks import workspace_bytes
 from cutefce.ops.interface.options import check_arguments, refuse
 
 _chosen: dict[str, Any] = {}
@@ -48,7 +47,6 @@ def checked_options(
         TypeError, ValueError: naming the argument.
     """
     refuse(removed)
-    workspace_bytes(workspace)
     options = {"gradient": gradient, "samples": samples, "workspace": workspace}
     check_arguments(options)
     return options

@@ -137,6 +137,22 @@ def resolve_process_group(name: str) -> dist.ProcessGroup:
         ) from error
 
 
+def place_in_group(name: str) -> tuple[int, int]:
+    """Return the number of this rank in the process group called `name`, and how many there are.
+
+    They are constants of a compiled graph.
+
+    Raises:
+        ValueError: if this rank is in no such group.
+    """
+    group = resolve_process_group(name)
+    return group.rank(), group.size()
+
+
+# what torch.compiler.assume_constant_result does, which imports the compiler
+cast(Any, place_in_group)._dynamo_marked_constant = True
+
+
 def is_fake_group(group: dist.ProcessGroup) -> bool:
     """Whether `group` is of torch's backend "fake", which pretends that there are other ranks."""
     from torch._C._distributed_c10d import FakeProcessGroup

@@ -112,6 +112,21 @@ def test_no_gpu_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
         assert "GPU: got no CUDA device, expected compute capability 9.0" in result.output
 
 
+@pytest.mark.parametrize(("hip", "got"), [(None, "compute capability 8.0"), ("6.4", "one of AMD")])
+def test_a_gpu_without_kernels_is_an_error(
+    hip: str | None, got: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of AMD reports a capability that NVIDIA's have."""
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    capability = (9, 0) if hip else (8, 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+    result = CliRunner().invoke(main, ["verify"])
+    assert result.exit_code == 1
+    assert f"GPU: got {got}, expected compute capability 9.0" in result.output
+
+
 def test_cache_commands(folder: Path, tmp_path: Path) -> None:
     file = lookup.user_folder() / file_name(GPU)
     write(file, TABLE)

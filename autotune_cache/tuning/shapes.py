@@ -41,11 +41,12 @@ def parse(text: str) -> tuple[Sizes, ...]:
     """
     if text in NAMED:
         return NAMED[text]
-    found = re.fullmatch(r"([1-9]\d*)[x×]([1-9]\d*)[x×]([1-9]\d*)", text)
+    size = r"([1-9]\d{0,17})"  # of 64 bits
+    found = re.fullmatch(f"{size}[x×]{size}[x×]{size}", text)
     if found is None or int(found[2]) % 8:
         names = ", ".join(NAMED)
         raise ValueError(
-            f"shapes: got {text!r}, expected one of {names}, or tokens x hidden x vocab such as "
-            "8192x4096x131072, with a hidden size that is a multiple of 8"
+            f"shapes: got {text!r:.40}, expected one of {names}, or tokens x hidden x vocab "
+            "such as 8192x4096x131072, with a hidden size that is a multiple of 8"
         )
     return ((int(found[1]), int(found[2]), int(found[3])),)

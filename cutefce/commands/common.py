@@ -13,9 +13,9 @@ from rich.console import Console
 from cutefce.autotune_cache import lookup, table_io, verdicts
 from cutefce.autotune_cache.table import Candidate, Entry, Key, Table
 from cutefce.autotune_cache.tuning.shapes import NAMED, Sizes, parse
-from cutefce.cute_kernels.arch import ARCHS, arch_for
+from cutefce.cute_kernels.arch import ARCHS
 from cutefce.cute_kernels.gpu import Gpu
-from cutefce.ops.primitives.dispatch import gpu_of
+from cutefce.ops.primitives.dispatch import capability_of, gpu_arch, gpu_of
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -78,9 +78,11 @@ dtype_option = click.option(
 
 def has_gpu() -> bool:
     """Whether the current GPU has kernels."""
-    if not torch.cuda.is_available() or torch.version.hip:  # AMD's report NVIDIA's capabilities
-        return False
-    return arch_for(torch.cuda.get_device_capability()) is not None
+    return torch.cuda.is_available() and gpu_arch(_current()) is not None
+
+
+def _current() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def this_gpu() -> tuple[Gpu, str]:
@@ -90,13 +92,14 @@ def this_gpu() -> tuple[Gpu, str]:
         ClickException: if there is no GPU, or none that has kernels.
     """
     if has_gpu():
-        device = torch.device("cuda", torch.cuda.current_device())
-        return gpu_of(device), str(device)
+        return gpu_of(_current()), str(_current())
     expected = ", ".join(f"{major}.{minor}" for major, minor in (a.capability for a in ARCHS))
     got = "no CUDA device"
     if torch.cuda.is_available():
-        capability = torch.cuda.get_device_capability()
-        got = f"compute capability {capability[0]}.{capability[1]}"
+        capability = capability_of(_current())
+        got = "one of AMD"
+        if capability is not None:
+            got = f"compute capability {capability[0]}.{capability[1]}"
     raise click.ClickException(f"GPU: got {got}, expected compute capability {expected}")
 
 

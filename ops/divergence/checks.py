@@ -58,9 +58,7 @@ def checked_call(
     heads = autocast(*sides[:2]), autocast(*sides[2:])
     check_heads(*heads)
     h, w = heads[0]
-    group, shards = given.get("group"), given.get("shards")
-    shards = None if shards is None else list(shards)
-    sharding = Sharding(None if group is None else group.group_name, shards)
+    sharding = Sharding.of(given)
     sharding.ranks()
     sharding.check(w)
     of = Operands(h, w, h.shape[:-1], sharding.vocab(w), "student_input")
@@ -93,7 +91,7 @@ def checked_call(
         "student_gradients": [*wanted_gradients(*heads[0], biases[0])],
         "teacher_gradients": [*wanted_gradients(*heads[1], biases[1])],
         "group": sharding.group,
-        "shards": shards,
+        "shards": sharding.shards,
     }
     if target is not None:
         if target.dtype == torch.bool:

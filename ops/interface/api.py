@@ -49,7 +49,6 @@ def _loss(
         each = functools.partial(linear_cross_entropy, return_lse=return_lse)
         loss, lse = loss_of_positions(each, input, linear_weight, target, given)
         return loss if lse is None else LossOutput(loss, lse)
-    checks.workspace_bytes(given.get("workspace"))
     part = localize(input, linear_weight, one_class(target, given), given)
     local = with_tensors(part.options, part.h)
     run: Any = call.loss_and_lse if return_lse else call.loss

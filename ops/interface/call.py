@@ -174,7 +174,7 @@ def checked_call(
     returns_outputs = options.reduction == OUTPUTS
     checks.check_transform("linear_log_probs" if returns_outputs else "linear_cross_entropy")
     h, w = autocast(input, linear_weight)
-    parts = sharding.ranks() if sharding.sequence_parallel else 1
+    parts = sharding.parts(h)
     if target is None or tensors.soft_targets:
         check = check_output_classes if returns_outputs else check_soft_targets
         target = check(target, h, options, tensors, parts)

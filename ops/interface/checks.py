@@ -9,7 +9,7 @@ elsewhere: placements of DTensors in `ops.parallel.dtensor`, disagreement of ran
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from numbers import Integral, Real
 from typing import Any, NamedTuple
 
@@ -19,15 +19,8 @@ from torch.distributed import ProcessGroup
 
 from cutefce.cute_kernels.problem import ITEM_BYTES
 from cutefce.ops import torch_compat
+from cutefce.ops.budgets import DEFAULT, MAXIMUM, MINIMUM
 from cutefce.ops.schema import Type
-
-MINIMUM = -1
-"""The budget "min": the fastest plan that takes little more than the least memory."""
-MAXIMUM = 1 << 62
-"""The budget "max": the fastest plan."""
-DEFAULT = 9 << 28
-"""2.25 GiB: all exponentials of 8192 tokens and 128k classes in bfloat16, less than a compiled
-unfused loss takes for the same; larger problems keep a part and recompute the rest."""
 
 DTYPES = {getattr(torch, name) for name in ITEM_BYTES}
 NONE = type(None)
@@ -39,7 +32,11 @@ TENSOR_OR_NONE = Type("Tensor?", (Tensor, NONE), "a tensor or None")
 NUMBER = Type("float", NUMBERS, "a number")
 NUMBER_OR_NONE = Type("float?", (*NUMBERS, NONE), "a number or None")
 INTEGER = Type("int", INTEGERS, "an integer")
-BYTES = Type("int?", (*INTEGERS, str, NONE), 'bytes as an integer, "min", "max" or None')
+NAMED_BYTES = {"min": MINIMUM, "max": MAXIMUM}
+BYTES = Type("int?", (*INTEGERS, str, NONE), 'bytes as an integer, "min", "max" or None').of(
+    lambda x: x is None or (x in NAMED_BYTES if isinstance(x, str) else 0 <= x < 1 << 63),
+    'bytes from 0 to 2**63 - 1, "min", "max" or None',
+)
 STRING = Type("str", (str,), "a string")
 STRINGS = Type("str", (Sequence,), "a sequence of strings")
 BOOL = Type("bool", (bool,), "a bool")
@@ -75,13 +72,21 @@ def one_of(names: tuple[str, ...]) -> Type:
 
 def shown(value: Any) -> str:
     """Return a short form of a wrong argument: its value if it has a short one."""
-    text = repr(value)
-    kind = type(value).__name__
-    return (
-        f"{text} ({kind})"
-        if len(text) <= LONGEST and "\n" not in text
-        else f"a value of type {kind}"
-    )
+    text, kind = _short(value, repr), type(value).__name__
+    if text is not None:
+        return f"{text} ({kind})"
+    if isinstance(value, int):
+        return f"an integer of {value.bit_length()} bits"
+    return f"a value of type {kind}"
+
+
+def _short(value: Any, write: Callable[[Any], str]) -> str | None:
+    """Return the text of a value, or None if that is long, or several lines."""
+    try:
+        text = write(value)
+    except ValueError:  # python does not write an integer of thousands of digits
+        return None
+    return text if len(text) <= LONGEST and "\n" not in text else None
 
 
 def check_type(name: str, value: Any, type: Type) -> None:
@@ -102,8 +107,7 @@ def check_type(name: str, value: Any, type: Type) -> None:
 def check_value(name: str, value: Any, type: Type) -> None:
     """Raise ValueError unless a number or a string is a right one of its type."""
     if type.contains is not None and not type.contains(value):
-        got = repr(value) if isinstance(value, str) else str(value)
-        got = got if len(got) <= LONGEST else shown(value)
+        got = _short(value, repr if isinstance(value, str) else str) or shown(value)
         raise ValueError(f"{name}: got {got}, expected {type.values}")
 
 
@@ -124,16 +128,8 @@ def workspace_bytes(workspace: int | str | None) -> int:
     if workspace is None:
         return DEFAULT
     check_type("workspace", workspace, BYTES)
-    if isinstance(workspace, str):
-        named = {"min": MINIMUM, "max": MAXIMUM}
-        if workspace not in named:
-            raise ValueError(f'workspace: got {workspace!r}, expected bytes, "min", "max" or None')
-        return named[workspace]
-    if not 0 <= workspace < 1 << 63:
-        raise ValueError(
-            f'workspace: got {workspace}, expected bytes from 0 to 2**63 - 1, "min", "max" or None'
-        )
-    return min(workspace, MAXIMUM)
+    check_value("workspace", workspace, BYTES)
+    return NAMED_BYTES[workspace] if isinstance(workspace, str) else min(workspace, MAXIMUM)
 
 
 def check_layout(name: str, x: Tensor) -> None:

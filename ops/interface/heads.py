@@ -1,8 +1,5 @@
 """Errors of hidden states, weights and targets that do not fit together."""
 
-from collections.abc import Mapping
-from typing import Any
-
 from torch import Tensor
 
 from cutefce.ops import torch_compat
@@ -67,6 +64,15 @@ def check_head(
             f"{of_w}: got dtype {w.dtype}, expected that of {of_h}, {h.dtype}; "
             f"{remedy if is_known else 'dequantize a quantized weight'}"
         )
+    check_shapes(h, w, names)
+
+
+def check_shapes(h: Tensor, w: Tensor, names: tuple[str, str] = ("input", "linear_weight")) -> None:
+    """Raise ValueError unless the shapes of h (..., D) and w (V, D), called `names`, fit together.
+
+    Of DTensors they are those of all ranks.
+    """
+    of_h, of_w = names
     if w.ndim != 2 or 0 in w.shape:
         raise ValueError(
             f"{of_w}: got shape {tuple(w.shape)}, expected (V, D) with V >= 1 and D >= 1; "
@@ -92,25 +98,6 @@ def check_plain(name: str, x: Tensor, hint: str) -> None:
             f"pass {name}.full_tensor(), or {hint.format(name)}"
         )
     checks.check_layout(name, x)
-
-
-def ranks_with_a_part(h: Tensor, given: Mapping[str, Any]) -> int:
-    """Return how many ranks have the tokens of h (..., D), one after another; 1 for a DTensor.
-
-    `given` are the arguments of a public function by name.
-    """
-    is_shared = given.get("sequence_parallel", False) and not torch_compat.is_dtensor(h)
-    return given["group"].size() if is_shared and "group" in given else 1
-
-
-def classes_of_ranks(w: Tensor, given: Mapping[str, Any]) -> int:
-    """Return the classes of all ranks' weights, w (V, ...) being here.
-
-    `given` is as for `ranks_with_a_part`.
-    """
-    if torch_compat.is_dtensor(w) or "group" not in given:
-        return w.shape[0]
-    return sum(given["shards"]) if "shards" in given else w.shape[0] * given["group"].size()
 
 
 def token_shape(h: Tensor, parts: int) -> tuple[int, ...]:

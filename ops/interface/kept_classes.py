@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cutefce.ops import torch_compat
 from cutefce.ops.interface import checks
 from cutefce.ops.interface.options import LossOptions
 from cutefce.ops.interface.soft_targets import MAX_CLASSES
+from cutefce.ops.operators.operators import define
 from cutefce.ops.parallel.dtensor import replicated
 
 NONE = -1
@@ -20,11 +20,11 @@ NONE = -1
 IGNORED = LossOptions().ignore_index
 
 
-def kept_indices(target: Tensor | None, given: dict[str, Any], vocab: int | None) -> Tensor:
+def kept_indices(target: Tensor | None, given: dict[str, Any], vocab: int) -> Tensor:
     """Return the target and each other kept class of the tokens once, (..., K + 1).
 
     Places of no class are `IGNORED`.  `kept_classes` and `ignore_index` are taken out of the
-    arguments by name.  `vocab` is the number of classes of all ranks; None for a wrong weight.
+    arguments by name.  `vocab` is the number of classes of all ranks.
 
     Raises:
         TypeError, ValueError, NotImplementedError, IndexError: naming the argument.
@@ -49,10 +49,22 @@ def kept_indices(target: Tensor | None, given: dict[str, Any], vocab: int | None
             f"kept_classes: got shape {tuple(kept.shape)}, expected "
             f"({''.join(f'{size}, ' for size in y.shape)}K), K from 1 to {MAX_CLASSES - 1}"
         )
-    is_ignored = y == (IGNORED if ignored is None else ignored)
-    y = y.masked_fill(is_ignored, NONE)
-    is_traced = torch.compiler.is_compiling() or torch_compat.has_dispatch_mode()
-    if vocab is not None and y.is_cpu and not is_traced:
+    ignore_index = IGNORED if ignored is None else ignored
+    listed: Tensor = torch.ops.cutefce.listed_classes(y, kept, ignore_index, vocab)
+    return listed
+
+
+def listed_classes(target: Tensor, kept: Tensor, ignore_index: int, vocab: int) -> Tensor:
+    """Return the classes (..., K + 1) of `kept_indices`, as an operator, which reads values.
+
+    `target` is (...) int64, `kept` (..., K) int64.
+
+    Raises:
+        IndexError: on a CPU, for a class outside [0, vocab), at a token that is not ignored.
+    """
+    is_ignored = target == ignore_index
+    y = target.masked_fill(is_ignored, NONE)
+    if y.is_cpu:
         _check_classes("target", y, ~is_ignored, vocab, "0 <= target")
         _check_classes("kept_classes", kept, (kept != NONE) & ~is_ignored[..., None], vocab)
     kept = kept.sort(dim=-1).values
@@ -63,6 +75,10 @@ def kept_indices(target: Tensor | None, given: dict[str, Any], vocab: int | None
     return torch.cat([y[..., None], kept.masked_fill(left_out, IGNORED)], -1)
 
 
+def _fake(target: Tensor, kept: Tensor, ignore_index: int, vocab: int) -> Tensor:
+    return target.new_empty((*target.shape, kept.shape[-1] + 1))
+
+
 def _check_classes(
     name: str, x: Tensor, counts: Tensor, vocab: int, expected: str = "-1 or 0 <= class"
 ) -> None:
@@ -70,6 +86,10 @@ def _check_classes(
     wrong = x[counts & ((x < 0) | (x >= vocab))]
     if len(wrong):
         raise IndexError(f"{name}: got {int(wrong[0])}, expected {expected} < {vocab}")
+
+
+_OPERANDS = "Tensor target, Tensor kept, int ignore_index, SymInt vocab"
+define(listed_classes, f"({_OPERANDS}) -> Tensor", _fake)
 
 
 def kept_values(log_p: Tensor, lse: Tensor, indices: Tensor) -> dict[str, Tensor]:

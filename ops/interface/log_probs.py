@@ -9,7 +9,13 @@ from torch.distributed import ProcessGroup
 
 from cutefce.ops.interface import checks, heads
 from cutefce.ops.interface.kept_classes import kept_indices, kept_values
-from cutefce.ops.interface.options import OF_TARGET, OUTPUTS, check_arguments, check_outputs
+from cutefce.ops.interface.options import (
+    OF_TARGET,
+    OUTPUTS,
+    Sharding,
+    check_arguments,
+    check_outputs,
+)
 from cutefce.ops.interface.public_function import runs
 from cutefce.ops.interface.scalars import with_tensors
 from cutefce.ops.interface.soft_targets import one_class
@@ -56,13 +62,16 @@ def _log_probs(
     outputs, workspace = given.pop("outputs", ()), given.pop("workspace", None)
     check_outputs(outputs)
     numbers = [name for name in ("argmax", "rank") if name in outputs]
-    if (numbers or "top_k" in given) and linear_weight.ndim:
-        _check_numbers(numbers, given, heads.classes_of_ranks(linear_weight, given))
+    if numbers or "top_k" in given or "kept_classes" in given:
+        # which are compared with the number of classes, before the call checks its tensors
+        for name, x in (("input", input), ("linear_weight", linear_weight)):
+            checks.check_layout(name, x)
+        heads.check_shapes(input, linear_weight)
+        _check_numbers(numbers, given, Sharding.of(given).vocab(linear_weight))
     if "logit_floor" in given and "mean_logit" in outputs:
         raise NotImplementedError(
             "logit_floor: got one with 'mean_logit' in outputs, expected one of them"
         )
-    checks.workspace_bytes(workspace)
     if "kept_classes" in given:
         return _of_kept_classes(input, linear_weight, target, workspace, outputs, given)
     is_asked = len(outputs) > 0 or "top_k" in given
@@ -99,7 +108,7 @@ def _log_probs(
 def _check_numbers(outputs: Sequence[str], given: dict[str, Any], classes: int) -> None:
     """Raise ValueError unless `outputs` and `top_k` can be numbers of so many classes."""
     top_k = given.get("top_k", 0)
-    if classes > 1 << 24:  # a class is a float32
+    if (outputs or top_k) and classes > 1 << 24:  # a class is a float32
         got = f"outputs: got {outputs[0]!r}" if outputs else f"top_k: got {top_k}"
         raise ValueError(f"{got} with {classes} classes, expected at most 2^24")
     if top_k > classes:
@@ -123,7 +132,7 @@ def _of_kept_classes(
         raise NotImplementedError(
             f"top_k: got {given['top_k']} with kept_classes, expected 0, or no kept_classes"
         )
-    vocab = heads.classes_of_ranks(linear_weight, given) if linear_weight.ndim else None
+    vocab = Sharding.of(given).vocab(linear_weight)
     indices = kept_indices(target, given, vocab)
     more = {"target_indices": indices, "outputs": ("lse",), "workspace": workspace}
     every = _log_probs(input, linear_weight, None, **given, **more)
@@ -150,7 +159,7 @@ def _any_target(input: Tensor, outputs: Sequence[str], given: dict[str, Any]) ->
             f"ignore_index: got {given['ignore_index']} without a target, expected None: all "
             "tokens count"
         )
-    shape = heads.token_shape(input, heads.ranks_with_a_part(input, given))
+    shape = heads.token_shape(input, Sharding.of(given).parts(input))
     return torch.zeros(shape, dtype=torch.long, device=input.device)
 
 

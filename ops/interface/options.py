@@ -268,25 +268,43 @@ class Sharding(OperatorRecord):
     shards: list[int] | None = argument(checks.SIZES_OR_NONE, None)
     sequence_parallel: bool = argument(BOOL, False)
 
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> "Sharding":
+        """Return that of the arguments of a public function, which has the group itself."""
+        group, shards = given.get("group"), given.get("shards")
+        return cls(
+            None if group is None else group.group_name,
+            None if shards is None else list(shards),
+            given.get("sequence_parallel", False),
+        )
+
     def ranks(self) -> int:
         """Return the number of ranks that share the call; raise ValueError if it lacks a group."""
         if self.group is not None:
-            return torch_compat.resolve_process_group(self.group).size()
+            return torch_compat.place_in_group(self.group)[1]
         for name in ("shards", "sequence_parallel"):
             if value := getattr(self, name):
                 raise ValueError(f"{name}: got {value} without a group, expected a group")
         return 1
 
+    def parts(self, h: Tensor) -> int:
+        """Return how many ranks have the tokens of h (..., D), one after another.
+
+        It is 1 for a DTensor, which has those of all.
+        """
+        return self.ranks() if self.sequence_parallel and not torch_compat.is_dtensor(h) else 1
+
     def vocab(self, w: Tensor) -> int:
-        """Return the classes of all ranks' weights, w (V, D) being here."""
+        """Return the classes of all ranks' weights, w (V, ...) being here, or a DTensor of all."""
+        if torch_compat.is_dtensor(w):
+            return w.shape[0]
         return sum(self.shards) if self.shards else w.shape[0] * self.ranks()
 
     def check(self, w: Tensor) -> None:
         """Raise ValueError unless `shards` are the rows of all ranks' weights, w being here."""
         if self.group is None or self.shards is None:
             return
-        process_group = torch_compat.resolve_process_group(self.group)
-        rank, ranks = process_group.rank(), process_group.size()
+        rank, ranks = torch_compat.place_in_group(self.group)
         if len(self.shards) != ranks or min(self.shards) < 1 or self.shards[rank] != w.shape[0]:
             raise ValueError(
                 f"shards: got {list(self.shards)}, expected the rows of linear_weight of {ranks} "

@@ -64,9 +64,8 @@ def _plan(
     local = with_tensors(part.options, part.h)
     y = target
     if "target_indices" not in given and "target_probs" not in given:
-        sharding = Sharding.from_keywords(local)
-        tokens = token_shape(part.h, sharding.ranks() if sharding.sequence_parallel else 1)
-        y = some.new_empty(tokens)
+        parts = Sharding.from_keywords(local).parts(part.h)
+        y = some.new_empty(token_shape(part.h, parts))
     return plan_for(checked_call(part.h, part.w, y, local).computed())
 
 

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from cutefce.ops.dtypes import sum_dtype
-from cutefce.ops.interface import checks, heads
-from cutefce.ops.interface.options import check_tensors
+from cutefce.ops.interface import checks
+from cutefce.ops.interface.options import Sharding, check_tensors
 from cutefce.ops.interface.probabilities import is_probabilities
 from cutefce.ops.interface.soft_targets import one_class
-from cutefce.ops.rows.targets import divisor_of_mean
+from cutefce.ops.rows.targets import inverse_of_sum
 
 
 def loss_of_positions(
@@ -40,20 +40,23 @@ def loss_of_positions(
     for name, x in given.items():
         varies = isinstance(x, Tensor) and x.shape[1:] == sizes
         each[name] = list(x.flatten(1).unbind(1)) if varies else [x] * count
+    factor = None
     if reduction == "mean" and "denominator" not in given:
-        weight = _total_weight(target, ignore_index, given, sum_dtype(input.dtype))
-        each["denominator"] = [weight] * count
-    heads, targets = linear_weight.flatten(1, -2).unbind(1), target.flatten(1).unbind(1)
+        factor = _inverse_weight(target, ignore_index, given, sum_dtype(input.dtype))
+        each["reduction"] = ["sum"] * count
+    weights, targets = linear_weight.flatten(1, -2).unbind(1), target.flatten(1).unbind(1)
     results = [
-        loss(input, heads[i], targets[i], **{name: values[i] for name, values in each.items()})
+        loss(input, weights[i], targets[i], **{name: values[i] for name, values in each.items()})
         for i in range(count)
     ]
     lse = None
     if isinstance(results[0], tuple):
         lse = torch.stack([lse for _, lse in results], -1).reshape(target.shape)
         results = [loss for loss, _ in results]
-    total = torch.stack(results, -1)
-    return total.reshape(target.shape) if reduction == "none" else total.sum(), lse
+    losses = torch.stack(results, -1)
+    if reduction == "none":
+        return losses.reshape(target.shape), lse
+    return losses.sum() if factor is None else losses.sum() * factor, lse
 
 
 def _checked_target(
@@ -81,7 +84,8 @@ def _checked_target(
             f"linear_weight: got shape {tuple(linear_weight.shape)}, expected a position or more "
             "in (V, d_1, ..., d_K, D)"
         )
-    tokens = input.shape[:1].numel() * heads.ranks_with_a_part(input, given)
+    sharding = Sharding.of(given)
+    tokens = input.shape[:1].numel() * sharding.parts(input)
     if input.ndim != 2 or target.shape != (tokens, *sizes):
         raise ValueError(
             f"target: got shape {tuple(target.shape)} with input of shape {tuple(input.shape)}, "
@@ -90,16 +94,15 @@ def _checked_target(
         )
     if not checks.has_integers(target):
         raise TypeError(f"target: got dtype {target.dtype}, expected integers (class indices)")
-    vocab = heads.classes_of_ranks(linear_weight, given)
-    of = checks.Operands(input, linear_weight, target.shape, vocab)
+    of = checks.Operands(input, linear_weight, target.shape, sharding.vocab(linear_weight))
     check_tensors(given, of)
     return target.long()
 
 
-def _total_weight(
+def _inverse_weight(
     target: Tensor, ignore_index: int, given: dict[str, Any], dtype: torch.dtype
 ) -> Tensor:
-    """Return () of `dtype` what all targets that are not ignored count in "mean"."""
+    """Return () of `dtype` the factor of the losses of all targets in their mean."""
     active = target != ignore_index
     count = active.to(dtype)
     if "token_weights" in given:
@@ -108,4 +111,4 @@ def _total_weight(
     if "weight" in given:
         kappa = given["weight"].to(dtype)
         count = count * kappa[target.clamp(0, len(kappa) - 1)]
-    return divisor_of_mean(count, active)
+    return inverse_of_sum(count, active, dtype)

@@ -11,7 +11,7 @@ from cutefce.ops.interface.options import LossOptions, StepOptions, TensorOption
 from cutefce.ops.interface.soft_targets import check_soft_targets
 from cutefce.ops.operators import probabilities  # noqa: F401  (registers)
 from cutefce.ops.operators.context import autocast, wanted_gradients
-from cutefce.ops.rows.targets import divisor_of_mean, inverse_of
+from cutefce.ops.rows.targets import inverse_of, inverse_of_sum
 
 IGNORED = LossOptions().ignore_index
 UNSERVED = {
@@ -69,11 +69,10 @@ def loss_of_probabilities(
         return losses.reshape(h.shape[:-1]), lse
     if options.reduction == "sum":
         return losses.sum(), lse
-    count = tensors.denominator
-    if count is None:
-        weights = losses.new_ones(len(rows)) if token is None else token.to(losses.dtype)
-        count = divisor_of_mean(weights, weights != 0)
-    return losses.sum() * inverse_of(count, losses.dtype), lse
+    if tensors.denominator is not None:
+        return losses.sum() * inverse_of(tensors.denominator, losses.dtype), lse
+    weights = losses.new_ones(len(rows)) if token is None else token.to(losses.dtype)
+    return losses.sum() * inverse_of_sum(weights, weights != 0, losses.dtype), lse
 
 
 def _refuse(arguments: dict[str, Any]) -> None:

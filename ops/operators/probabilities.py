@@ -97,21 +97,20 @@ def losses_of_probabilities_backward(
         if step.grad_bias:
             dbias += du.sum(0)
         du.mul_(options.logit_scale)
+        units = _units(du) if is_narrow else None
+        rounded = (du if units is None else du.div_(units)).to(h.dtype)
         part = upstream.new_empty(len(du), w.shape[1])
-        if is_narrow:
-            units = _units(du)
-            matmul_into(part, du.div_(units).to(h.dtype), own, accumulate=False)
+        matmul_into(part, rounded, own, accumulate=False)
+        if units is not None:
             part.mul_(units)
             # sums of blocks before are of a unit that may be smaller
             largest = torch.maximum(units.amax(), unit_of_dw)
             dw.mul_(unit_of_dw / largest)
             unit_of_dw = largest
-            du.mul_(units / largest)
-        else:
-            matmul_into(part, du.to(h.dtype), own, accumulate=False)
+            rounded = du.mul_(units / largest).to(h.dtype)
         dx[rows] = part
         if step.grad_weight:
-            matmul_into(dw, du.to(h.dtype).t(), h[rows], accumulate=True)
+            matmul_into(dw, rounded.t(), h[rows], accumulate=True)
     if is_narrow:
         dw.mul_(unit_of_dw)
     bias_dtype = (w if tensors.linear_bias is None else tensors.linear_bias).dtype

@@ -12,7 +12,7 @@ from torch import Tensor
 from cutefce.autotune_cache import lookup, verdicts
 from cutefce.cute_kernels import kernel_set
 from cutefce.cute_kernels.arch import ARCHS, arch_for, arch_named
-from cutefce.cute_kernels.arch.base import TILE_K
+from cutefce.cute_kernels.arch.base import TILE_K, Arch
 from cutefce.cute_kernels.config import PortableTiles
 from cutefce.cute_kernels.gpu import Gpu
 from cutefce.cute_kernels.jit.cache import CompilerError, compiled
@@ -254,14 +254,10 @@ def triton_serves(h: Tensor, w: Tensor) -> bool:
 
 @process_cache
 def has_triton(device: torch.device) -> bool:
-    """Whether Triton compiles tensor-core kernels for a GPU, and has descriptors of tensors.
-
-    Capabilities of AMD's GPUs say something else.
-    """
-    if torch.version.hip:
-        return False
+    """Whether Triton compiles tensor-core kernels for a GPU, and has descriptors of tensors."""
     is_recent = find_spec("triton") and find_spec("triton.tools.tensor_descriptor")
-    return is_recent is not None and torch.cuda.get_device_capability(device) >= (8, 0)
+    capability = capability_of(device)
+    return is_recent is not None and capability is not None and capability >= (8, 0)
 
 
 class _RetryLaterError(Exception):
@@ -280,9 +276,9 @@ def device_unsupported_reason(device: torch.device, dtype: torch.dtype) -> str |
 def _device_unsupported_reason(device: torch.device, dtype: torch.dtype) -> str | None:
     if device.type != "cuda":
         return f"input: got device {device.type}, expected cuda"
-    if torch.version.hip:
+    capability = capability_of(device)
+    if capability is None:
         return "input: got a GPU of AMD, expected one of NVIDIA"
-    capability = torch.cuda.get_device_capability(device)
     arch = arch_for(capability)
     if arch is None:
         expected = ", ".join(f"{major}.{minor}" for major, minor in (a.capability for a in ARCHS))
@@ -372,10 +368,21 @@ def _do_without(error: CompilerError) -> None:
     _compiler_failures[error.arch] = str(error)
 
 
+def capability_of(device: torch.device) -> tuple[int, int] | None:
+    """Return the compute capability of a GPU; None of one of AMD, which reports NVIDIA's."""
+    return None if torch.version.hip else torch.cuda.get_device_capability(device)
+
+
+def gpu_arch(device: torch.device) -> Arch | None:
+    """Return the architecture of a GPU; None if it has no kernels."""
+    capability = capability_of(device)
+    return None if capability is None else arch_for(capability)
+
+
 @process_cache
 def gpu_of(device: torch.device) -> Gpu:
     """Return the model of a GPU that has kernels."""
-    arch = arch_for(torch.cuda.get_device_capability(device))
+    arch = gpu_arch(device)
     assert arch is not None
     properties = torch.cuda.get_device_properties(device)
     return Gpu(arch, properties.name, properties.multi_processor_count)

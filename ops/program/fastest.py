@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from cutefce.ops.interface.checks import MINIMUM
+from cutefce.ops.budgets import MINIMUM
 
 WORTH, FREE = (5, 4), 4 << 20
 """Memory that "min" may take, over the least of any program, and bytes that it may take beside:

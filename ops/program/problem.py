@@ -47,7 +47,9 @@ class LossProblem(Problem):
     stores: bool = True
     """Whether exponentials may be stored before log-sum-exps are known: float16 lacks the range."""
     selects: bool = False
-    """Whether the rows that count are gathered on the device, which alone knows how many."""
+    """Whether the rows that count are gathered on the device, which alone knows how many.
+
+    Of a call, `selects_rows`; verification has problems of any size of either kind."""
     wide_grad_weight: bool = False
     """Whether dW is in the dtype of sums, as of a float32 weight beside 16-bit hidden states."""
     into: int = 0

@@ -132,8 +132,7 @@ class Targets:
             weight = None if self.terms is None else self.terms.weight
             if weight is None:
                 return self.active.sum(dtype=dtype).clamp_(min=1).reciprocal_()
-            total = torch.where(self.active, weight, 0).sum()
-            return torch.where(self.active.any(), total.to(dtype).reciprocal(), 0)
+            return inverse_of_sum(torch.where(self.active, weight, 0), self.active, dtype)
         if denominator is not None:
             return inverse_of(denominator, dtype)
         return torch.ones((), dtype=dtype, device=self.index.device)
@@ -216,13 +215,13 @@ def inverse_of(denominator: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(denominator == 0, 0, denominator.to(dtype).reciprocal())
 
 
-def divisor_of_mean(weights: Tensor, counts: Tensor) -> Tensor:
-    """Return () the sum of the tokens' weights, by which a mean divides.
+def inverse_of_sum(weights: Tensor, counts: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return () the factor of a mean over tokens of these weights; 0 if none `counts`.
 
-    It is 0 only without tokens that `counts` says to count: otherwise NaN stands for 0.
+    It is infinite if those of tokens that count add up to 0: the mean is then what torch's is, the
+    sum of the losses over 0.
     """
-    total = weights.sum()
-    return torch.where(counts.any() & (total == 0), torch.nan, total)
+    return torch.where(counts.any(), weights.sum().to(dtype).reciprocal(), 0)
 
 
 def make_targets(

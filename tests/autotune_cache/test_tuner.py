@@ -154,3 +154,5 @@ def test_shapes_by_name_and_by_hand() -> None:
     for wrong in ("gpt", "1x2", "0x8x8", "8x12x8", "8x8x-8"):
         with pytest.raises(ValueError, match="expected one of few-tokens, "):
             shapes.parse(wrong)
+    with pytest.raises(ValueError, match=r"^shapes: got '9{39}, expected one of few-tokens, "):
+        shapes.parse("9" * 5000 + "x8x8")

@@ -68,6 +68,7 @@ INF, NAN = float("inf"), float("nan")
 TENSOR, OPTIONAL = "expected a tensor", "expected a tensor or None"
 NUMBER, INTEGER, STRING = "expected a number", "expected an integer", "expected a string"
 BYTES = 'expected bytes as an integer, "min", "max" or None'
+SOME_BYTES = 'expected bytes from 0 to 2**63 - 1, "min", "max" or None'
 FLOATS = "expected one of bfloat16, float16, float32, float64"
 ROWS = "expected (V, D) with V >= 1 and D >= 1"
 OF_ALL = "probabilities of all classes as the target, expected "
@@ -76,7 +77,7 @@ NESTED = "got a nested tensor, expected a plain one"
 TRAINED = "got one that requires grad, expected"
 ELSEWHERE = "got device meta, expected that of input, "
 NOT_OF_STUDENT = "got device meta, expected that of student_input, "
-LARGE_INTEGER = "got a value of type int, expected a finite number"
+LARGE_INTEGER = "got an integer of 1329 bits, expected a finite number"
 OF_WEIGHT = "got the memory of linear_weight, expected its own"
 BEYOND_FLOATS = "got an integer beyond the range of a float, expected a finite number"
 
@@ -724,17 +725,19 @@ WRONG: dict[str, list[Row]] = {
         Row([1], TypeError, f"got [1] (list), {BYTES}"),
         Row({}, TypeError, f"got {{}} (dict), {BYTES}"),
         Row(b"max", TypeError, f"got b'max' (bytes), {BYTES}"),
-        Row("huge", ValueError, """got 'huge', expected bytes, "min", "max" or None"""),
-        Row(-1, ValueError, """got -1, expected bytes from 0 to 2**63 - 1, "min", "max" or None"""),
+        Row("huge", ValueError, f"got 'huge', {SOME_BYTES}"),
+        Row("m" * 41, ValueError, f"got a value of type str, {SOME_BYTES}"),
+        Row(-1, ValueError, f"got -1, {SOME_BYTES}"),
         *(
-            Row(
-                size,
-                ValueError,
-                f"got {size}, expected bytes from 0 to 2**63 - 1",
-                but=OPERATORS,
-            )
-            for size in (2**63, 2**70)
+            Row(size, ValueError, f"got {said}, {SOME_BYTES}", but=OPERATORS)
+            for size, said in {
+                2**63: "9223372036854775808",
+                2**70: "1180591620717411303424",
+                10**400: "an integer of 1329 bits",
+                -(10**5000): "an integer of 16610 bits",
+            }.items()
         ),
+        Row([10**5000], TypeError, f"got a value of type list, {BYTES}"),
     ],
     "return_lse": BOOLS,
     "return_overlap": BOOLS,

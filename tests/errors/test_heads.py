@@ -1,7 +1,9 @@
 """Heads that a module or a call refuses, with advice."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -79,3 +81,32 @@ def test_a_replicated_weight_is_refused(tmp_path: Path) -> None:
             cutefce.linear_cross_entropy(H, w, Y)
     finally:
         torch.distributed.destroy_process_group()
+
+
+WRONG_HEADS = {
+    "a scalar": torch.tensor(1.0),
+    "one dimension": torch.randn(8),
+    "one number": torch.randn(1),
+    "three dimensions": torch.randn(2, 2, 8),
+    "no class": torch.randn(0, 8),
+    "no feature": torch.randn(10, 0),
+    "transposed": torch.randn(8, 2),
+    "nested": torch.nested.nested_tensor([torch.randn(8), torch.randn(8)]),
+    "sparse": torch.randn(10, 8).to_sparse(),
+}
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{"kept_classes": torch.tensor([[3, -1]] * 4)}, {"top_k": 3}, {"outputs": ["argmax"]}],
+    ids=lambda more: next(iter(more)),
+)
+@pytest.mark.parametrize("wrong", WRONG_HEADS.values(), ids=WRONG_HEADS)
+def test_values_of_classes_have_the_errors_of_other_calls(
+    wrong: Tensor, more: dict[str, Any]
+) -> None:
+    """Of a wrong weight, whose number of classes says nothing of the classes that are given."""
+    with pytest.raises((TypeError, ValueError), match=r"^linear_weight: ") as expected:
+        cutefce.linear_log_probs(H, wrong, Y)
+    with pytest.raises(expected.type, match=f"^{re.escape(str(expected.value))}$"):
+        cutefce.linear_log_probs(H, wrong, Y, **more)

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import cutefce
 from cutefce.cute_kernels.config import PortableTiles
-from cutefce.ops.interface.checks import MINIMUM
+from cutefce.ops.budgets import MINIMUM
 from cutefce.ops.interface.options import (
     LossCall,
     LossOptions,

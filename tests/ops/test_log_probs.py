@@ -3,14 +3,15 @@
 import functools
 import itertools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import FlopCounterMode
 
 import cutefce
 from cutefce.cute_kernels.config import PortableTiles
@@ -392,6 +393,53 @@ def test_opcheck(classes: int | None, outputs: str, device: str) -> None:
         options |= {"target_indices": x.index, "outputs": outputs}
     given = leaves[0], leaves[1], None if classes else x.index
     torch.library.opcheck(torch.ops.cutefce.log_probs.default, given, options)
+
+
+def counted(run: Callable[[Tensor], Tensor], h: Tensor) -> Tensor:
+    with FlopCounterMode(display=False):
+        return run(h)
+
+
+def checkpointed(run: Callable[[Tensor], Tensor], h: Tensor) -> Tensor:
+    contexts = functools.partial(create_selective_checkpoint_contexts, [])
+    return cast(Tensor, checkpoint(run, h, use_reentrant=False, context_fn=contexts))
+
+
+def compiled(run: Callable[[Tensor], Tensor], h: Tensor) -> Tensor:
+    torch.compiler.reset()
+    return torch.compile(run, fullgraph=True, backend="aot_eager")(h)
+
+
+@pytest.mark.parametrize("watched", [counted, checkpointed, compiled])
+def test_kept_classes_are_checked_wherever_they_have_values(
+    watched: Callable[[Callable[[Tensor], Tensor], Tensor], Tensor],
+) -> None:
+    x = random_case(4, 8, 5, dtype=torch.float32)
+    x.y[:] = torch.tensor([0, 1, 2, 3])
+
+    def of(kept: int) -> Callable[[Tensor], Tensor]:
+        classes = torch.tensor([[0, 1], [1, 2], [2, -1], [3, kept]])
+
+        def run(h: Tensor) -> Tensor:
+            return cutefce.linear_log_probs(h, x.w, x.y, kept_classes=classes).log_probs
+
+        return run
+
+    h = x.h.requires_grad_()
+    assert are_same(watched(of(4), h), of(4)(h))
+    for wrong in (5, -2):
+        message = f"kept_classes: got {wrong}, expected -1 or 0 <= class < 5"
+        with pytest.raises(IndexError, match=message):
+            watched(of(wrong), h)
+
+
+def test_opcheck_of_kept_classes(device: str) -> None:
+    y = torch.tensor([3, -100], device=device)
+    kept = torch.tensor([[4, 4, -1], [9, 2, 1]], device=device)
+    operands = y, kept, -100, 5
+    torch.library.opcheck(torch.ops.cutefce.listed_classes.default, operands)
+    want = torch.tensor([[3, -100, 4, -100], [-100, -100, -100, -100]], device=device)
+    assert torch.equal(torch.ops.cutefce.listed_classes(*operands), want)
 
 
 @pytest.mark.gpu

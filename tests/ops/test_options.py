@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
 import cutefce
 from cutefce.cute_kernels.config import PortableTiles
@@ -32,7 +31,7 @@ from tests.support.options import (
     model_logits,
     options_case,
 )
-from tests.support.reference import Case, are_same, logits_case, random_case
+from tests.support.reference import Case, are_same, logits_case
 from tests.support.tiers import pairwise, pairwise_of, rest_slow
 
 Make = Callable[..., OptionsCase]
@@ -382,25 +381,53 @@ def test_positions_of_any_integer_dtype(
     assert torch.equal(cutefce.linear_cross_entropy(h, w, y.to(dtype), weight=weight), want)
 
 
+@pytest.mark.parametrize("workspace", ["min", "max"])
 @pytest.mark.parametrize("kind", ["classes", "soft targets", "probabilities", "positions"])
-def test_a_mean_over_weights_that_add_up_to_0_is_not_finite(kind: str, device: str) -> None:
-    """Over no token it is 0."""
-    positions = (2,) if kind == "positions" else ()
-    h, w = torch.randn(4, 8, device=device), torch.randn(12, *positions, 8, device=device)
-    y: Tensor | None = torch.randint(12, (4, *positions), device=device)
-    more: dict[str, Any] = {}
-    if kind == "probabilities":
-        y = torch.rand(4, 12, device=device)
-    elif kind == "soft targets":
-        shape = 4, 3
-        y, more["target_probs"] = None, torch.rand(shape, device=device)
-        more["target_indices"] = torch.randint(12, shape, device=device)
-    signs = torch.tensor([1.0, -1.0, 1.0, -1.0], device=device)
-    for weights, is_finite in ((signs, False), (torch.zeros_like(signs), True)):
-        own = weights[:, None].expand(4, *positions) if positions else weights
-        loss = cutefce.linear_cross_entropy(h, w, y, token_weights=own, **more)
-        assert bool(loss.isfinite()) == is_finite
-        assert loss == 0 or not is_finite
+def test_a_mean_over_weights_that_add_up_to_0_is_that_of_torch(
+    kind: str, workspace: str, device: str
+) -> None:
+    """The losses' sum over 0.  Over no token it is 0."""
+    torch.manual_seed(0)
+    double: dict[str, Any] = {"dtype": torch.float64, "device": device}
+    sizes = (2,) if kind == "positions" else ()
+    h = torch.randn(4, 8, **double).requires_grad_()
+    w = torch.randn(12, *sizes, 8, **double).requires_grad_()
+    signs = torch.tensor([1.0, -1.0, 2.0, -2.0], **double)
+    y, probs = torch.arange(4, device=device), torch.rand(4, 12, **double)
+    if sizes:  # whose sums have both signs
+        signs, y = torch.stack([signs, -signs], 1), torch.stack([y, y], 1)
+    more: dict[str, Any] = {"workspace": workspace}
+    if kind in ("probabilities", "soft targets"):
+        y = probs
+    losses = F.cross_entropy(torch.einsum("nd,v...d->nv...", h, w), y, reduction="none")
+    want = (signs * losses).sum() / signs.sum()
+    if kind == "soft targets":
+        indices = torch.arange(12, device=device).expand(4, 12)
+        more |= {"target_indices": indices, "target_probs": probs}
+    target = None if kind == "soft targets" else y
+    loss = cutefce.linear_cross_entropy(h, w, target, token_weights=signs, **more)
+    assert loss == want and want.isinf()
+    assert not any(x.isfinite().any() for x in torch.autograd.grad(loss, (h, w)))
+    nothing = torch.zeros_like(signs)
+    loss = cutefce.linear_cross_entropy(h, w, target, token_weights=nothing, **more)
+    assert loss == 0 and not any(x.any() for x in torch.autograd.grad(loss, (h, w)))
+
+
+@pytest.mark.parametrize("sizes", [(), (2,)])
+def test_a_mean_over_weights_of_classes_is_that_of_torch(
+    sizes: tuple[int, ...], device: str
+) -> None:
+    """Where they add up to 0, too; it is NaN where the losses do so as well."""
+    torch.manual_seed(0)
+    double: dict[str, Any] = {"dtype": torch.float64, "device": device}
+    h, w = torch.randn(4, 8, **double), torch.randn(5, *sizes, 8, **double)
+    y = torch.arange(4, device=device)
+    y = y[:, None].expand(4, *sizes) if sizes else y
+    for weights in ([1, -1, 2, -2, 5], [0] * 5, [1, -1, 2, -3, 5]):
+        weight = torch.tensor(weights, **double)
+        want = F.cross_entropy(torch.einsum("nd,v...d->nv...", h, w), y, weight)
+        loss = cutefce.linear_cross_entropy(h, w, y, weight=weight)
+        torch.testing.assert_close(loss, want, equal_nan=True)
 
 
 @pytest.mark.parametrize("workspace", ["min", "max"])
@@ -484,16 +511,6 @@ def test_a_module_shows_its_options() -> None:
     for shown in ("softcap=30.0", "z_loss=0.1", "num_classes=50"):
         assert shown in repr(module)
     assert "logit_scale" not in repr(module)
-
-
-def test_a_mean_over_weights_that_add_up_to_0_is_not_0(device: str) -> None:
-    """Only that over no token is."""
-    case = random_case(6, 8, 20, device=device, ignored=0)
-    weights = torch.tensor([1.0, -1.0] * 3, device=device)
-    loss = cutefce.linear_cross_entropy(case.h, case.w, case.y, token_weights=weights)
-    assert not loss.isfinite()
-    ignored = torch.full_like(case.y, -100)
-    assert cutefce.linear_cross_entropy(case.h, case.w, ignored, token_weights=weights) == 0
 
 
 MOST = {name: make for name, make in LOSSES.items() if "factors" in name}

@@ -8,7 +8,7 @@ from torch import Tensor
 
 import cutefce
 from cutefce.cute_kernels.config import PortableTiles
-from cutefce.ops.interface.checks import MINIMUM
+from cutefce.ops.budgets import MINIMUM
 from cutefce.ops.interface.options import (
     LossCall,
     LossOptions,

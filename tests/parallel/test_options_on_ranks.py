@@ -92,6 +92,21 @@ def test_losses_equal_one_process(
     assert_equal_one(results, losses(x, None), sequence_parallel, len(x.leaves))
 
 
+@sharings
+def test_a_mean_over_weights_that_add_up_to_0_is_infinite(
+    sequence_parallel: bool, ranks: Ranks
+) -> None:
+    x = options_case(["token_weights"], 60, 16, 333, dtype=torch.float64, ignored=0)
+    weights = torch.tensor([1.0, -1.0, 2.0, -2.0], dtype=torch.float64).repeat(15)
+    x.options["token_weights"] = weights
+    wanted = losses(x, None)
+    for first, second, want in zip(
+        *ranks.run(2, losses, x, sequence_parallel), wanted, strict=True
+    ):
+        if want[0].ndim == 0:
+            assert want[0].isinf() and first[0] == second[0] == want[0]
+
+
 def added(
     x: OptionsCase, sequence_parallel: bool | None, grad_output: float | None = None
 ) -> list[tuple[Tensor, ...]]:

@@ -51,6 +51,33 @@ def call(*by_rank: dict[str, Any]) -> Tensor:
     return loss.detach()
 
 
+def compiled_calls() -> list[tuple[Tensor, Tensor]]:
+    """Return what each call of two ranks with the same parts returns, eager and compiled."""
+    rank, both = dist.get_rank(), group(2)
+    own, y = W.split(5)[rank], torch.stack([Y, Y], 1)
+    heads, teacher = torch.stack([own, own], 1), (H * 2, own + 1)
+    half: dict[str, Any] = {"group": both, "sequence_parallel": True}
+
+    def calls(h: Tensor, part: Tensor) -> tuple[Tensor, ...]:
+        kept = cutefce.linear_log_probs(h, own, Y, kept_classes=Y[:, None].clamp(0), group=both)
+        top = cutefce.linear_log_probs(h, own, Y, top_k=2, group=both)
+        lse = cutefce.linear_log_probs(part, own, outputs=["lse"], **half).lse
+        positions = cutefce.linear_cross_entropy(part, heads, y, **half)
+        divergence = cutefce.linear_divergence(h, own, *teacher, group=both, shards=(5, 5))
+        assert top.top_log_probs is not None and lse is not None
+        return kept.log_probs, top.top_log_probs, lse, positions, divergence
+
+    torch.compiler.reset()
+    compiled = torch.compile(calls, fullgraph=True, backend="aot_eager")
+    operands = H, H.split(4)[rank]
+    return [*zip(calls(*operands), compiled(*operands), strict=True)]
+
+
+def test_compiled_calls_know_the_ranks(ranks: Ranks) -> None:
+    for results in ranks.run(2, compiled_calls):
+        assert all(torch.equal(eager, compiled) for eager, compiled in results)
+
+
 ONES = torch.ones(10)
 OPTIONS: dict[str, tuple[Any, Any]] = {
     "linear_bias": (None, ONES[:5]),

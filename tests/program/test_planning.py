@@ -10,7 +10,7 @@ import torch
 import cutefce
 from cutefce.autotune_cache.defaults import window_configs
 from cutefce.cute_kernels.problem import Problem
-from cutefce.ops.interface.checks import MAXIMUM, MINIMUM
+from cutefce.ops.budgets import MAXIMUM, MINIMUM
 from cutefce.ops.program.fastest import FREE, WORTH
 from cutefce.ops.program.layout import Layout, most_aliased
 from cutefce.ops.program.place import peak

@@ -16,7 +16,7 @@ from torch import Tensor
 from cutefce.cute_kernels.config import PortableTiles
 from cutefce.cute_kernels.integers import round_up
 from cutefce.cute_kernels.problem import LOW_BITS
-from cutefce.ops.interface.checks import MAXIMUM
+from cutefce.ops.budgets import MAXIMUM
 from cutefce.ops.interface.options import (
     LossCall,
     LossOptions,
