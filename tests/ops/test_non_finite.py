@@ -140,8 +140,9 @@ def test_classes_of_rows_that_are_no_numbers(device: str) -> None:
     h, w = torch.randn(2, 16, device=device), torch.randn(600, 16, device=device)
     h[1] = torch.nan
     bias = torch.full((600,), -torch.inf, device=device)
-    for target, more in ((None, {}), (torch.tensor([1, 2], device=device), {"linear_bias": bias})):
-        found = cutefce.linear_log_probs(h, w, target, outputs=("argmax",), top_k=2, **more)
+    for target, more in ((None, None), (torch.tensor([1, 2], device=device), bias)):
+        given: Any = {"outputs": ("argmax",), "top_k": 2, "linear_bias": more}
+        found = cutefce.linear_log_probs(h, w, target, **given)
         assert found.argmax is not None and found.top_classes is not None
         assert {*found.argmax.tolist()} <= {*range(600)}
         assert {*found.top_classes.flatten().tolist()} <= {-100, *range(600)}

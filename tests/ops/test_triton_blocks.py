@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from cutefce.cute_kernels.integers import ceil_div
-from tests.ops.test_triton_kernels import DEVICE, DTYPE, floors, kernels, logits
+from tests.ops.test_triton_kernels import DEVICE, DTYPE, kernels, logits
+from tests.support.outputs import floors
 from tests.support.tiers import rest_slow
 
 triton_blocks = pytest.importorskip("cutefce.ops.primitives.triton_blocks")
