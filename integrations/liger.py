@@ -16,8 +16,8 @@ from cutefce.integrations.options import loss_options, workspace_options
 from cutefce.integrations.support import hooks
 from cutefce.ops.divergence.api import linear_divergence
 from cutefce.ops.interface.api import linear_cross_entropy
+from cutefce.ops.interface.arguments import check_arguments
 from cutefce.ops.interface.log_probs import linear_log_probs
-from cutefce.ops.interface.options import check_arguments
 
 TESTED = "liger-kernel 0.8.5"
 LOSS = "liger_kernel.transformers.functional:liger_fused_linear_cross_entropy"

@@ -9,7 +9,7 @@
 
 from typing import Any
 
-from cutefce.ops.interface.options import check_arguments, refuse
+from cutefce.ops.interface.arguments import check_arguments, refuse
 
 _chosen: dict[str, Any] = {}
 

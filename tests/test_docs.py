@@ -20,8 +20,8 @@ from bench.harness.records import RESULTS, newest
 from bench.report.markdown import origins
 from cutefce.__main__ import main as command
 from cutefce.ops.divergence.steps import Kind as DivergenceKind
-from cutefce.ops.interface.options import OPTIONS
-from cutefce.ops.interface.options import Kind as OptionKind
+from cutefce.ops.interface.arguments import OPTIONS
+from cutefce.ops.interface.arguments import Kind as OptionKind
 from cutefce.ops.program.steps import Kind
 from cutefce.ops.sampling.steps import SampleKind
 from cutefce.ops.schema import OperatorRecord

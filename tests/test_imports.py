@@ -30,7 +30,7 @@ OPS_LAYERS = (
     "cutefce.ops.torch_compat",
     "cutefce.ops.schema",
     "cutefce.ops.interface.checks",
-    "cutefce.ops.interface.options",
+    "cutefce.ops.interface.arguments",
     "cutefce.ops.rows",
     "cutefce.ops.primitives",
     "cutefce.ops.parallel",

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import cutefce
-from cutefce.ops.interface.options import OPTIONS
+from cutefce.ops.interface.arguments import OPTIONS
 
 SCHEMA = (
     "cutefce::loss{name}(Tensor input, Tensor linear_weight, Tensor? target=None, *, "

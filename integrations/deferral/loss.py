@@ -8,7 +8,7 @@ from torch import Tensor
 
 from cutefce.integrations.deferral.record import LogitsRecord, Step
 from cutefce.ops.interface.api import linear_cross_entropy
-from cutefce.ops.interface.options import REDUCTIONS
+from cutefce.ops.interface.arguments import REDUCTIONS
 from cutefce.ops.operators.context import is_autocasting, is_mixed
 
 

@@ -14,8 +14,8 @@ from cutefce.integrations.deferral.logits import make_outputs
 from cutefce.integrations.deferral.report import Counts, DeferralReport
 from cutefce.integrations.options import checked_options
 from cutefce.ops import torch_compat
+from cutefce.ops.interface.arguments import check_types
 from cutefce.ops.interface.checks import DTYPES
-from cutefce.ops.interface.options import check_types
 from cutefce.ops.operators.context import PLAIN_TYPES
 
 FORWARDS = nn.Linear.forward, DeferringLinear.forward

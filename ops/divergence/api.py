@@ -11,8 +11,8 @@ from cutefce.ops.divergence import operators  # noqa: F401  (registers)
 from cutefce.ops.divergence.checks import checked_call
 from cutefce.ops.divergence.options import Divergence, DivergenceTensors
 from cutefce.ops.divergence.plan import DivergencePlan, make_plan, problem_of
+from cutefce.ops.interface.arguments import Sharding
 from cutefce.ops.interface.checks import check_transform
-from cutefce.ops.interface.options import Sharding
 from cutefce.ops.interface.public_function import runs
 
 

@@ -8,9 +8,7 @@ from torch import Tensor
 
 from cutefce.ops.dtypes import sum_dtype
 from cutefce.ops.interface import checks
-from cutefce.ops.interface.checks import Operands
-from cutefce.ops.interface.heads import check_head, check_plain, check_targets
-from cutefce.ops.interface.options import (
+from cutefce.ops.interface.arguments import (
     LossOptions,
     Sharding,
     check_arguments,
@@ -19,6 +17,8 @@ from cutefce.ops.interface.options import (
     check_types,
     scalar_beside,
 )
+from cutefce.ops.interface.checks import Operands
+from cutefce.ops.interface.heads import check_head, check_plain, check_targets
 from cutefce.ops.interface.scalars import as_tensor
 from cutefce.ops.operators.context import autocast, wanted_gradients
 from cutefce.ops.parallel.dtensor import replicated

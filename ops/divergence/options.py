@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from cutefce.ops.interface.arguments import LossOptions, Sharding, TensorOptions
 from cutefce.ops.interface.checks import (
     BOOLS,
     INTEGER,
@@ -13,7 +14,6 @@ from cutefce.ops.interface.checks import (
     STRING,
     TENSOR_OR_NONE,
 )
-from cutefce.ops.interface.options import LossOptions, Sharding, TensorOptions
 from cutefce.ops.schema import OperatorRecord, argument
 
 STUDENT, TEACHER = 0, 1

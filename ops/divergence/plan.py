@@ -14,7 +14,7 @@ from cutefce.ops.divergence.lower import lower
 from cutefce.ops.divergence.options import Divergence, DivergenceTensors
 from cutefce.ops.divergence.problem import DivergenceLayout, DivergenceProblem
 from cutefce.ops.dtypes import dtype_name
-from cutefce.ops.interface.options import Sharding
+from cutefce.ops.interface.arguments import Sharding
 from cutefce.ops.primitives.dispatch import planned_device
 from cutefce.ops.primitives.portable_projection import is_dense
 from cutefce.ops.program.fastest import Costed, fastest_within

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from cutefce.ops.interface import call, checks
-from cutefce.ops.interface.options import check_arguments
+from cutefce.ops.interface.arguments import check_arguments
 from cutefce.ops.interface.positions import loss_of_positions
 from cutefce.ops.interface.public_function import runs
 from cutefce.ops.interface.scalars import with_tensors

@@ -10,7 +10,7 @@ from torch import Tensor
 from cutefce.cute_kernels.workspace import NUM_STATS, Stat
 from cutefce.ops import torch_compat
 from cutefce.ops.interface import checks, heads
-from cutefce.ops.interface.options import (
+from cutefce.ops.interface.arguments import (
     OPTIONS,
     LossCall,
     LossOptions,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cutefce.ops.interface import checks
-from cutefce.ops.interface.options import LossOptions
+from cutefce.ops.interface.arguments import LossOptions
 from cutefce.ops.interface.soft_targets import MAX_CLASSES
 from cutefce.ops.operators.operators import define
 from cutefce.ops.parallel.dtensor import replicated

@@ -8,14 +8,14 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from cutefce.ops.interface import checks, heads
-from cutefce.ops.interface.kept_classes import kept_indices, kept_values
-from cutefce.ops.interface.options import (
+from cutefce.ops.interface.arguments import (
     OF_TARGET,
     OUTPUTS,
     Sharding,
     check_arguments,
     check_outputs,
 )
+from cutefce.ops.interface.kept_classes import kept_indices, kept_values
 from cutefce.ops.interface.public_function import runs
 from cutefce.ops.interface.scalars import with_tensors
 from cutefce.ops.interface.soft_targets import one_class

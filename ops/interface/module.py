@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from cutefce.ops.interface import checks
 from cutefce.ops.interface.api import linear_cross_entropy, refuse_chunking
-from cutefce.ops.interface.options import LossOptions, check_arguments, check_types, refuse
+from cutefce.ops.interface.arguments import LossOptions, check_arguments, check_types, refuse
 from cutefce.ops.parallel.consistency import report_errors
 
 ATTRIBUTES = *LossOptions.names(public=True), "workspace"

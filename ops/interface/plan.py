@@ -8,9 +8,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from cutefce.ops.interface import checks
+from cutefce.ops.interface.arguments import Sharding, check_arguments, check_types
 from cutefce.ops.interface.call import checked_call
 from cutefce.ops.interface.heads import check_head, token_shape
-from cutefce.ops.interface.options import Sharding, check_arguments, check_types
 from cutefce.ops.interface.probabilities import is_probabilities
 from cutefce.ops.interface.public_function import runs
 from cutefce.ops.interface.scalars import with_tensors

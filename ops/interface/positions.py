@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cutefce.ops.dtypes import sum_dtype
 from cutefce.ops.interface import checks
-from cutefce.ops.interface.options import Sharding, check_tensors
+from cutefce.ops.interface.arguments import Sharding, check_tensors
 from cutefce.ops.interface.probabilities import is_probabilities
 from cutefce.ops.interface.soft_targets import one_class
 from cutefce.ops.rows.targets import inverse_of_sum

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from cutefce.ops.interface import checks, heads
-from cutefce.ops.interface.options import LossOptions, StepOptions, TensorOptions
+from cutefce.ops.interface.arguments import LossOptions, StepOptions, TensorOptions
 from cutefce.ops.interface.soft_targets import check_soft_targets
 from cutefce.ops.operators import probabilities  # noqa: F401  (registers)
 from cutefce.ops.operators.context import autocast, wanted_gradients

@@ -8,8 +8,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar, cast
 
+from cutefce.ops.interface.arguments import ARGUMENTS, LOSS_OPTIONS, refuse
 from cutefce.ops.interface.checks import check_type
-from cutefce.ops.interface.options import ARGUMENTS, LOSS_OPTIONS, refuse
 from cutefce.ops.parallel.consistency import report_errors
 
 P = ParamSpec("P")

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from cutefce.ops.dtypes import sum_dtype
-from cutefce.ops.interface.options import ARGUMENTS
+from cutefce.ops.interface.arguments import ARGUMENTS
 
 SMALLEST = 2.0**-149
 """The smallest float32 above 0."""

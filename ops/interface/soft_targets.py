@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor
 
 from cutefce.ops.interface import checks, heads
-from cutefce.ops.interface.options import OF_TARGET, LossOptions, TensorOptions
+from cutefce.ops.interface.arguments import OF_TARGET, LossOptions, TensorOptions
 
 MAX_CLASSES = 256
 """The most classes of a token."""

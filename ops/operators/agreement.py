@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from cutefce.cute_kernels.workspace import Stat
-from cutefce.ops.interface.options import LossCall, TensorOptions
+from cutefce.ops.interface.arguments import LossCall, TensorOptions
 
 UPSTREAM_TOLERANCE = 2.0**-7
 """How far, relative to it, a known upstream gradient may be from the backward's: one that passes

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cutefce.cute_kernels.workspace import NUM_STATS
 from cutefce.ops import torch_compat
-from cutefce.ops.interface.options import (
+from cutefce.ops.interface.arguments import (
     LossOptions,
     Sharding,
     StepOptions,

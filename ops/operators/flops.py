@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from cutefce.ops.interface.options import StepOptions
+from cutefce.ops.interface.arguments import StepOptions
 from cutefce.ops.operators.operators import STEP
 from cutefce.ops.operators.probabilities import RECORDS
 from cutefce.ops.schema import unpack

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from cutefce.cute_kernels.workspace import NUM_STATS
 from cutefce.ops.dtypes import sum_dtype
-from cutefce.ops.interface.options import OPTIONS, StepOptions
+from cutefce.ops.interface.arguments import OPTIONS, StepOptions
 from cutefce.ops.rows.outputs import stat_rows
 from cutefce.ops.rows.targets import OUTPUTS
 from cutefce.ops.schema import unpack

@@ -6,7 +6,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from cutefce.ops.dtypes import sum_dtype
-from cutefce.ops.interface.options import LossCall, TensorOptions
+from cutefce.ops.interface.arguments import LossCall, TensorOptions
 from cutefce.ops.operators.plans import plan_for
 from cutefce.ops.operators.saved import Saved
 from cutefce.ops.parallel.class_row import set_class_row

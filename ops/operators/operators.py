@@ -23,7 +23,7 @@ from torch import Tensor
 from cutefce.cute_kernels.jit import build
 from cutefce.cute_kernels.jit import cache as jit_cache
 from cutefce.cute_kernels.spec.kernel import KernelSpec
-from cutefce.ops.interface.options import (
+from cutefce.ops.interface.arguments import (
     OPTIONS,
     LossCall,
     Sharding,

@@ -14,7 +14,7 @@ from cutefce.cute_kernels.problem import MIN_SELECTED, Problem, can_keep
 from cutefce.cute_kernels.process_cache import MAX_ENTRIES, on_reset, process_cache
 from cutefce.ops import torch_compat
 from cutefce.ops.dtypes import sum_dtype
-from cutefce.ops.interface.options import LossCall
+from cutefce.ops.interface.arguments import LossCall
 from cutefce.ops.primitives.dispatch import (
     options_unsupported_reason,
     problem_of,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from cutefce.ops.dtypes import sum_dtype
-from cutefce.ops.interface.options import LossOptions, StepOptions, TensorOptions
+from cutefce.ops.interface.arguments import LossOptions, StepOptions, TensorOptions
 from cutefce.ops.operators.autograd import differentiate
 from cutefce.ops.operators.context import isolated_context
 from cutefce.ops.operators.meta import empty_gradients

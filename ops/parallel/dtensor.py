@@ -8,7 +8,7 @@ from torch.distributed import ProcessGroup
 
 from cutefce.cute_kernels.integers import ceil_div
 from cutefce.ops import torch_compat
-from cutefce.ops.interface.options import TensorOptions
+from cutefce.ops.interface.arguments import TensorOptions
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

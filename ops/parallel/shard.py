@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cutefce.ops import torch_compat
-from cutefce.ops.interface.options import Sharding
+from cutefce.ops.interface.arguments import Sharding
 from cutefce.ops.parallel.consistency import exchange
 from cutefce.ops.primitives.dispatch import backend_of
 from cutefce.ops.rows.outputs import PartialOutputs

@@ -24,7 +24,7 @@ from cutefce.cute_kernels.sampling_set import MAX_SAMPLE_SLOTS
 from cutefce.cute_kernels.spec import rowwise as spec
 from cutefce.cute_kernels.variant import PLAIN, KernelVariant
 from cutefce.ops.dtypes import dtype_name
-from cutefce.ops.interface.options import LossOptions, TensorOptions
+from cutefce.ops.interface.arguments import LossOptions, TensorOptions
 from cutefce.ops.primitives.cute_gradients import CublasGradients, CuteGradients
 from cutefce.ops.primitives.cute_projection import CuteProjection, Semaphores
 from cutefce.ops.primitives.portable_gradients import PortableGradients

@@ -28,7 +28,7 @@ from torch import Tensor
 from cutefce.cute_kernels.config import PortableTiles
 from cutefce.cute_kernels.integers import ceil_div
 from cutefce.ops.dtypes import sum_dtype
-from cutefce.ops.interface.options import LossOptions
+from cutefce.ops.interface.arguments import LossOptions
 from cutefce.ops.primitives.elementwise import (
     can_fuse,
     exponentials,

@@ -5,9 +5,9 @@ from collections.abc import Iterator, Sequence
 from cutefce.cute_kernels.integers import round_up
 from cutefce.cute_kernels.workspace import NUM_STATS, low_bytes
 from cutefce.ops.program.builder import ProgramBuilder
-from cutefce.ops.program.cost_model import scratch
 from cutefce.ops.program.layout import Layout, Window, alike, chunks_of, scales_exps, windows_of
 from cutefce.ops.program.place import place, token_bytes
+from cutefce.ops.program.predicted_memory import scratch
 from cutefce.ops.program.problem import LossProblem
 from cutefce.ops.program.step_memory import partial_sums, targets_bytes
 from cutefce.ops.program.steps import Home, Kind, Program, Range, Step

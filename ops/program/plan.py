@@ -9,14 +9,14 @@ import torch
 from cutefce.cute_kernels.integers import ceil_div, round_up
 from cutefce.cute_kernels.problem import LOW_BITS
 from cutefce.ops.program import predicted_time
-from cutefce.ops.program.cost_model import workspace
 from cutefce.ops.program.fastest import Costed, fastest_within
 from cutefce.ops.program.layout import Layout, most_again, most_aliased, windows_of
 from cutefce.ops.program.lower import Lowering
 from cutefce.ops.program.place import peak, saved_bytes
+from cutefce.ops.program.predicted_memory import workspace
 from cutefce.ops.program.problem import LossProblem
 from cutefce.ops.program.steps import Program
-from cutefce.ops.sampling import cost_model as sampling
+from cutefce.ops.sampling import cost as sampling
 from cutefce.ops.sampling.lower import SampledLowering
 
 LEAST_CHUNK, LEAST_SEARCHED = 512, 2048

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cutefce.ops.interface.options import LossOptions, TensorOptions
+from cutefce.ops.interface.arguments import LossOptions, TensorOptions
 
 
 @dataclass(frozen=True)

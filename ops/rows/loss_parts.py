@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cutefce.ops.interface.options import LossOptions, TensorOptions
+from cutefce.ops.interface.arguments import LossOptions, TensorOptions
 from cutefce.ops.rows.loss_terms import GivenTargets, LossTerms
 from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.soft_targets.leads import LARGEST, is_outside, is_wrong

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cutefce.ops.interface.options import LossOptions, TensorOptions
+from cutefce.ops.interface.arguments import LossOptions, TensorOptions
 
 if TYPE_CHECKING:
     from cutefce.ops.rows.statistics import RowStats

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from cutefce.cute_kernels.workspace import NUM_STATS
-from cutefce.ops.interface.options import OF_ALL, OUTPUTS
+from cutefce.ops.interface.arguments import OF_ALL, OUTPUTS
 
 
 class PartialOutputs(NamedTuple):

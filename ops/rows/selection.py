@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cutefce.cute_kernels.integers import ceil_div, round_up
-from cutefce.ops.interface.options import TensorOptions
+from cutefce.ops.interface.arguments import TensorOptions
 
 ROW_BLOCK = 128
 """Rows of which those of products are a multiple."""

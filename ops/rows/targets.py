@@ -17,7 +17,7 @@ from cutefce.cute_kernels.variant import (
     RowReductions,
 )
 from cutefce.ops.dtypes import sum_dtype
-from cutefce.ops.interface.options import LossOptions, TensorOptions
+from cutefce.ops.interface.arguments import LossOptions, TensorOptions
 from cutefce.ops.rows.logit_map import LogitMap
 from cutefce.ops.rows.loss_parts import LossParts, parts_of, without_weightless
 from cutefce.ops.rows.loss_terms import GivenTargets, LossTerms

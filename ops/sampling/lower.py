@@ -7,7 +7,7 @@ from cutefce.ops.program.layout import Window
 from cutefce.ops.program.lower import Lowering
 from cutefce.ops.program.step_memory import partial_sums
 from cutefce.ops.program.steps import Range, Step
-from cutefce.ops.sampling.cost_model import scratch
+from cutefce.ops.sampling.cost import scratch
 from cutefce.ops.sampling.sample_sizes import estimate_count, slots
 from cutefce.ops.sampling.steps import SampleKind
 

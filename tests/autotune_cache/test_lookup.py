@@ -22,7 +22,7 @@ from cutefce.cute_kernels.problem import Problem
 from cutefce.cute_kernels.spec.gemm import ProjectExpSpec
 from cutefce.cute_kernels.spec.kernel import KernelSpec
 from cutefce.cute_kernels.variant import PLAIN
-from cutefce.ops.interface.options import LossOptions
+from cutefce.ops.interface.arguments import LossOptions
 from cutefce.ops.primitives import cute_projection, dispatch
 from cutefce.ops.primitives.portable_projection import Logits
 from cutefce.ops.rows.targets import Targets

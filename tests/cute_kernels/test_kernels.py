@@ -28,7 +28,7 @@ from cutefce.cute_kernels.variant import (
 )
 from cutefce.cute_kernels.workspace import NUM_STATS, Semaphore, Stat, forward_semaphore_count
 from cutefce.ops.dtypes import dtype_name
-from cutefce.ops.interface.options import LossOptions
+from cutefce.ops.interface.arguments import LossOptions
 from cutefce.ops.primitives import dispatch
 from cutefce.ops.primitives.cute_projection import CuteProjection
 from cutefce.ops.primitives.dispatch import kernel_primitives

@@ -35,7 +35,7 @@ from cutefce.cute_kernels.workspace import (
     Semaphore,
     Stat,
 )
-from cutefce.ops.interface.options import LossOptions, TensorOptions
+from cutefce.ops.interface.arguments import LossOptions, TensorOptions
 from cutefce.ops.primitives.portable_gradients import PortableGradients
 from cutefce.ops.primitives.select_rows import as_bits
 from cutefce.ops.rows.coefficients import RankOne, RowCoefficients

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import cutefce
 from cutefce.cute_kernels.config import PortableTiles
 from cutefce.ops.budgets import MINIMUM
-from cutefce.ops.interface.options import (
+from cutefce.ops.interface.arguments import (
     LossCall,
     LossOptions,
     Sharding,

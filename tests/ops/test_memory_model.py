@@ -12,14 +12,14 @@ import torch
 
 import cutefce
 from bench.harness.timing import peak_bytes
-from cutefce.ops.interface.checks import workspace_bytes
-from cutefce.ops.interface.options import (
+from cutefce.ops.interface.arguments import (
     LossCall,
     LossOptions,
     Sharding,
     StepOptions,
     TensorOptions,
 )
+from cutefce.ops.interface.checks import workspace_bytes
 from cutefce.ops.operators.plans import plan_for
 from cutefce.ops.program.problem import LossProblem
 from cutefce.ops.rows.targets import OUTPUTS

@@ -12,7 +12,7 @@ from cutefce.ops.divergence.plan import make_plan
 from cutefce.ops.divergence.problem import DivergenceProblem
 from cutefce.ops.dtypes import dtype_name
 from cutefce.ops.interface import checks
-from cutefce.ops.interface.options import DIVERGENCES
+from cutefce.ops.interface.arguments import DIVERGENCES
 from cutefce.ops.program.plan import plan as make_loss_plan
 from cutefce.ops.program.problem import LossProblem
 

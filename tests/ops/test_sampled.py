@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import cutefce
 from cutefce.cute_kernels.config import PortableTiles
 from cutefce.ops.interface import call
-from cutefce.ops.interface.options import LossOptions, Sharding, StepOptions, TensorOptions
+from cutefce.ops.interface.arguments import LossOptions, Sharding, StepOptions, TensorOptions
 from cutefce.ops.operators import saved
 from cutefce.ops.operators.seed import draw_seed
 from cutefce.ops.primitives import dispatch

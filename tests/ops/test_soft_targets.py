@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import cutefce
 from cutefce.cute_kernels.config import PortableTiles
-from cutefce.ops.interface.options import TensorOptions
+from cutefce.ops.interface.arguments import TensorOptions
 from cutefce.ops.primitives import dispatch
 from tests.support.backends import Backend, on_backends
 from tests.support.layouts import WINDOWS, can_store, pinned, windows_in_chunks

@@ -9,7 +9,7 @@ from torch import Tensor
 import cutefce
 from cutefce.cute_kernels.config import PortableTiles
 from cutefce.ops.budgets import MINIMUM
-from cutefce.ops.interface.options import (
+from cutefce.ops.interface.arguments import (
     LossCall,
     LossOptions,
     Sharding,

@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 
 import cutefce
-from cutefce.ops.interface.options import StepOptions
+from cutefce.ops.interface.arguments import StepOptions
 from cutefce.ops.primitives import portable_gradients, portable_projection
 from tests.support.modes import Seen
 from tests.support.reference import random_case

@@ -59,7 +59,7 @@ from cutefce.cute_kernels.workspace import (
 )
 from cutefce.ops.divergence import logits, row_kernel
 from cutefce.ops.dtypes import dtype_name
-from cutefce.ops.interface.options import LossCall
+from cutefce.ops.interface.arguments import LossCall
 from cutefce.ops.operators import operands, operators, plans
 from cutefce.ops.primitives import (
     cute_gradients,

@@ -17,7 +17,7 @@ from cutefce.cute_kernels.config import PortableTiles
 from cutefce.cute_kernels.integers import round_up
 from cutefce.cute_kernels.problem import LOW_BITS
 from cutefce.ops.budgets import MAXIMUM
-from cutefce.ops.interface.options import (
+from cutefce.ops.interface.arguments import (
     LossCall,
     LossOptions,
     Sharding,

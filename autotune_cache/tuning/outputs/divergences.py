@@ -17,7 +17,7 @@ from cutefce.ops.divergence.logits import launch
 from cutefce.ops.divergence.options import Divergence
 from cutefce.ops.divergence.row_kernel import RowKernel
 from cutefce.ops.divergence.steps import STATS
-from cutefce.ops.interface.options import DIVERGENCES
+from cutefce.ops.interface.arguments import DIVERGENCES
 from cutefce.ops.primitives.cute_projection import CuteProjection
 from cutefce.ops.primitives.primitives import Primitives
 

@@ -8,7 +8,7 @@ import torch
 from cutefce.autotune_cache.tuning.cases import Case, CheckedOutput
 from cutefce.cute_kernels.integers import round_up
 from cutefce.ops.dtypes import sum_dtype
-from cutefce.ops.interface.options import LossOptions, TensorOptions
+from cutefce.ops.interface.arguments import LossOptions, TensorOptions
 from cutefce.ops.primitives.primitives import Primitives
 from cutefce.ops.rows.kept_sums import Sums
 from cutefce.ops.rows.targets import make_targets

@@ -4,7 +4,7 @@ How many entries there are depends on the softmax.  Predicted are those of a fla
 the most: `samples` of each token.
 """
 
-from cutefce.ops.program import cost_model, predicted_time
+from cutefce.ops.program import predicted_memory, predicted_time
 from cutefce.ops.program.layout import Layout
 from cutefce.ops.program.predicted_time import device_of
 from cutefce.ops.program.problem import LossProblem
@@ -44,4 +44,4 @@ def scratch(p: LossProblem, x: Layout, step: Step) -> int:
         case SampleKind.SAMPLE_AGAIN:
             sums = partial_sums(p, p.tokens, p.vocab)
             return p.tokens * (SAMPLED_AGAIN + sums * p.accumulator_bytes)
-    return cost_model.scratch(p, x, step)
+    return predicted_memory.scratch(p, x, step)
