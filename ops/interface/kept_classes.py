@@ -106,15 +106,16 @@ def kept_values(log_p: Tensor, lse: Tensor, indices: Tensor) -> dict[str, Tensor
     log_p = log_p - total[..., None]
     p, own, others = log_p.exp(), log_p[..., 0], log_p[..., 1:]
     largest = others.amax(-1)
-    lowest = indices[..., 1:].masked_fill(others < largest[..., None], torch.iinfo(torch.long).max)
-    is_top1 = own >= largest
+    is_top1, beyond = own >= largest, torch.iinfo(torch.long).max
+    is_left_out = (others < largest[..., None]) | ~counts[..., 1:]
+    lowest = indices[..., 1:].masked_fill(is_left_out, beyond).amin(-1)
     found = {
         "log_probs": own,
         "lse": lse + total,
         "entropy": -(p * log_p.masked_fill(p == 0, 0)).sum(-1),
         "sum_p_squared": p.square().sum(-1).detach(),
         "is_top1": is_top1,
-        "argmax": torch.where(is_top1, indices[..., 0], lowest.amin(-1)),
+        "argmax": torch.where(is_top1 | (lowest == beyond), indices[..., 0], lowest),
         "rank": (others > own[..., None]).sum(-1),
     }
     return {name: torch.where(active, x, torch.zeros_like(x)) for name, x in found.items()}

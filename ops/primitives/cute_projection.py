@@ -157,7 +157,7 @@ class CuteProjection(CuteSoftTargetSteps, PortableProjection):
         more = [partial.reductions for partial in partials if partial.reductions is not None]
         return PartialLse(sums, partials[0].semaphores, torch.cat(more, 2) if more else None)
 
-    def partial_outputs(self, partial: PartialLse, target_logit: Tensor) -> PartialOutputs:
+    def partial_outputs(self, partial: PartialLse) -> PartialOutputs:
         assert partial.reductions is not None
         planes, given = iter(partial.reductions), self.kernels.row_sums.reductions
         largest = next(planes) if given.of_all else None
@@ -168,7 +168,6 @@ class CuteProjection(CuteSoftTargetSteps, PortableProjection):
         if not given.of_others:
             return of_all
         other, column, above = planes
-        other = other - target_logit[:, None]
         return of_all._replace(other=other, column=column, above=above)
 
     def gather_partials(

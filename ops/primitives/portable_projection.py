@@ -171,14 +171,13 @@ class PortableProjection(SoftTargetSteps):
         )
         return PartialSums(*every)
 
-    def partial_outputs(self, partial: Partials, target_logit: Tensor) -> PartialOutputs:
+    def partial_outputs(self, partial: Partials) -> PartialOutputs:
         """Return the reductions that were computed beside the row sums, of all partials."""
         found = PartialOutputs() if partial.of_all is None else PartialOutputs(*partial.of_all)
         if partial.of_others is None:
             return found
         column, above = partial.of_others
-        other = partial.largest - target_logit[:, None]
-        return found._replace(other=other, column=column, above=above)
+        return found._replace(other=partial.largest, column=column, above=above)
 
     def top_logits(
         self, h: Tensor, w: Tensor, partial: Partials, target_logit: Tensor, targets: Targets

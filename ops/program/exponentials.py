@@ -115,10 +115,10 @@ def reduce(call: Call, s: Step) -> None:
         stats.sum_exp_others.masked_fill_(targets.active & ~targets.owned, 0)
     if outputs and stat_rows(outputs):
         if targets.options.reduces_rows:
-            part = projection.partial_outputs(partial, logit)
+            part = projection.partial_outputs(partial)
             part = part if x.ranks is None else x.ranks.partial_outputs(part)
         classes = targets.index + targets.first
-        more = reduce_outputs(part, classes, targets.class_logits, outputs)
+        more = reduce_outputs(part, logit, classes, targets.class_logits, outputs)
     top = None
     if targets.options.top_k:
         values, numbers = projection.top_logits(x.h, x.w, partial, logit, targets)

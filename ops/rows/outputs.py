@@ -42,7 +42,7 @@ class PartialOutputs(NamedTuple):
     squares: Tensor | None = None
     """Σ exp(2 (u - largest))"""
     other: Tensor | None = None
-    """The largest u - u_y of the classes but the target; -inf of an empty part."""
+    """The largest u of the classes but the target; -inf of an empty part."""
     column: Tensor | None = None
     """Its class, as a number of the dtype of sums; the lowest of equal ones."""
     above: Tensor | None = None
@@ -104,6 +104,7 @@ def stat_rows(outputs: Sequence[str]) -> dict[str, int]:
 
 def reduce_outputs(
     partial: PartialOutputs | None,
+    logit: Tensor,
     target: Tensor,
     class_mean: Tensor | None,
     outputs: Sequence[str],
@@ -112,6 +113,7 @@ def reduce_outputs(
 
     Args:
         partial: reductions of the parts of all ranks; None if no output needs them.
+        logit: (N,) u_y, +inf for ignored tokens.
         target: (N,) classes in [0, V), of all ranks' classes.
         class_mean: (N,) Σ_v u / V; needed for "mean_logit" alone.
         outputs: names of outputs, at least one of them.
@@ -124,7 +126,7 @@ def reduce_outputs(
         rows |= every.sums()
         if every.other is not None and every.column is not None and every.above is not None:
             rows["rank"] = every.above[:, 0]
-            is_top1 = every.other[:, 0] <= 0
+            is_top1 = every.other[:, 0] <= logit
             rows["is_top1"] = is_top1.to(every.other.dtype)
             rows["argmax"] = torch.where(is_top1, target.to(every.other.dtype), every.column[:, 0])
     return torch.stack([rows[name] for name in stat_rows(outputs)])

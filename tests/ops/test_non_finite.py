@@ -146,6 +146,30 @@ def test_classes_of_rows_that_are_no_numbers(device: str) -> None:
         assert found.argmax is not None and found.top_classes is not None
         assert {*found.argmax.tolist()} <= {*range(600)}
         assert {*found.top_classes.flatten().tolist()} <= {-100, *range(600)}
+    kept = torch.tensor([[5, 6], [5, -1]], device=device)
+    y = torch.tensor([1, 2], device=device)
+    for number in (None, bias):
+        given = {"kept_classes": kept, "outputs": ("argmax",), "linear_bias": number}
+        argmax = cutefce.linear_log_probs(h, w, y, **given).argmax
+        assert argmax is not None and {*argmax.tolist()} <= {1, 2, 5, 6}
+
+
+@pytest.mark.parametrize("number", [-torch.inf, -1e30, -1e9])
+@pytest.mark.parametrize("has_target", [True, False])
+def test_argmax_where_the_target_is_far_below(
+    has_target: bool, number: float, small_tiles: PortableTiles, device: str
+) -> None:
+    """Each block of classes has its own largest logit; without a target class 0 stands for it."""
+    torch.manual_seed(0)
+    h, w = torch.randn(150, 16, device=device), torch.randn(3000, 16, device=device)
+    bias = torch.zeros(3000, device=device)
+    bias[0] = number
+    y = torch.zeros(150, dtype=torch.int64, device=device) if has_target else None
+    given: Any = {"linear_bias": bias, "outputs": ("argmax",), "top_k": 1}
+    found = cutefce.linear_log_probs(h, w, y, **given)
+    assert found.argmax is not None and found.top_classes is not None
+    assert torch.equal(found.argmax, found.top_classes[:, 0])
+    assert torch.equal(found.argmax, (h @ w.t() + bias).argmax(1))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
