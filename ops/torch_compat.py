@@ -137,6 +137,14 @@ def resolve_process_group(name: str) -> dist.ProcessGroup:
         ) from error
 
 
+def constant_in_graphs(function: Function) -> Function:
+    """Have torch.compile call `function` while it traces, with constants, for a constant."""
+    # as torch.compiler.assume_constant_result does, which imports all of the compiler
+    vars(function)["_dynamo_marked_constant"] = True
+    return function
+
+
+@constant_in_graphs
 def place_in_group(name: str) -> tuple[int, int]:
     """Return the number of this rank in the process group called `name`, and how many there are.
 
@@ -147,10 +155,6 @@ def place_in_group(name: str) -> tuple[int, int]:
     """
     group = resolve_process_group(name)
     return group.rank(), group.size()
-
-
-# what torch.compiler.assume_constant_result does, which imports the compiler
-cast(Any, place_in_group)._dynamo_marked_constant = True
 
 
 def is_fake_group(group: dist.ProcessGroup) -> bool:
@@ -368,13 +372,6 @@ def _compiled(function: Callable[..., None], layout: tuple[Any, ...]) -> Callabl
     # an autotuned kernel could sum in another order in the next process
     made = torch.compile(own, dynamic=True, options={"triton.autotune_pointwise": False})
     return _compiled_functions.setdefault((function, layout), made)
-
-
-def constant_in_graphs(function: Function) -> Function:
-    """Have torch.compile call `function` while it traces, with constants, for a constant."""
-    # as torch.compiler.assume_constant_result does, which imports all of the compiler
-    vars(function)["_dynamo_marked_constant"] = True
-    return function
 
 
 @constant_in_graphs

@@ -298,7 +298,8 @@ class Sharding(OperatorRecord):
         """Return the classes of all ranks' weights, w (V, ...) being here, or a DTensor of all."""
         if torch_compat.is_dtensor(w):
             return w.shape[0]
-        return sum(self.shards) if self.shards else w.shape[0] * self.ranks()
+        ranks = self.ranks()  # shards without a group are an error
+        return sum(self.shards) if self.shards else w.shape[0] * ranks
 
     def check(self, w: Tensor) -> None:
         """Raise ValueError unless `shards` are the rows of all ranks' weights, w being here."""

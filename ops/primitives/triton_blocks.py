@@ -23,7 +23,8 @@ from cutefce.ops.primitives.triton_kernels import (
 )
 
 ROWS = 128
-"""Tokens of a tile: a warp has all classes of its rows, and finds the largest alone."""
+"""Tokens of a tile: on Hopper each warp has all classes of 16 of them, and finds the largest alone.
+"""
 
 
 @triton.jit
@@ -98,10 +99,10 @@ def _top_of_blocks(
             y = tl.load(target + rows, mask=exists, other=-1) - first
             is_out = (z < lowest[:, None]) & (own[None, :] != y[:, None])
             z = tl.where(is_out, float("-inf"), z)
-        for i in tl.range(K):
+        for place in tl.range(K):
             most, at = tl.max(z, 1, return_indices=True)
-            tl.store(values + pair * K + i, most, mask=exists)
-            tl.store(found + pair * K + i, first + at, mask=exists)
+            tl.store(values + pair * K + place, most, mask=exists)
+            tl.store(found + pair * K + place, first + at, mask=exists)
             z = tl.where(own[None, :] == at[:, None], float("-inf"), z)
 
 

@@ -101,10 +101,13 @@ def scratch(p: LossProblem, x: Layout, step: Step) -> int:
 def _searched(p: LossProblem, rows: int, largest: int) -> int:
     """Bytes of a search for the largest classes, among blocks whose largest logits take so many."""
     sums, chosen = p.accumulator_bytes, min(p.top_k, ceil_div(p.vocab, p.block))
-    row = found_bytes(chosen, min(p.top_k, p.block), sums)
+    of_block = found_bytes(1, min(p.top_k, p.block), sums)
+    row = chosen * of_block
     at_once = min(rows, max(FOUND_BYTES // row, 1))
-    # in plain torch all tokens may choose one block, and beside its logits is what they are not
-    computed = at_once * (row + p.block * (sums + 1))
+    beside = 32 * chosen  # pairs of tokens and blocks, which Triton's launch sorts
+    if not p.triton:  # all tokens may choose one block: their numbers, hidden states and logits
+        beside = 16 + p.hidden * p.item_bytes + p.block * (sums + 1) + 2 * of_block
+    computed = at_once * (row + beside) + upcast_bytes(p, at_once, p.hidden, p.block)
     return largest + computed + rows * p.top_k * (sums + 8)
 
 

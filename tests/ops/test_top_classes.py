@@ -17,6 +17,7 @@ from cutefce.ops.interface.arguments import (
     TensorOptions,
 )
 from cutefce.ops.operators.plans import plan_for
+from cutefce.ops.rows import top_classes
 from tests.ops.test_log_probs import DTYPES, OR_NONE, TRANSFORMS
 from tests.ops.test_memory_model import peak_of
 from tests.support.options import model_logits
@@ -130,16 +131,40 @@ def test_compiled_equals_eager(device: str) -> None:
         assert all(torch.equal(a, b) for a, b in zip(compiled(h, k), top(h, k), strict=True))
 
 
+@pytest.mark.parametrize("at_once", [1, 7, 64])
+def test_parts_of_the_tokens(
+    at_once: int, small_tiles: PortableTiles, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is found of blocks is too much for all tokens at a time."""
+    h, w = torch.randn(64, 16, device=device), torch.randn(900, 16, device=device)
+    y = torch.randint(900, (64,), device=device)
+    floors = (h @ w.t()).topk(20).values[:, -1]
+    want = cutefce.linear_log_probs(h, w, y, top_k=8, logit_floor=floors)
+    monkeypatch.setattr(top_classes, "FOUND_BYTES", at_once * top_classes.found_bytes(8, 8, 4))
+    got = cutefce.linear_log_probs(h, w, y, top_k=8, logit_floor=floors)
+    torch.testing.assert_close(got.top_log_probs, want.top_log_probs)
+    assert got.top_classes is not None and want.top_classes is not None
+    assert torch.equal(got.top_classes, want.top_classes)
+
+
+@pytest.mark.parametrize(
+    "hidden, dtype", [(64, torch.float32), (1024, torch.float32), (512, torch.bfloat16)]
+)
 @pytest.mark.parametrize("floor", [False, True])
-def test_memory_on_a_cpu_is_predicted(floor: bool) -> None:
-    h, w, y = torch.randn(1024, 64), torch.randn(20000, 64), torch.randint(20000, (1024,))
+def test_memory_on_a_cpu_is_predicted(floor: bool, hidden: int, dtype: torch.dtype) -> None:
+    """A bias has all tokens choose the first block, whose rows are then at their most."""
+    h, w = torch.randn(1024, hidden).to(dtype), torch.randn(20000, hidden).to(dtype)
+    y, bias = torch.randint(20000, (1024,)), torch.zeros(20000)
+    bias[:100] = 1e3
     floors = torch.zeros(1024) if floor else None
     asked = LossOptions(reduction="outputs", outputs="lse", top_k=8)
-    step = StepOptions(MINIMUM, False, False, False)
-    plan = plan_for(LossCall(h, w, y, step, asked, TensorOptions(logit_floor=floors), Sharding()))
+    step, tensors = StepOptions(MINIMUM, False, False, False), {"logit_floor": floors}
+    given = TensorOptions(linear_bias=bias, **tensors)
+    plan = plan_for(LossCall(h, w, y, step, asked, given, Sharding()))
+    more: Any = {"linear_bias": bias, "workspace": "min", **tensors}
 
     def call() -> None:
         with torch.no_grad():
-            cutefce.linear_log_probs(h, w, y, top_k=8, logit_floor=floors, workspace="min")
+            cutefce.linear_log_probs(h, w, y, top_k=8, **more)
 
     assert 0.7 * plan.workspace_bytes < peak_of(call, "cpu") <= 1.02 * plan.workspace_bytes
