@@ -52,7 +52,11 @@ def command(output: Output, /) -> None:
 
 
 def run(device: str) -> list[Row]:
-    """Train a step of each head in processes, of which the first one has no kernels."""
+    """Train a step of each head in processes, whose kernels are none, the first's, and a wheel's.
+
+    Raises:
+        RuntimeError: if kernels were compiled beside those of the wheel.
+    """
     rows = []
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as empty:
         for process, cache_dir, more in (
@@ -69,6 +73,8 @@ def run(device: str) -> list[Row]:
             )
             heads = zip(SHAPES, HEADS, json.loads(done.stdout), strict=True)
             for shape, head, (seconds, kernels) in heads:
+                if more and kernels:
+                    raise RuntimeError(f"kernels: compiled {kernels} beside those of the wheel")
                 case = f"{process}, {head}"
                 rows.append(
                     Row(**dataclasses.asdict(shape), case=case, seconds=seconds, kernels=kernels)

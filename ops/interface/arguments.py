@@ -1,4 +1,4 @@
-"""What a call asks for beside its tensors: the table of options, one frozen record a group.
+"""What a call asks for beside its tensors: the table of arguments, one frozen record a group.
 
 An entry has the name, the type and the default of an option, its values or the check of a tensor,
 and the part of the loss that it changes; `linear_cross_entropy` says what it is.  From it come the

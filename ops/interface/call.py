@@ -101,16 +101,18 @@ def log_probs(
     Returns:
         log-probabilities, (...) or (..., K), lse and entropy (0 if not asked for), which have
         gradients; then those of `ops.rows.outputs.stat_rows`.  All are 0 for ignored tokens.  With
-        `top_k`, the last are those of `ops.rows.top_classes.top_rows` (..., 2 top_k), of no classes
-        for these tokens.
+        `top_k`, the last are those of `ops.rows.top_classes.top_rows` (..., 2 top_k): -inf and
+        `ABSENT_CLASS` for these tokens.
     """
     arguments = {"outputs": "lse", **arguments, "reduction": OUTPUTS}
     result, more = _evaluate(input, linear_weight, target, arguments, with_stats=True)
     *rows, stats = result, *more
     given, active, k = stats[NUM_STATS:].detach(), _is_active(stats), arguments.get("top_k", 0)
     rows += [torch.where(active, row, 0) for row in given[: len(given) - 2 * k]]
-    own = shape = arguments["target_indices"].shape if target is None else target.shape
-    if target is None:
+    if target is not None:
+        own = shape = target.shape
+    else:
+        own = arguments["target_indices"].shape  # (..., K)
         shape = own[:-1]
     results = [rows[0].reshape(own), *(row.reshape(shape) for row in rows[1:])]
     if k:

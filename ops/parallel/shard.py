@@ -170,7 +170,7 @@ def shard_of(sharding: Sharding, h: Tensor, w: Tensor, **same: Any) -> VocabShar
     if sharding.group is None:
         return ALONE
     process_group = torch_compat.resolve_process_group(sharding.group)
-    rank, ranks = process_group.rank(), process_group.size()
+    rank, ranks = torch_compat.place_in_group(sharding.group)
     shards: Sequence[int] | None = sharding.shards
     same = {
         "sequence_parallel": sharding.sequence_parallel,

@@ -71,7 +71,7 @@ class PartialSums(NamedTuple):
     largest: Tensor | None = None
     """(N, P) the largest u of the classes but the target, if asked for or with `of_others`."""
     of_others: Tensor | None = None
-    """(2, N, P) its class, and how many classes are above the target, if asked for."""
+    """(2, N, P) the class of `largest`, and how many u are above the target's, if asked for."""
 
     @staticmethod
     def empty(like: Tensor, count: int, targets: Targets) -> "PartialSums":
@@ -221,6 +221,7 @@ class PortableProjection(SoftTargetSteps):
             found = u.topk(min(count, u.shape[1]), 1, sorted=False)
             values[rows, places, : found.values.shape[1]] = found.values
             classes[rows, places, : found.values.shape[1]] = found.indices + columns.start
+            del u, found  # freed before the next ones are allocated
         return values, classes
 
     def gather_partials(self, partial: Partials, gather: Callable[[Tensor], Tensor]) -> Partials:

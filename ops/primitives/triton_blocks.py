@@ -1,7 +1,7 @@
 """A kernel in Triton: the largest logits of the blocks of classes that each token chooses.
 
 This module imports Triton.  In the shapes N is tokens, D hidden, V classes, M the blocks of a
-token, and k the logits of a block.  A block has `BLOCK` classes.
+token, and k the largest logits of a block that are returned.  A block has `BLOCK` classes.
 """
 
 from typing import Any
@@ -80,11 +80,11 @@ def _top_of_blocks(
         rows, pitch = pair // CHOSEN, tl.multiple_of(h_pitch, 8)
         z = tl.zeros((ROWS, BLOCK), tl.float32)
         for step in tl.range(tl.cdiv(hidden, FEATURES)):
-            k = step * FEATURES + tl.arange(0, FEATURES)
-            inside = exists[:, None] & (k < tl.multiple_of(hidden, 8))[None, :]
-            a = tl.load(h + rows[:, None] * pitch + k[None, :], mask=inside, other=0.0)
-            k = step * FEATURES
-            b = load_tile(w, w_pitch, first, k, classes, hidden, BLOCK, FEATURES, HAS_TMA)
+            begin = step * FEATURES
+            c = begin + tl.arange(0, FEATURES)
+            inside = exists[:, None] & (c < tl.multiple_of(hidden, 8))[None, :]
+            a = tl.load(h + rows[:, None] * pitch + c[None, :], mask=inside, other=0.0)
+            b = load_tile(w, w_pitch, first, begin, classes, hidden, BLOCK, FEATURES, HAS_TMA)
             z = tl.dot(a, b.T, z)
         inside = first + own < classes
         if HAS_BIAS:

@@ -150,12 +150,15 @@ def test_parts_of_the_tokens(
 @pytest.mark.parametrize(
     "hidden, dtype", [(64, torch.float32), (1024, torch.float32), (512, torch.bfloat16)]
 )
+@pytest.mark.parametrize("common", [100, 2000])
 @pytest.mark.parametrize("floor", [False, True])
-def test_memory_on_a_cpu_is_predicted(floor: bool, hidden: int, dtype: torch.dtype) -> None:
-    """A bias has all tokens choose the first block, whose rows are then at their most."""
+def test_memory_on_a_cpu_is_predicted(
+    floor: bool, common: int, hidden: int, dtype: torch.dtype
+) -> None:
+    """A bias has all tokens choose some blocks, whose rows are then at their most."""
     h, w = torch.randn(1024, hidden).to(dtype), torch.randn(20000, hidden).to(dtype)
     y, bias = torch.randint(20000, (1024,)), torch.zeros(20000)
-    bias[:100] = 1e3
+    bias[:common] = 1e3
     floors = torch.zeros(1024) if floor else None
     asked = LossOptions(reduction="outputs", outputs="lse", top_k=8)
     step, tensors = StepOptions(MINIMUM, False, False, False), {"logit_floor": floors}
