@@ -17,7 +17,6 @@ import cutefce
 from bench.__main__ import main as bench
 from bench.experiments.training_step import LLAMA
 from bench.harness.records import RESULTS, newest
-from bench.report.markdown import origins
 from cutefce.__main__ import main as command
 from cutefce.ops.divergence.steps import Kind as DivergenceKind
 from cutefce.ops.interface.arguments import OPTIONS
@@ -349,15 +348,6 @@ def test_the_training_step_of_the_readme_is_committed() -> None:
     for name in ("transformers", "cutefce"):
         (measured,) = (row for row in rows if row["implementation"] == name)
         assert f"{measured['peak_mib'] / 1024:.1f} GiB and {measured['median_ms']:.0f} ms" in text
-
-
-def test_pages_say_that_figures_are_of_an_older_version_as_long_as_they_are() -> None:
-    """Delete the sentences about it once everything is measured with one version."""
-    is_of_several = len(origins(RESULTS / "nvidia_h200")) > 1
-    user_pages = (DOCS / f"{name}.md" for name in ("distillation", "memory", "options"))
-    for page in (README, *user_pages, INTERNALS / "method.md", INTERNALS / "benchmarks.md"):
-        text = " ".join(page.read_text().split())
-        assert ("an older version" in text) == is_of_several, names(page)
 
 
 def test_ci_runs_on_a_cpu_and_on_the_versions_of_the_readme() -> None:

@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("matplotlib")
 
 from bench.experiments import step
-from bench.harness.records import RESULTS, write
+from bench.harness.records import RESULTS, newest, read, write
 from bench.report import figures, markdown, plots
 
 
@@ -104,6 +104,26 @@ def test_committed_reports_are_of_the_committed_records(report: Path) -> None:
 def test_figures_of_the_pages_are_those_of_the_records(name: str) -> None:
     text = (figures.ROOT / name).read_text()
     assert figures.filled(text, figures.PAGES[name]()) == text, "make bench-report writes them"
+
+
+@pytest.mark.parametrize("name", figures.PAGES)
+def test_pages_say_so_if_their_figures_are_of_an_older_version(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That is not the one of the last record of the folder."""
+    are_older = []
+
+    def found(folder: Path, *given: Any, **columns: Any) -> Any:
+        header, rows = newest(folder, *given, **columns)
+        headers = [read(path)[0] for path in folder.glob("*.jsonl")]
+        last = max(headers, key=lambda x: str(x["date"]))
+        are_older.append(header["versions"] != last["versions"])
+        return header, rows
+
+    monkeypatch.setattr(figures, "newest", found)
+    assert [*figures.PAGES[name]()] and are_older
+    text = " ".join((figures.ROOT / name).read_text().split())
+    assert ("an older version" in text) == any(are_older)
 
 
 def test_figures_replace_tables_and_numbers() -> None:
