@@ -410,7 +410,10 @@ def compiled(run: Callable[[Tensor], Tensor], h: Tensor) -> Tensor:
     return torch.compile(run, fullgraph=True, backend="aot_eager")(h)
 
 
-@pytest.mark.parametrize("watched", [counted, checkpointed, compiled])
+WATCHED = {"counted": counted, "checkpointed": checkpointed, "compiled": compiled}
+
+
+@pytest.mark.parametrize("watched", rest_slow(WATCHED, default=2))
 def test_kept_classes_are_checked_wherever_they_have_values(
     watched: Callable[[Callable[[Tensor], Tensor], Tensor], Tensor],
 ) -> None:

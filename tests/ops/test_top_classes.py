@@ -22,7 +22,7 @@ from tests.ops.test_log_probs import DTYPES, OR_NONE, TRANSFORMS
 from tests.ops.test_memory_model import peak_of
 from tests.support.options import model_logits
 from tests.support.outputs import ValuesCase, kept_logits, values_case
-from tests.support.tiers import pairwise
+from tests.support.tiers import pairwise, rest_slow
 
 NAMES = {name: x for name, x in TRANSFORMS.items() if "kept_classes" not in x}
 
@@ -148,14 +148,15 @@ def test_parts_of_the_tokens(
 
 
 @pytest.mark.parametrize(
-    "hidden, dtype", [(64, torch.float32), (1024, torch.float32), (512, torch.bfloat16)]
+    "head", rest_slow([(1024, torch.float32), (512, torch.bfloat16), (64, torch.float32)])
 )
-@pytest.mark.parametrize("common", [100, 2000])
-@pytest.mark.parametrize("floor", [False, True])
+@pytest.mark.parametrize("common", rest_slow([2000, 100]))
+@pytest.mark.parametrize("floor", rest_slow([True, False]))
 def test_memory_on_a_cpu_is_predicted(
-    floor: bool, common: int, hidden: int, dtype: torch.dtype
+    floor: bool, common: int, head: tuple[int, torch.dtype]
 ) -> None:
     """A bias has all tokens choose some blocks, whose rows are then at their most."""
+    hidden, dtype = head
     h, w = torch.randn(1024, hidden).to(dtype), torch.randn(20000, hidden).to(dtype)
     y, bias = torch.randint(20000, (1024,)), torch.zeros(20000)
     bias[:common] = 1e3
