@@ -11,8 +11,7 @@ import functools
 import graphlib
 import subprocess
 import sys
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
 
 from tests.support.package import modules
 
@@ -42,14 +41,24 @@ OPS_LAYERS = (
 
 
 @functools.cache
-def parsed(source: str) -> ast.Module:
-    """Return the tree of a module, which several rules look at."""
-    return ast.parse(source)
+def parsed() -> dict[str, ast.Module]:
+    """Return the trees of all modules by their names, which several rules look at."""
+    return {module: ast.parse(path.read_text()) for module, path in modules().items()}
 
 
-def imported(source: str) -> Iterator[str]:
-    """Yield what a module imports, also inside functions and by name."""
-    for node in ast.walk(parsed(source)):
+def what_runs(tree: ast.AST) -> Iterator[ast.AST]:
+    """Yield the nodes of a tree but for those of imports for types alone."""
+    nodes = [tree]
+    while nodes:
+        node = nodes.pop()
+        if not (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"):
+            yield node
+            nodes += ast.iter_child_nodes(node)
+
+
+def imported(nodes: Iterable[ast.AST]) -> Iterator[str]:
+    """Yield what code imports, also inside functions and by name."""
+    for node in nodes:
         if isinstance(node, ast.ImportFrom) and node.module:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.Import):
@@ -64,9 +73,9 @@ def layer_of(name: str, layers: tuple[str, ...]) -> int | None:
     return layers.index(max(found, key=len)) if found else None
 
 
-def violations(module: str, source: str) -> list[str]:
+def violations(module: str, tree: ast.Module) -> list[str]:
     result = []
-    for name in imported(source):
+    for name in imported(ast.walk(tree)):
         for layers in (LAYERS, OPS_LAYERS):
             own, other = layer_of(module, layers), layer_of(name, layers)
             if own is not None and other is not None and other > own:
@@ -75,39 +84,33 @@ def violations(module: str, source: str) -> list[str]:
 
 
 def test_imports_point_down() -> None:
-    every = modules().items()
-    assert not [text for module, path in every for text in violations(module, path.read_text())]
-
-
-class WithoutTypes(ast.NodeTransformer):
-    """Removes imports for types alone, which no module runs."""
-
-    def visit_If(self, node: ast.If) -> Any:
-        return None if ast.unparse(node.test) == "TYPE_CHECKING" else self.generic_visit(node)
+    assert not [text for module, tree in parsed().items() for text in violations(module, tree)]
 
 
 def test_no_module_waits_for_itself() -> None:
     """Imports make no circle, those inside functions and by name included."""
-    sources = {module: path.read_text() for module, path in modules().items()}
 
     def module_of(name: str) -> str:
-        while name and name not in sources:
+        while name and name not in parsed():
             name = name.rpartition(".")[0]
         return name
 
     depends = {}
-    for module, source in sources.items():
-        runs = imported(ast.unparse(WithoutTypes().visit(ast.parse(source))))
-        found = {module_of(name) for name in runs} - {module, ""}
+    for module, tree in parsed().items():
+        found = {module_of(name) for name in imported(what_runs(tree))} - {module, ""}
         depends[module] = {name for name in found if not module.startswith(f"{name}.")}
     graphlib.TopologicalSorter(depends).prepare()  # or it raises CycleError with a circle
 
 
 def test_what_a_plain_call_does_not_need_is_not_imported() -> None:
     """And torch's counter, imported later, knows the FLOP of every operator."""
-    late = "torch._dynamo", "torch.distributed.tensor", "torch.utils.flop_counter", "transformers"
+    late = (
+        *("torch._dynamo", "torch.distributed.tensor", "torch.utils.flop_counter"),
+        *("transformers", "cutlass"),
+    )
     code = f"""
 import sys, torch, cutefce
+assert not torch.cuda.is_initialized()
 assert not [name for name in {late!r} if name in sys.modules]
 from torch.utils.flop_counter import flop_registry
 names = {{str(operator) for operator in flop_registry}}
@@ -118,10 +121,10 @@ assert {{"cutefce.loss_backward", "cutefce.divergence_backward"}} <= names
 
 def test_private_names_of_torch_are_in_one_file() -> None:
     private = []
-    for module, path in modules().items():
+    for module, tree in parsed().items():
         if module == "cutefce.ops.torch_compat":
             continue
-        for node in ast.walk(parsed(path.read_text())):
+        for node in ast.walk(tree):
             if isinstance(node, ast.Attribute):
                 text = ast.unparse(node)
                 parts = text.split(".")

@@ -87,9 +87,9 @@ def test_dw_is_added(
 ) -> None:
     dtype, sums = pair
     given = {} if reduction == "none" else given
-    case = random_case(1100, 48, 333, dtype=dtype, device=device)
+    case = random_case(1100, 48, 203, dtype=dtype, device=device)
     h, w = case.h.clone().requires_grad_(), case.w.clone().requires_grad_()
-    before = torch.randn(333, 48, device=device).to(sums)
+    before = torch.randn(203, 48, device=device).to(sums)
     buffer = before.clone()
     options: dict[str, Any] = {"reduction": reduction, "workspace": workspace}
     loss = cutefce.linear_cross_entropy(h, w, case.y, accumulate_into=buffer, **options, **given)

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import cutefce
 from cutefce.cute_kernels.config import PortableTiles
 from tests.support.backends import Backend, on_backends
-from tests.support.layouts import WINDOWS, Layout, pinned
+from tests.support.layouts import WINDOWS, Layout, pinned, several_tiles
 from tests.support.options import OptionsCase, options_case
 from tests.support.outputs import (
     OUTPUTS,
@@ -58,7 +58,7 @@ OR_NONE = CLASSES | {"no class": 0}
     outputs=ASKED,
     kind=UPSTREAMS,
     dtype=DTYPES,
-    workspace=["max", "min", 200_000],
+    workspace=["max", "min", 100_000],
 )
 def test_each_output(
     names: list[str],
@@ -71,7 +71,7 @@ def test_each_output(
     device: str,
 ) -> None:
     more: dict[str, Any] = {"dtype": dtype, "device": device, "kind": kind, "outputs": outputs}
-    x = values_case(names, classes, 150, 48, 333, **more)
+    x = values_case(names, classes, *several_tiles(device), **more)
     values, gradients = x.ours(workspace=workspace)
     x.check((values, gradients))
     asked = {name for name in OUTPUTS if getattr(values, name) is not None}

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import cutefce
 from cutefce.cute_kernels.config import PortableTiles
 from tests.support.backends import Backend, on_backends
-from tests.support.layouts import LAYOUTS, Layout, can_store, pinned
+from tests.support.layouts import LAYOUTS, Layout, can_store, pinned, several_tiles
 from tests.support.non_finite import FEW, ROW, assert_no_healthier, assert_same_kind, broken_case
 from tests.support.non_finite import names as broken_names
 from tests.support.options import (
@@ -36,8 +36,7 @@ from tests.support.tiers import pairwise, pairwise_of, rest_slow
 
 Make = Callable[..., OptionsCase]
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
-WORKSPACES: list[int | str | None] = ["max", "min", 200_000, None]
-SIZES = 150, 48, 333
+WORKSPACES: list[int | str | None] = ["max", "min", 100_000, None]
 REDUCTIONS: dict[str, dict[str, Any]] = {
     "none": {"reduction": "none"},
     "sum": {"reduction": "sum"},
@@ -64,7 +63,7 @@ def test_each_loss(
     device: str,
 ) -> None:
     """All backwards and calls have the same bits, and tokens that do not count may be NaN."""
-    x = make(*SIZES, dtype=dtype, device=device, ignored=0.2)
+    x = make(*several_tiles(device), dtype=dtype, device=device, ignored=0.2)
     options = {"workspace": workspace, **reduction}
     got = x.ours(**options, backwards=2)
     assert_results_as_accurate(got, x, **reduction)
@@ -516,7 +515,7 @@ def test_a_module_shows_its_options() -> None:
 MOST = {name: make for name, make in LOSSES.items() if "factors" in name}
 
 
-@pytest.mark.parametrize("make", rest_slow(MOST | {"plain": LOSSES["plain"]}, default=3))
+@pytest.mark.parametrize("make", rest_slow(MOST | {"plain": LOSSES["plain"]}, default=2))
 def test_compiled_equals_eager(make: Make, small_tiles: PortableTiles, device: str) -> None:
     cases = (make(tokens, 16, 333, device=device) for tokens in (40, 70, 31))
     assert_compiled_equals_eager(cases, device)

@@ -208,15 +208,18 @@ def repeated(x: OptionsCase, count: int) -> OptionsCase:
 
 
 @pytest.mark.parametrize(
-    "columns",
-    [pytest.param(4096, marks=pytest.mark.slow, id="exact lse"), pytest.param(20, id="estimated")],
+    ("columns", "each"),
+    [
+        pytest.param(4096, 512, marks=pytest.mark.slow, id="exact lse"),
+        pytest.param(20, 128, id="estimated"),
+    ],
 )
 def test_gradients_are_unbiased(
-    columns: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    columns: int, each: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Means of 4096 draws, 512 of each of 8 seeds, are within 4 standard errors."""
+    """Means of so many draws of `each` of 8 seeds are within 4 standard errors."""
     model.estimate_of(columns, monkeypatch)
-    seeds, each, samples = 8, 512, 16
+    seeds, samples = 8, 16
     x = options_case(["linear_bias"], 3, 8, 70, dtype=dtype, logit_std=2.0, ignored=0)
     x.case.upstream.fill_(1)
     draws = repeated(x, each)
@@ -234,7 +237,7 @@ def test_gradients_are_unbiased(
     error = dx.std(1) / (seeds * each) ** 0.5
     assert float(((dx.mean(1) - want[0]).abs() / error).amax()) < 4
     if columns < 70:  # every seed has its own estimates, and variances
-        assert float((dw - want[1]).norm()) < 0.05 * float(want[1].norm())
+        assert float((dw - want[1]).norm()) < 0.01 * float(want[1].norm())
         return
     variance = torch.where(p > 0, p.square() * (1 / q - 1), 0) / (seeds * each)
     h, w = x.case.h.double(), x.case.w.double()

@@ -20,6 +20,7 @@ from cutefce.ops.operators.plans import plan_for
 from cutefce.ops.rows import top_classes
 from tests.ops.test_log_probs import DTYPES, OR_NONE, TRANSFORMS
 from tests.ops.test_memory_model import peak_of
+from tests.support.layouts import several_tiles
 from tests.support.options import model_logits
 from tests.support.outputs import ValuesCase, kept_logits, values_case
 from tests.support.tiers import pairwise, rest_slow
@@ -60,7 +61,7 @@ def check(x: ValuesCase, got: cutefce.LogProbs, k: int) -> None:
     k=[1, 8, 32],
     outputs=[(), ("rank", "entropy")],
     dtype=DTYPES,
-    workspace=["max", "min", 200_000],
+    workspace=["max", "min", 100_000],
 )
 def test_each_call(
     names: list[str],
@@ -73,7 +74,7 @@ def test_each_call(
     device: str,
 ) -> None:
     more: dict[str, Any] = {"dtype": dtype, "device": device, "outputs": outputs}
-    x = values_case(names, classes, 150, 48, 333, **more)
+    x = values_case(names, classes, *several_tiles(device), **more)
     leaves = x.own.leaves
     got = x.values(leaves, workspace=workspace, top_k=k)
     check(x, got, k)

@@ -37,6 +37,14 @@ COLUMNS = 336
 """All columns of 333 classes in whole reference blocks of small tiles."""
 
 
+def several_tiles(device: str) -> tuple[int, int, int]:
+    """Return tokens, hidden size and classes of several tiles and a part of one.
+
+    On a GPU they are tiles of kernels, elsewhere small ones.
+    """
+    return (150, 48, 333) if device == "cuda" else (70, 48, 203)
+
+
 @dataclass(frozen=True)
 class Layout:
     """How one call runs; the defaults store nothing."""

@@ -92,7 +92,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _is_of_ranks(item: pytest.Item) -> bool:
-    return item.path.parent.name == "parallel" or "two" in getattr(item, "fixturenames", ())
+    fixtures = getattr(item, "fixturenames", ())
+    return item.path.parent.name == "parallel" or not {"ranks", "two"}.isdisjoint(fixtures)
 
 
 def _is_of_gpu(item: pytest.Item) -> bool:
