@@ -18,9 +18,12 @@ INSTALL := $(BIN)/pip install --quiet --no-compile
 	$(INSTALL) $(CONSTRAINTS) --editable '.[demo]'
 	touch $@
 
-# what tests and linters need takes as long to install again, which the demo does not wait for
+# what tests and linters need takes as long to install again, which the demo does not wait for;
+# what every process of the tests imports is compiled once, by all cores
 .venv/ready: .venv/demo
 	$(INSTALL) $(CONSTRAINTS) --editable '.[demo,test,dev]'
+	$(BIN)/python -m compileall -q -j 0 -x py312 .venv/lib/*/site-packages/torch \
+	  .venv/lib/*/site-packages/sympy .venv/lib/*/site-packages/triton
 	touch $@
 
 demo: .venv/demo

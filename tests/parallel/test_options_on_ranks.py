@@ -16,21 +16,26 @@ from tests.support.ranks import Ranks, each_value, group, mesh
 from tests.support.reference import Case
 from tests.support.tiers import pairwise, rest_slow
 
-SIZES = (167, 166)
 WORKSPACES = "max", "min", 60_000
 SHARINGS = {"tp": False, "sp": True}
 sharings = pytest.mark.parametrize("sequence_parallel", SHARINGS.values(), ids=SHARINGS)
 
 
+def halves(x: Tensor) -> tuple[int, int]:
+    """Return how many rows of x each of two ranks has."""
+    return len(x) - len(x) // 2, len(x) // 2
+
+
 def shares(x: OptionsCase, sequence_parallel: bool) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
     """Return this rank's leaves, and all arguments by name."""
     h = part(x.case.h, (len(x.case.h) // 2,) * 2) if sequence_parallel else x.case.h
-    own, options = Case(h, part(x.case.w, SIZES), x.case.y, x.case.upstream), dict(x.options)
+    sizes = halves(x.case.w)
+    own, options = Case(h, part(x.case.w, sizes), x.case.y, x.case.upstream), dict(x.options)
     if "linear_bias" in options:
-        options["linear_bias"] = part(options["linear_bias"], SIZES)
+        options["linear_bias"] = part(options["linear_bias"], sizes)
     local = OptionsCase(own, options)
     leaves = local.leaves
-    sharing = {"group": group(2), "shards": SIZES, "sequence_parallel": sequence_parallel}
+    sharing = {"group": group(2), "shards": sizes, "sequence_parallel": sequence_parallel}
     return leaves, local.with_leaves(leaves) | sharing
 
 
@@ -76,7 +81,7 @@ def assert_equal_one(
             assert torch.equal(first[values], second[values])
             torch.testing.assert_close(first[values], want[values])
         for i in range(values + 1, len(want)):  # weight and bias
-            assert [len(rank[i]) for rank in (first, second)] == list(SIZES)
+            assert (len(first[i]), len(second[i])) == halves(want[i])
             torch.testing.assert_close(torch.cat([first[i], second[i]]), want[i])
 
 
@@ -87,7 +92,7 @@ IN_RANKS = {name: make for name, make in LOSSES.items() if "probabilities" not i
 def test_losses_equal_one_process(
     make: Callable[..., OptionsCase], sequence_parallel: bool, ranks: Ranks
 ) -> None:
-    x = make(60, 16, 333, dtype=torch.float64, ignored=0.3)
+    x = make(60, 16, 203, dtype=torch.float64, ignored=0.3)
     results = ranks.run(2, losses, x, sequence_parallel)
     assert_equal_one(results, losses(x, None), sequence_parallel, len(x.leaves))
 
@@ -96,7 +101,7 @@ def test_losses_equal_one_process(
 def test_a_mean_over_weights_that_add_up_to_0_is_infinite(
     sequence_parallel: bool, ranks: Ranks
 ) -> None:
-    x = options_case(["token_weights"], 60, 16, 333, dtype=torch.float64, ignored=0)
+    x = options_case(["token_weights"], 60, 16, 203, dtype=torch.float64, ignored=0)
     weights = torch.tensor([1.0, -1.0, 2.0, -2.0], dtype=torch.float64).repeat(15)
     x.options["token_weights"] = weights
     wanted = losses(x, None)
@@ -127,14 +132,14 @@ def added(
 
 @each_value(dtype=[torch.float64, torch.bfloat16], sequence_parallel=SHARINGS)
 def test_sums_equal_one_process(dtype: torch.dtype, sequence_parallel: bool, ranks: Ranks) -> None:
-    x = options_case([], 60, 16, 333, dtype=dtype, ignored=0.3)
+    x = options_case([], 60, 16, 203, dtype=dtype, ignored=0.3)
     results = ranks.run(2, added, x, sequence_parallel)
     assert_equal_one(results, added(x, None), sequence_parallel, 2)
 
 
 @pytest.mark.parametrize("sequence_parallel", rest_slow({"sp": True, "tp": False}))
 def test_sums_of_the_forward_equal_one_process(sequence_parallel: bool, ranks: Ranks) -> None:
-    x = options_case([], 1100, 16, 333, dtype=torch.float64, ignored=0.3)
+    x = options_case([], 1100, 16, 203, dtype=torch.float64, ignored=0.3)
     given: dict[str, Any] = {"accumulate_into": torch.zeros_like(x.case.w), "grad_output": 0.25}
     plans = [cutefce.plan(*x.leaves, workspace=each, **given) for each in WORKSPACES]
     assert {plan.adds_in_forward for plan in plans} == {True, False}
@@ -149,7 +154,7 @@ def one_gives_another(x: OptionsCase) -> None:
 
 
 def test_a_buffer_of_one_rank_alone_raises_on_all(ranks: Ranks) -> None:
-    x = options_case([], 60, 16, 333)
+    x = options_case([], 60, 16, 203)
     for failed, message in ranks.outcomes(2, one_sided, x):
         assert failed and "accumulate_into given: got" in message
 
@@ -172,7 +177,7 @@ def test_16_bit_results_are_near_those_of_one_process(
     make: Callable[..., OptionsCase], sequence_parallel: bool, ranks: Ranks
 ) -> None:
     """Exponentials of soft targets are stored as 0 by the ranks that own them."""
-    x = make(60, 16, 333, dtype=torch.bfloat16, ignored=0.3)
+    x = make(60, 16, 203, dtype=torch.bfloat16, ignored=0.3)
     results, wanted = ranks.run(2, losses, x, sequence_parallel), losses(x, None)
     for first, second, want in zip(*results, wanted, strict=True):
         assert torch.equal(first[0], second[0])
@@ -239,7 +244,7 @@ def placed(x: OptionsCase, sharded_tokens: bool) -> list[Tensor]:
 def test_distributed_options(sequence_parallel: bool, ranks: Ranks) -> None:
     """A bias is sharded as the weight is; values of tokens and classes may be replicated."""
     names = ["linear_bias", "weight", "label_smoothing", "temperature (N,)"]
-    x = options_case(names, 60, 16, 333, dtype=torch.float64, ignored=0.3)
+    x = options_case(names, 60, 16, 203, dtype=torch.float64, ignored=0.3)
     wanted = x.ours(reduction="mean")
     for results in ranks.run(4, placed, x, sequence_parallel):
         torch.testing.assert_close(results, [*wanted])

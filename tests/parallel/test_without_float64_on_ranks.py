@@ -7,14 +7,14 @@ from typing import Any
 import torch
 
 import cutefce
-from tests.parallel.test_options_on_ranks import SIZES, losses
+from tests.parallel.test_options_on_ranks import halves, losses
 from tests.parallel.test_vocab_parallel import part
 from tests.support.float64 import assert_no_float64
 from tests.support.options import LOSSES
 from tests.support.ranks import Ranks, group
 from tests.support.reference import Case, random_case
 
-PROBLEM = 60, 16, sum(SIZES)
+PROBLEM = 60, 16, 203
 
 
 def check(function: Callable[..., Any], *arguments: Any) -> None:
@@ -28,8 +28,9 @@ def test_losses(ranks: Ranks) -> None:
 
 def numbers(x: Case) -> None:
     """Take steps with numbers among the arguments, of this rank's classes."""
-    h, w = x.h.clone().requires_grad_(), part(x.w, SIZES).requires_grad_()
-    sharing: dict[str, Any] = {"group": group(2), "shards": SIZES}
+    sizes = halves(x.w)
+    h, w = x.h.clone().requires_grad_(), part(x.w, sizes).requires_grad_()
+    sharing: dict[str, Any] = {"group": group(2), "shards": sizes}
     every: list[dict[str, Any]] = [{"denominator": 7}, {"denominator": 1 / 3, "temperature": 0.7}]
     for options in every:
         cutefce.linear_cross_entropy(h, w, x.y, **options, **sharing).backward()
