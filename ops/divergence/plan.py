@@ -28,6 +28,8 @@ TILES, LEAST_TILE = 4, 1 << 20
 """Tiles of logits of a window, and logits of the smallest tile, if a window has as many."""
 KEPT_PARTS = 16
 """Tokens are kept in multiples of this part of all."""
+MAX_PITCH = (1 << 31) - 1
+"""Elements of dW from one window to the next: the kernel of rows counts them in 32 bits."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,7 @@ def _families(p: DivergenceProblem) -> Iterator[Sequence[DivergenceLayout]]:
     can_keep = bool(p.trained) and not (p.scales_rows or p.sharded)
     most = p.most_aliased * can_keep
     widths = vocab, *(width for width in reversed(WINDOWS) if width < vocab)
+    hidden = max((p.sides[i].hidden for i in p.trained), default=0)
     # tiles of all classes take what gradients of weights take later
     has_room = any(p.sides[i].grad_weight for i in p.trained)
     parts = {tokens * part // KEPT_PARTS for part in range(1 + KEPT_PARTS * can_keep)}
@@ -114,7 +117,7 @@ def _families(p: DivergenceProblem) -> Iterator[Sequence[DivergenceLayout]]:
             yield [replace(own, passes=2)]
         if not p.sharded:
             yield [replace(own, kept=kept) for kept in sorted(parts)]
-        if most:
+        if most and (width == vocab or width * hidden <= MAX_PITCH):
             kept = sorted({most, *(x for x in parts if x > most)})
             yield [replace(own, kept=x, aliased=most) for x in kept]
 

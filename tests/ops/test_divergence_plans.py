@@ -54,6 +54,17 @@ MEMORY = [
 ]
 
 
+@pytest.mark.parametrize("tokens", [2048, 2560, 4096])
+def test_windows_in_dw_are_near_enough_for_the_kernel_of_rows(tokens: int) -> None:
+    """It counts the elements from one to the next in 32 bits: those of the widest heads do not."""
+    head = tokens, 18432, 256000, "bfloat16", "cuda"
+    problem = DivergenceProblem(Problem(*head), Problem(*head), tokens)
+    for budget in (1 << 28, 1 << 30, 9 << 28, 1 << 32, 1 << 33, MAXIMUM):
+        layout = make_plan(problem, budget).layout
+        is_one = layout.window == problem.student.vocab
+        assert is_one or not layout.aliased or layout.window * 18432 < 1 << 31
+
+
 @pytest.mark.parametrize("call", rest_slow([*dict.fromkeys(MEMORY)]))
 def test_memory_is_what_is_predicted(call: tuple[str, str, torch.dtype, int | str]) -> None:
     size, use, dtype, workspace = call
