@@ -28,18 +28,23 @@ class SavedMemory:
     by_home: dict[Home, Tensor]
     capture: int | None = field(default_factory=lambda: capture_id())
     """The CUDA graph capture in which the forward ran; None if in none."""
+    is_replayed: bool = False
+    """Whether the forward or a backward is replayed apart from the other: it finds the memory again
+    as it was, so that every backward overwrites a copy."""
 
     def take(self) -> dict[Home, Tensor] | None:
         """Return the memory; later backwards get None of what this one overwrites.
 
-        It is a copy where a replay of either part would find the other's writes.  The dictionary is
-        the caller's: threads may share a graph.
+        The dictionary is the caller's: threads may share a graph.
         """
         if not self.program.is_spent:
             return dict(self.by_home)
-        memory: dict[Home, Tensor] | None = vars(self).pop("by_home", None)  # in one step
-        if memory is not None and self.capture != capture_id():
-            return {home: x.clone() for home, x in memory.items()}
+        self.is_replayed |= self.capture != capture_id()
+        memory: dict[Home, Tensor] | None
+        if self.is_replayed:
+            memory = vars(self).get("by_home")
+            return None if memory is None else {home: x.clone() for home, x in memory.items()}
+        memory = vars(self).pop("by_home", None)  # in one step
         return memory
 
 

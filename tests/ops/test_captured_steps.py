@@ -29,8 +29,8 @@ def first_calls() -> Iterator[None]:
     forget()
 
 
-def operands() -> tuple[Tensor, Tensor, Tensor]:
-    case = random_case(*SIZES, dtype=torch.bfloat16, device="cuda")
+def operands(sizes: tuple[int, int, int] = SIZES) -> tuple[Tensor, Tensor, Tensor]:
+    case = random_case(*sizes, dtype=torch.bfloat16, device="cuda")
     return case.h.requires_grad_(), case.w.requires_grad_(), case.y
 
 
@@ -93,10 +93,19 @@ def test_a_captured_step_replays_with_other_data(workspace: int | str, reduction
         assert are_equal(on_cpu(results), wanted)
 
 
-@each_workspace
-def test_a_captured_backward_of_an_eager_forward(workspace: int | str) -> None:
-    """Its replays are right, and write to no memory of others."""
-    h, w, y = operands()
+@pytest.mark.parametrize(
+    ("workspace", "sizes", "is_spent"),
+    [*((x, SIZES, False) for x in WORKSPACES), ("min", (2048, 2048, 32000), True)],
+)
+def test_a_captured_backward_of_an_eager_forward(
+    workspace: int | str, sizes: tuple[int, int, int], is_spent: bool
+) -> None:
+    """Its replays are right, read what lives, and write to no memory of others.
+
+    Also if a backward overwrites what the forward has saved.
+    """
+    h, w, y = operands(sizes)
+    assert cutefce.plan(h, w, workspace=workspace).program.is_spent == is_spent
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
@@ -107,6 +116,7 @@ def test_a_captured_backward_of_an_eager_forward(workspace: int | str) -> None:
         with torch.cuda.graph(graph, stream=stream):
             got = torch.autograd.grad(loss, (h, w), upstream, retain_graph=True)
         others = [torch.full((1 << 14,), torch.nan, device="cuda") for _ in range(256)]
+        others += [torch.full((1 << bits,), torch.nan, device="cuda") for bits in range(18, 26)]
         for _ in range(2):
             graph.replay()
             torch.cuda.synchronize()

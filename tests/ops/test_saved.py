@@ -46,23 +46,32 @@ def loss_of(layout: Layout, h: Tensor, w: Tensor, y: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("captures", [(1, None, 1), (None, 1, None)], ids=str)
 def test_a_backward_outside_of_the_forwards_capture_overwrites_nothing_of_it(
-    layout: Layout, small_tiles: PortableTiles, monkeypatch: pytest.MonkeyPatch
+    captures: tuple[int | None, ...],
+    layout: Layout,
+    small_tiles: PortableTiles,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A replay of either graph would find, or overwrite, what the other has written."""
+    """A replay of either graph would find, or overwrite, what the other has written.
+
+    Nor does one after it, in the forward's capture.  What is read again lives as long as the graph.
+    """
     h, w, y = leaves(torch.bfloat16, "cpu")
     want = torch.autograd.grad(loss_of(layout, h, w, y), (h, w))
-    monkeypatch.setattr(run, "capture_id", lambda: 1)
+    monkeypatch.setattr(run, "capture_id", lambda: captures[0])
     loss = loss_of(layout, h, w, y)
     ((_, results),) = saved._saved.values()
-    made = [*results.memory.by_home.values()]
-    before = [x.view(torch.uint8).clone() for x in made]
-    monkeypatch.setattr(run, "capture_id", lambda: None)
-    got = torch.autograd.grad(loss, (h, w))
-    assert all(map(torch.equal, got, want))
-    assert all(torch.equal(x.view(torch.uint8), y) for x, y in zip(made, before, strict=True))
-    owned = {x.untyped_storage().data_ptr() for x in made if x.numel()}
-    assert not owned & {x.untyped_storage().data_ptr() for x in got}
+    memory = results.memory
+    before = {home: x.view(torch.uint8).clone() for home, x in memory.by_home.items()}
+    for capture in captures[1:]:
+        monkeypatch.setattr(run, "capture_id", lambda capture=capture: capture)
+        got = torch.autograd.grad(loss, (h, w), retain_graph=True)
+        assert all(map(torch.equal, got, want))
+        made = memory.by_home
+        assert all(torch.equal(x.view(torch.uint8), before[home]) for home, x in made.items())
+        owned = {x.untyped_storage().data_ptr() for x in made.values() if x.numel()}
+        assert not owned & {x.untyped_storage().data_ptr() for x in got}
     del results
 
 
