@@ -140,7 +140,7 @@ def first_fault(
             try:
                 process.ask(check, CHECK_SECONDS)
             except WorkerError as error:
-                if error.is_out_of_memory:
+                if not error.is_of_the_call:
                     raise RuntimeError(str(error)) from error
                 return f"{name}: {error}"
     return ""

@@ -52,10 +52,11 @@ def build(
         compile_one: Compiles a kernel in the subprocess, which has no torch.
     """
     failed: dict[KernelSpec, str] = {}
-    waiting = iter(kernels)  # of all threads
+    waiting, processes = iter(kernels), list[SubprocessWorker]()  # of all threads
 
     def compile_waiting(_: int) -> None:
         with SubprocessWorker(has_torch=False) as process:
+            processes.append(process)
             for kernel in waiting:
                 try:
                     process.ask(functools.partial(compile_one, kernel), BUILD_SECONDS)
@@ -68,5 +69,11 @@ def build(
     arch = kernels[0].arch if kernels else ""
     notice = CompilingNotice(len(kernels), arch)
     with notice, ThreadPoolExecutor(builders) as pool:
-        list(pool.map(compile_waiting, range(builders)))
+        try:
+            list(pool.map(compile_waiting, range(builders)))
+        except BaseException:  # a user interrupts, who waits for no kernel
+            list(waiting)
+            for process in processes:
+                process.kill()
+            raise
     return failed

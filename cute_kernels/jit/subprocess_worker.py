@@ -34,6 +34,10 @@ OUT_OF_MEMORY = (
     "ended by SIGKILL",
 )
 """Parts of error messages that mean too little memory; the last one is Linux's OOM killer."""
+ENDED_FROM_OUTSIDE = tuple(
+    f"ended by {name}" for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR", "SIGXCPU")
+)
+"""Those that mean a signal of a user or a scheduler, which a job may get and go on."""
 
 
 class WorkerError(Exception):
@@ -43,6 +47,11 @@ class WorkerError(Exception):
     def is_out_of_memory(self) -> bool:
         """Whether the cause was too little memory."""
         return any(text in str(self) for text in OUT_OF_MEMORY)
+
+    @property
+    def is_of_the_call(self) -> bool:
+        """Whether the call itself failed, and would again."""
+        return not self.is_out_of_memory and not any(x in str(self) for x in ENDED_FROM_OUTSIDE)
 
 
 class SubprocessWorker:
@@ -89,8 +98,14 @@ class SubprocessWorker:
             if sys.exc_info()[0] is not None:
                 self.close()
 
+    def kill(self) -> None:
+        """Kill the subprocess, if there is one; a call of another thread fails with WorkerError."""
+        process = self._process
+        if process is not None:
+            process.kill()
+
     def close(self) -> None:
-        """Kill the subprocess, even in the middle of a call."""
+        """Kill the subprocess, even in the middle of a call, and forget it."""
         if self._process is not None:
             self._process.kill()
             # the driver may keep a process alive; leave that one behind
@@ -101,21 +116,11 @@ class SubprocessWorker:
 
     def _start(self) -> None:
         self._open = contextlib.ExitStack()
-        parent_end, child_end = Pipe()
-        self._connection = self._open.enter_context(parent_end)
-        self._log = self._open.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
-        code = f"from {__name__} import serve; serve({child_end.fileno()})"
-        if not self._has_torch:
-            code = f"import sys; sys.modules['torch'] = None; {code}"
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", code],
-            pass_fds=[child_end.fileno()],
-            env=_environment(),
-            stdin=subprocess.DEVNULL,
-            stdout=self._log,
-            stderr=self._log,
-        )
-        child_end.close()
+        try:
+            self._process = self._started()
+        except OSError as error:
+            self._open.close()
+            raise RuntimeError(f"cutefce: no subprocess could be started: {error}") from error
         try:
             if not self._connection.poll(START_SECONDS):
                 raise EOFError
@@ -124,6 +129,25 @@ class SubprocessWorker:
             reason = self._exit_reason()
             self.close()
             raise RuntimeError(f"cutefce: no subprocess could be started: {reason}") from ended
+
+    def _started(self) -> "subprocess.Popen[bytes]":
+        """Start the process; signals of a terminal to its parent's group do not reach it."""
+        parent_end, child_end = Pipe()
+        self._connection = self._open.enter_context(parent_end)
+        with child_end:
+            self._log = self._open.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
+            code = f"from {__name__} import serve; serve({child_end.fileno()})"
+            if not self._has_torch:
+                code = f"import sys; sys.modules['torch'] = None; {code}"
+            return subprocess.Popen(
+                [sys.executable, "-c", code],
+                pass_fds=[child_end.fileno()],
+                env=_environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=self._log,
+                stderr=self._log,
+                start_new_session=True,
+            )
 
     def _exit_reason(self) -> str:
         """Return how the process ended, with the last line of its output."""

@@ -1,17 +1,22 @@
 """The subprocess that runs trials: its failures, time limits and end."""
 
+import errno
 import functools
 import os
 import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from cutefce.cute_kernels.jit import subprocess_worker
+from cutefce.cute_kernels.jit import build, subprocess_worker
 from cutefce.cute_kernels.jit.subprocess_worker import SubprocessWorker, WorkerError
+from cutefce.cute_kernels.spec.kernel import KernelSpec
+from cutefce.cute_kernels.spec.rowwise import SelectRowsSpec
 
 
 @pytest.mark.slow
@@ -69,6 +74,48 @@ def test_a_hanging_call_does_not_outlive_the_tuner() -> None:
     while is_running(pid) and time.monotonic() < end:
         time.sleep(0.05)
     assert not is_running(pid)
+
+
+@pytest.mark.parametrize("fails", ["Pipe", "tempfile.TemporaryFile", "subprocess.Popen"])
+def test_without_resources_no_subprocess_starts(
+    fails: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(f"{subprocess_worker.__name__}.{fails}", refuse)
+    with SubprocessWorker() as process:
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=r"could be started: .*temporarily"):
+                process.ask(os.getpid, 10)
+
+
+@pytest.mark.slow
+def test_signals_to_the_parents_group_do_not_reach_it() -> None:
+    with SubprocessWorker() as process:
+        assert process.ask(os.getpgrp, 10) != os.getpgrp()
+
+
+@pytest.mark.slow
+def test_an_interrupt_stops_the_compiling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Interrupted(ThreadPoolExecutor):
+        def map(self, *arguments: Any, **_: Any) -> Any:
+            super().map(*arguments)
+            while not list(tmp_path.iterdir()):
+                time.sleep(0.05)
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(build, "ThreadPoolExecutor", Interrupted)
+    kernels = [SelectRowsSpec(arch) for arch in ("sm_90a", "sm_100a", "sm_103a")]
+    begin = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        build.build(kernels, compile_one=functools.partial(never_ends, tmp_path))
+    assert time.monotonic() - begin < 60
+
+
+def never_ends(folder: Path, kernel: KernelSpec) -> None:
+    (folder / kernel.arch).touch()
+    time.sleep(3600)
 
 
 def is_running(pid: int) -> bool:

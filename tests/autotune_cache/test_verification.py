@@ -343,6 +343,22 @@ def test_a_process_killed_by_the_system_is_no_verdict(
     assert known() is None
 
 
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT: KeyboardInterrupt", "SIGUSR1"])
+def test_a_signal_to_the_job_is_no_verdict(
+    name: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A scheduler sends it to all processes; a training that handles it goes on."""
+
+    def ask(process: InProcess, call: Any, seconds: float) -> Any:
+        if call.func is worker.check_small:
+            raise WorkerError(f"its process ended by {name}")
+
+    monkeypatch.setattr(InProcess, "ask", ask)
+    monkeypatch.setattr(verify, "SubprocessWorker", InProcess)
+    assert f"not checked: its process ended by {name}" in verify.verify(RUNNER, "bfloat16").reason
+    assert known() is None
+
+
 @pytest.mark.slow
 def test_a_verdict_that_cannot_be_recorded_holds_for_the_process(
     folder: Path, fake_gpu: FakeGpu, in_process: None, monkeypatch: pytest.MonkeyPatch

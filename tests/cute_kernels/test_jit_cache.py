@@ -34,9 +34,9 @@ KERNEL = MoveRowsSpec("sm_90a")
 """The kernel that compiles fastest."""
 
 COMPILE = f"""
-from cutefce.cute_kernels import kernel_set, spec
 from cutefce.cute_kernels.jit import cache as jit_cache
-function = jit_cache.compiled(spec.{KERNEL!r})
+from cutefce.cute_kernels.spec.rowwise import MoveRowsSpec
+function = jit_cache.compiled({KERNEL!r})
 print(jit_cache.compile_count, callable(function))
 """
 DIE = """
@@ -162,6 +162,22 @@ def test_a_call_that_misses_a_kernel_compiles_all_of_it_at_once(
     with jit_cache.made_by(make):
         assert jit_cache.compiled(KERNEL) == jit_cache.library_path(KERNEL)
     assert made == [KERNEL] and jit_cache.compile_count == 0
+
+
+@pytest.mark.parametrize("error", [OSError(12, "no memory"), RuntimeError("can't start thread")])
+def test_without_other_processes_a_call_compiles_its_kernel_itself(
+    error: Exception, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jit_cache, "_load", lambda path: path)
+    monkeypatch.setattr(jit_cache, "_write", lambda path, function: path.write_bytes(function))
+    monkeypatch.setattr(jit_cache, "_is_whole", Path.exists)
+    monkeypatch.setattr(jit_cache, "_compile", lambda kernel: b"compiled here")
+
+    def make(kernel: KernelSpec) -> None:
+        raise error
+
+    with jit_cache.made_by(make):
+        assert jit_cache.compiled(KERNEL).read_bytes() == b"compiled here"
 
 
 @pytest.mark.slow
