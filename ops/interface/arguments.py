@@ -110,6 +110,11 @@ class LossOptions(OperatorRecord):
         return not OF_OTHERS.isdisjoint(self.output_names)
 
     @property
+    def keeps_largest(self) -> bool:
+        """Whether results need the largest logit of each block of classes."""
+        return self.top_k > 0 or self.reduces_others
+
+    @property
     def scales_exps(self) -> bool:
         """Whether each exponential has a factor that the backward alone knows."""
         return "entropy" in self.output_names

@@ -134,6 +134,7 @@ def _loss_forward(plan: Plan, x: LossCall) -> tuple[Tensor, Tensor]:
     selection = inputs.selection
     if selection is not None:
         results.stats, stats = stats, stats.restore(selection)
+    results.given = saved.addresses(x.y, x.tensors)
     saved.save(stats.rows, results)
     return restored(loss, selection), stats.rows
 
@@ -164,6 +165,8 @@ def loss_backward(
     x = LossCall(h, w, y, *records).computed()
     upstream, options, tensors = agreed_upstream(upstream, x.tensors), x.options, x.tensors
     results = saved.saved_with(stats)
+    if results and not results.is_of(y, tensors):
+        results = None
     plan = results.plan if results else plan_of(x)
     if plan.adds_in_forward and results is None:
         raise RuntimeError(

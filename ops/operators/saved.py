@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cutefce.ops.interface.arguments import TensorOptions
 from cutefce.ops.program.plan import Plan
 from cutefce.ops.program.run import SavedMemory
 from cutefce.ops.rows.selection import RowSelection
@@ -35,6 +36,22 @@ class Saved:
     """Statistics of these tokens, in their order; None if those that were returned are."""
     class_row: Tensor | None = None
     """(D,) that of `LossInputs`."""
+    given: tuple[int, ...] = ()
+    """Addresses of the tensors of the call, whose memory `targets` may share."""
+
+    def is_of(self, y: Tensor, tensors: TensorOptions) -> bool:
+        """Whether a backward with these targets and options may use the results.
+
+        A compiler that computes its arguments again, and tensors that may be changed while they are
+        saved, give a backward others: the memory of the forward's may have been written since.  A
+        buffer that the forward has added to cannot be written again.
+        """
+        return self.plan.adds_in_forward or self.given == addresses(y, tensors)
+
+
+def addresses(y: Tensor, tensors: TensorOptions) -> tuple[int, ...]:
+    """Return those of the targets y (N,) and of the options that are tensors."""
+    return (y.data_ptr(), *(x.data_ptr() for x in tensors.given.values()))
 
 
 _saved: dict[int, tuple["weakref.ref[torch.UntypedStorage]", Any]] = {}

@@ -38,7 +38,7 @@ does the one for few columns, whose exponentials the L2 cache may hold."""
 
 
 @dataclass(frozen=True)
-class TargetCsr:
+class SortedTargets:
     """The tokens of each target, in order, and what each contributes to dW."""
 
     order: Tensor
@@ -116,14 +116,14 @@ class CuteGradients(RowwiseSteps):
         self._launch(spec, operands, selection, splits, int(not accumulate), tokens)
         return factor is not None
 
-    def target_grad(self, h: Tensor, coefficient: Tensor | None, targets: Targets) -> TargetCsr:
+    def target_grad(self, h: Tensor, coefficient: Tensor | None, targets: Targets) -> SortedTargets:
         """Sort tokens by target; those of no target here are in no list.
 
         If tokens were selected, `h` has the rows of all.
         """
         if coefficient is None:
             offsets, none = targets.index.new_empty(1, dtype=torch.int32), targets.index[:0]
-            return TargetCsr(none, offsets, h.new_empty(0, dtype=torch.float32), h)
+            return SortedTargets(none, offsets, h.new_empty(0, dtype=torch.float32), h)
         assert self.kernels.sort_targets is not None
         index = targets.index
         order, in_order = torch.empty_like(index), torch.empty_like(coefficient)
@@ -132,14 +132,14 @@ class CuteGradients(RowwiseSteps):
         operands = index, coefficient.contiguous(), rows, order, offsets, in_order
         launch = compiled(self.kernels.sort_targets)
         launch(*operands, targets.options.ignore_index, are_selected)
-        return TargetCsr(order, offsets, in_order, h)
+        return SortedTargets(order, offsets, in_order, h)
 
     def add_weight(
         self,
         out: Sums,
         exps: Tensor,
         scaled: Tensor,
-        target_grad: TargetCsr,
+        target_grad: SortedTargets,
         first: int,
         *,
         grad_scale: Tensor | None = None,

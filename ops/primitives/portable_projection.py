@@ -79,7 +79,7 @@ class PartialSums(NamedTuple):
         options, size = targets.options, (len(like), count)
         of_all = like.new_empty((OF_ALL, *size)) if options.reduces_all else None
         of_others = like.new_empty((OF_OTHERS, *size)) if options.reduces_others else None
-        largest = like.new_empty(size) if has_largest(options) else None
+        largest = like.new_empty(size) if options.keeps_largest else None
         sums, references = like.new_empty((2, *size))
         return PartialSums(sums, references, of_all, largest, of_others)
 
@@ -95,14 +95,9 @@ OF_ALL, OF_OTHERS = 4, 2
 """Reductions of a part of the classes, those of all and those of all but the target."""
 
 
-def has_largest(options: LossOptions) -> bool:
-    """Whether `PartialSums` have the largest logits."""
-    return options.top_k > 0 or options.reduces_others
-
-
 def planes(options: LossOptions) -> int:
     """Return how many numbers `PartialSums` have beside sums and references."""
-    others = has_largest(options) + OF_OTHERS * options.reduces_others
+    others = options.keeps_largest + OF_OTHERS * options.reduces_others
     return OF_ALL * options.reduces_all + others
 
 

@@ -9,7 +9,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.autograd.graph import (
+    allow_mutation_on_saved_tensors,
+    save_on_cpu,
+    saved_tensors_hooks,
+)
 from torch.utils.checkpoint import checkpoint
 
 import cutefce
@@ -17,7 +21,9 @@ from cutefce.cute_kernels.config import PortableTiles
 from cutefce.ops import torch_compat
 from cutefce.ops.operators import saved
 from cutefce.ops.program import run
+from tests.support.backends import Backend, on_backends
 from tests.support.layouts import LAYOUTS, Layout, pinned
+from tests.support.options import options_case, soft_case
 from tests.support.reference import are_same, random_case
 from tests.support.tiers import pairwise
 
@@ -121,6 +127,39 @@ def test_a_graph_that_is_dropped_frees_it(
     assert not saved._saved  # at once, without a garbage collection
     loss_of(layout, h, w, y).backward()
     assert not saved._saved
+
+
+CHANGED = "target", "linear_bias", "temperature", "target_indices", "target_probs"
+
+
+@on_backends(few_backends=True, layout=LAYOUTS, name=CHANGED)
+def test_what_is_given_may_change_where_it_is_saved(
+    layout: Layout, name: str, backend: Backend
+) -> None:
+    """A backward gets copies then; what the forward saved may lie in the memory that was changed.
+
+    So it is where a compiler writes over arguments that it computes again.
+    """
+    make = soft_case if name.startswith("target_") else options_case
+    how: dict[str, Any] = {"dtype": backend.dtype, "device": backend.device}
+    more = [3] if make is soft_case else []
+    x = make(["linear_bias", "temperature (N,)"], *more, 150, 48, 333, ignored=0, **how)
+
+    def gradients(change: bool) -> tuple[Tensor, ...]:
+        leaves = x.leaves
+        given = x.with_leaves(leaves) | {"target": x.case.y}
+        if make is soft_case:
+            del given["target"]
+        with allow_mutation_on_saved_tensors(), pinned(layout):
+            given[name] = given[name].clone()
+            loss = cutefce.linear_cross_entropy(*leaves[:2], **given, reduction=layout.reduction)
+            if change:
+                with torch.no_grad():
+                    given[name].zero_()
+            upstream = torch.ones_like(loss)
+            return torch.autograd.grad(loss, leaves[:2], upstream)
+
+    assert all(map(torch.equal, gradients(True), gradients(False)))
 
 
 def copied() -> AbstractContextManager[None]:
