@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from cutefce.integrations.deferral import runners
 from cutefce.ops import torch_compat
@@ -101,7 +101,8 @@ class HeadCall:
             RuntimeError: if what logits are made of has changed since, or is not here.
         """
         for name, x, state in self.watched:
-            self._check(None in (state, _state(x)) or state == _state(x), name)
+            if state is not None and not torch.compiler.is_compiling():
+                self._check(state == _state(x), name)
         self.check_others(memory, None)
         self.check_function()
         is_late = self._is_behind_engine()
@@ -189,9 +190,12 @@ def is_inference_mode() -> bool:
 
 
 def _state(x: Tensor) -> tuple[int, bool] | None:
-    """Return how often x was changed, and whether it needs a gradient; None in a graph."""
+    """Return how often x was changed, and whether it needs a gradient.
+
+    None of what a graph computes, which nobody else changes before it ends.
+    """
     if torch.compiler.is_compiling():
-        return None
+        return (x._version, x.requires_grad) if type(x) is nn.Parameter else None
     return _version(x), x.requires_grad
 
 

@@ -100,8 +100,8 @@ def cross_entropy(
     """
     obstacle = _obstacle(input, target, label_smoothing)
     deprecated = size_average is not None or reduce is not None
-    if deprecated or reduction not in REDUCTIONS:
-        obstacle = "cross_entropy: size_average, reduce or another reduction"
+    if deprecated or reduction not in REDUCTIONS or ignore_index is None:
+        obstacle = "cross_entropy: size_average, reduce, another reduction or no ignore_index"
     if weight is not None and tuple(weight.shape) != (input.classes,):
         obstacle = "cross_entropy: another shape of weight"
     transform = transform_of(input.steps)

@@ -25,6 +25,25 @@ def test_a_copy_of_tanh_may_be_changed() -> None:
     torch.testing.assert_close(*results)
 
 
+@pytest.mark.parametrize("use", ["metric", "loss"])
+def test_logits_of_a_compiled_model_are_refused_after_a_step(use: str) -> None:
+    """Its graph tells in which state the weight was."""
+    torch.compiler.reset()
+    model = Model()
+    cutefce.defer(model)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        logits: Any = compiled(TOKENS)
+        loss = ce(logits, TARGETS)
+        assert logits.argmax(-1).shape == TOKENS.shape
+        loss.backward()
+        logits = compiled(TOKENS)
+        optimizer.step()
+        with pytest.raises(RuntimeError, match=f"{LATE} the head's weight"):
+            logits.argmax(-1) if use == "metric" else ce(logits, TARGETS)
+
+
 def test_logits_after_a_change_are_refused() -> None:
     model = Model()
     cutefce.defer(model)

@@ -150,7 +150,7 @@ FALLS_BACK: dict[str, tuple[Use, str]] = {
     "matrix product": (lambda x, y: (x @ torch.ones(V)).square().mean(), "__matmul__"),
     "size_average": (
         lambda x, y: ce(x, y, size_average=False),
-        "cross_entropy: size_average, reduce or another reduction",
+        "cross_entropy: size_average, reduce, another reduction or no ignore_index",
     ),
 }
 
