@@ -80,6 +80,11 @@ def import_behind(first: str, name: str) -> None:
         sys.meta_path.insert(0, cast(Any, _Waiting(first, run)))
 
 
+def address_of(x: Tensor) -> int:
+    """Return where x is in memory; 0 if it has none of its own, but wraps a tensor that has."""
+    return x.data_ptr() if torch._C._has_storage(x) else 0
+
+
 def has_dispatch_mode() -> bool:
     """Whether a mode, tracer, transform or fake tensor mode of torch watches operators now."""
     return forward_ad._current_level >= 0 or _included_keys().raw_repr() not in _NO_DISPATCH_MODE

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cutefce.ops import torch_compat
 from cutefce.ops.interface.arguments import TensorOptions
 from cutefce.ops.program.plan import Plan
 from cutefce.ops.program.run import SavedMemory
@@ -51,7 +52,7 @@ class Saved:
 
 def addresses(y: Tensor, tensors: TensorOptions) -> tuple[int, ...]:
     """Return those of the targets y (N,) and of the options that are tensors."""
-    return (y.data_ptr(), *(x.data_ptr() for x in tensors.given.values()))
+    return tuple(map(torch_compat.address_of, (y, *tensors.given.values())))
 
 
 _saved: dict[int, tuple["weakref.ref[torch.UntypedStorage]", Any]] = {}

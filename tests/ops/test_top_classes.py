@@ -23,9 +23,11 @@ from tests.ops.test_memory_model import peak_of
 from tests.support.layouts import several_tiles
 from tests.support.options import model_logits
 from tests.support.outputs import ValuesCase, kept_logits, values_case
-from tests.support.tiers import pairwise, rest_slow
+from tests.support.tiers import pairwise_of, rest_slow
 
 NAMES = {name: x for name, x in TRANSFORMS.items() if "kept_classes" not in x}
+FEW = "plain", "linear_bias", "temperature (N,)", "softcap", "logit_floor", "all and logit_floor"
+"""Those of which not all cases are slow: a GPU has a kernel to compile for most."""
 
 
 def check(x: ValuesCase, got: cutefce.LogProbs, k: int) -> None:
@@ -55,7 +57,8 @@ def check(x: ValuesCase, got: cutefce.LogProbs, k: int) -> None:
         assert torch.equal(found[own], got.log_probs[active, None].expand_as(found)[own])
 
 
-@pairwise(
+@pairwise_of(
+    {"names": FEW},
     names=NAMES,
     classes=OR_NONE,
     k=[1, 8, 32],
