@@ -19,7 +19,7 @@ INSTALL := $(BIN)/pip install --quiet --no-compile
 	touch $@
 
 # what tests and linters need takes as long to install again, which the demo does not wait for;
-# what every process of the tests imports is compiled once, by all cores
+# all cores compile here, once, what each process of the tests would compile again
 .venv/ready: .venv/demo
 	$(INSTALL) $(CONSTRAINTS) --editable '.[demo,test,dev]'
 	$(BIN)/python -m compileall -q -j 0 -x py312 .venv/lib/*/site-packages/torch \

@@ -76,7 +76,7 @@ class Tuner:
             return self.process.ask(functools.partial(worker.trial, job, timed), TRIAL_SECONDS)
         except WorkerError as error:
             self.failures[job, candidate] = str(error)
-            if not error.is_out_of_memory:  # another problem may need less
+            if error.is_of_the_call:  # another problem may need less memory
                 self.left_out.add((job.kernel, candidate))
             return None
 

@@ -192,7 +192,7 @@ def is_inference_mode() -> bool:
 def _state(x: Tensor) -> tuple[int, bool] | None:
     """Return how often x was changed, and whether it needs a gradient.
 
-    None of what a graph computes, which nobody else changes before it ends.
+    In a graph, None but for parameters: what else changes is not noticed.
     """
     if torch.compiler.is_compiling():
         return (x._version, x.requires_grad) if type(x) is nn.Parameter else None

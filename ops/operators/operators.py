@@ -134,7 +134,7 @@ def _loss_forward(plan: Plan, x: LossCall) -> tuple[Tensor, Tensor]:
     selection = inputs.selection
     if selection is not None:
         results.stats, stats = stats, stats.restore(selection)
-    results.given = saved.addresses(x.y, x.tensors)
+    results.given = saved.of_targets(x.y, x.tensors)
     saved.save(stats.rows, results)
     return restored(loss, selection), stats.rows
 
@@ -166,6 +166,7 @@ def loss_backward(
     upstream, options, tensors = agreed_upstream(upstream, x.tensors), x.options, x.tensors
     results = saved.saved_with(stats)
     if results and not results.is_of(y, tensors):
+        saved.forget(stats)
         results = None
     plan = results.plan if results else plan_of(x)
     if plan.adds_in_forward and results is None:

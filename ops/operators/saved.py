@@ -22,6 +22,9 @@ from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.statistics import RowStats
 from cutefce.ops.rows.targets import Targets
 
+OF_NO_TARGET = "weight_cast", "accumulate_into", "grad_output"
+"""Options that no backward takes from what was saved."""
+
 
 @dataclass
 class Saved:
@@ -37,8 +40,8 @@ class Saved:
     """Statistics of these tokens, in their order; None if those that were returned are."""
     class_row: Tensor | None = None
     """(D,) that of `LossInputs`."""
-    given: tuple[int, ...] = ()
-    """Addresses of the tensors of the call, whose memory `targets` may share."""
+    given: tuple[Tensor, ...] = ()
+    """The tensors of the call whose memory `targets` may share."""
 
     def is_of(self, y: Tensor, tensors: TensorOptions) -> bool:
         """Whether a backward with these targets and options may use the results.
@@ -47,12 +50,16 @@ class Saved:
         saved, give a backward others: the memory of the forward's may have been written since.  A
         buffer that the forward has added to cannot be written again.
         """
-        return self.plan.adds_in_forward or self.given == addresses(y, tensors)
+        if self.plan.adds_in_forward:
+            return True
+        address_of = torch_compat.address_of
+        return [*map(address_of, self.given)] == [*map(address_of, of_targets(y, tensors))]
 
 
-def addresses(y: Tensor, tensors: TensorOptions) -> tuple[int, ...]:
-    """Return those of the targets y (N,) and of the options that are tensors."""
-    return tuple(map(torch_compat.address_of, (y, *tensors.given.values())))
+def of_targets(y: Tensor, tensors: TensorOptions) -> tuple[Tensor, ...]:
+    """Return the targets y (N,), and the options that are tensors and that targets have."""
+    given = tensors.given.items()
+    return (y, *(x for name, x in given if name not in OF_NO_TARGET))
 
 
 _saved: dict[int, tuple["weakref.ref[torch.UntypedStorage]", Any]] = {}
@@ -63,6 +70,11 @@ def save(stats: Tensor, results: Any) -> None:
     storage = stats.untyped_storage()
     key = id(storage)  # the storage stays the same object while its memory lives
     _saved[key] = weakref.ref(storage, lambda _: _saved.pop(key, None)), results
+
+
+def forget(stats: Tensor) -> None:
+    """Free what is saved with `stats`."""
+    _saved.pop(id(stats.untyped_storage()), None)
 
 
 def saved_with(stats: Tensor) -> Any:

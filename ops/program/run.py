@@ -29,8 +29,8 @@ class SavedMemory:
     capture: int | None = field(default_factory=lambda: capture_id())
     """The CUDA graph capture in which the forward ran; None if in none."""
     is_replayed: bool = False
-    """Whether the forward or a backward is replayed apart from the other: it finds the memory again
-    as it was, so that every backward overwrites a copy."""
+    """Whether a CUDA graph replays the forward or a backward without the other: replays read this
+    memory, so that each backward overwrites a copy."""
 
     def take(self) -> dict[Home, Tensor] | None:
         """Return the memory; later backwards get None of what this one overwrites.
@@ -39,7 +39,8 @@ class SavedMemory:
         """
         if not self.program.is_spent:
             return dict(self.by_home)
-        self.is_replayed |= self.capture != capture_id()
+        if self.capture != capture_id():
+            self.is_replayed = True
         memory: dict[Home, Tensor] | None
         if self.is_replayed:
             memory = vars(self).get("by_home")
