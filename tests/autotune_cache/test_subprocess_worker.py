@@ -101,7 +101,9 @@ def test_an_interrupt_stops_the_compiling(tmp_path: Path, monkeypatch: pytest.Mo
     class Interrupted(ThreadPoolExecutor):
         def map(self, *arguments: Any, **_: Any) -> Any:
             super().map(*arguments)
+            end = time.monotonic() + 60
             while not list(tmp_path.iterdir()):
+                assert time.monotonic() < end
                 time.sleep(0.05)
             raise KeyboardInterrupt
 
