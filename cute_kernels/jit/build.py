@@ -71,7 +71,7 @@ def build(
     with notice, ThreadPoolExecutor(builders) as pool:
         try:
             list(pool.map(compile_waiting, range(builders)))
-        except BaseException:  # a user interrupts, who waits for no kernel
+        except BaseException:  # an interrupt waits for no kernel
             list(waiting)
             for process in processes:
                 process.kill()

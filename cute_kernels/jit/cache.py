@@ -209,8 +209,7 @@ def _load_or_compile(kernel: KernelSpec) -> Any:
             return _load(path)
     make, _thread.make = _thread.make, None
     if make is not None:
-        with contextlib.suppress(OSError, RuntimeError):  # where no processes can be started
-            make(kernel)
+        make(kernel)
         return _load_or_compile(kernel)
     try:
         with contextlib.suppress(OSError):
