@@ -25,8 +25,8 @@ from cutefce.ops.divergence.factors import FactorRows
 from cutefce.ops.divergence.inputs import Call, DivergenceInputs, matrix
 from cutefce.ops.divergence.options import STUDENT, TEACHER
 from cutefce.ops.divergence.steps import DW, SUMS, side_of
+from cutefce.ops.primitives.elementwise import joined
 from cutefce.ops.primitives.portable_gradients import apply_rowwise
-from cutefce.ops.primitives.portable_projection import joined
 from cutefce.ops.program.steps import Step
 
 

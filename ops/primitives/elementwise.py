@@ -91,6 +91,49 @@ def combine_(
         write(out, low, parts)
 
 
+def statistics_(
+    reference: Tensor,
+    others: Tensor,
+    total: Tensor,
+    loss: Tensor,
+    logit: Tensor,
+    active: Tensor,
+    sums: Tensor,
+    references: Tensor,
+) -> None:
+    """Write the statistics of rows, (R,) each, see `RowStats`, from partial sums (R, P).
+
+    Each sum is relative to its own one of `references`; `logit` (R,) are those of the targets.  Of
+    rows that are not `active` (R,) nothing else need be defined.
+    More than eight parameters: fused kernels take tensors.
+    """
+    row_sum, highest = joined(sums, references, 1)
+    row_sum = torch.where(active, row_sum, 0)
+    highest = torch.where(active, highest, torch.inf)
+    distance = torch.where(active, highest - logit, 0)
+    # exp(r - ρ) - 1, which is exactly 0 where the target's logit is the reference
+    excess = row_sum + torch.expm1(-distance)
+    reference.copy_(highest)
+    others.copy_(row_sum)
+    total.copy_(excess + 1)
+    loss.copy_(distance + torch.log1p(excess))
+
+
+def joined(sums: Tensor, references: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """Return sums of exponentials over `dim`, relative to the largest reference, and this.
+
+    Each of `sums` is relative to its own one of `references`.
+    """
+    reference = references.amax(dim)
+    factors = exp_difference(references, reference.unsqueeze(dim))
+    return (sums * factors).sum(dim), reference
+
+
+def exp_difference(a: Tensor, b: Tensor) -> Tensor:
+    """Return exp(a - b), 1 where both are the same infinity."""
+    return torch.where(a == b, 1, torch.exp(a - b))
+
+
 def exponentials_(
     logits: Tensor,
     start: Tensor,

@@ -27,14 +27,18 @@ from torch import Tensor
 
 from cutefce.cute_kernels.config import PortableTiles
 from cutefce.cute_kernels.integers import ceil_div
+from cutefce.cute_kernels.workspace import NUM_STATS
 from cutefce.ops.dtypes import sum_dtype
 from cutefce.ops.interface.arguments import LossOptions
 from cutefce.ops.primitives.elementwise import (
     can_fuse,
+    exp_difference,
     exponentials,
     exponentials_,
     fused,
     gathered_dot_,
+    joined,
+    statistics_,
 )
 from cutefce.ops.primitives.portable_gradients import apply_rowwise, matmul_into, scale_rows
 from cutefce.ops.primitives.weighted_sum import SoftTargetSteps, weighted_sum
@@ -185,7 +189,13 @@ class PortableProjection(SoftTargetSteps):
         def top_of_blocks(chosen: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
             return self._top_of_blocks(h[rows], w, chosen, targets.per_token(rows))
 
-        return top_logits(partial.largest, self.block, target_logit, targets, top_of_blocks)
+        found = top_of_blocks, self.largest
+        return top_logits(partial.largest, self.block, target_logit, targets, *found)
+
+    def largest(self, x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """Return the k largest of each row of x (N, M), the largest first, and their columns."""
+        found = x.topk(k, 1)
+        return found.values, found.indices
 
     @property
     def block(self) -> int:
@@ -235,15 +245,10 @@ class PortableProjection(SoftTargetSteps):
         self, partial: Partials, target_logit: Tensor, targets: Targets
     ) -> tuple[RowStats, Tensor]:
         """Reduce the partial sums of every token; also return the reduced loss."""
-        active = targets.active
-        row_sum, reference = joined(partial.sums, partial.references, 1)
-        row_sum = torch.where(active, row_sum, 0)  # that of an ignored row may be NaN
-        reference = torch.where(active, reference, torch.inf)  # or not written at all
-        distance = torch.where(active, reference - target_logit, 0)
-        # exp(r - ρ) - 1, which is exactly 0 where the target's logit is the reference
-        excess = row_sum + torch.expm1(-distance)
-        losses = distance + torch.log1p(excess)
-        stats = RowStats(torch.stack([reference, row_sum, excess + 1, losses]))
+        stats = RowStats(target_logit.new_empty(NUM_STATS, len(target_logit)))
+        # the sum of an ignored row may be NaN, or not written at all
+        given = target_logit, targets.active, partial.sums, partial.references
+        apply_rowwise(statistics_, *stats.rows, *given)
         return stats, reduce_losses(stats, targets)
 
     def repair_stored_exps(self, x: Logits, exps: Tensor, partial: Partials) -> None:
@@ -254,7 +259,7 @@ class PortableProjection(SoftTargetSteps):
         block = self.tiles.reference_block
         start, count = x.window[0] // block, exps.shape[1] // block
         references = partial.references[:, start : start + count]
-        factor = _exp_difference(references, x.reference[:, None])
+        factor = exp_difference(references, x.reference[:, None])
         if exps.is_cuda or bool((factor != 1).any()):
             scale_rows(exps.view(-1, block), factor.flatten())
 
@@ -315,16 +320,6 @@ def logits_into(out: Tensor, h: Tensor, w: Tensor, logits: LogitMap | None) -> N
         logits.apply_(out)
 
 
-def joined(sums: Tensor, references: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    """Return sums of exponentials over `dim`, relative to the largest reference, and this.
-
-    Each of `sums` is relative to its own one of `references`.
-    """
-    reference = references.amax(dim)
-    factors = _exp_difference(references, reference.unsqueeze(dim))
-    return (sums * factors).sum(dim), reference
-
-
 def dense(x: Tensor) -> Tensor:
     """Return x (M, K) in a layout that a GEMM can address, copied if necessary."""
     return x if is_dense(x) else x.contiguous()
@@ -334,8 +329,3 @@ def is_dense(x: Tensor) -> bool:
     """Whether a GEMM can address x (M, K): its rows or its columns are contiguous."""
     (rows, columns), (pitch, unit) = x.shape, x.stride()
     return (unit == 1 and pitch >= columns) or (pitch == 1 and unit >= rows)
-
-
-def _exp_difference(a: Tensor, b: Tensor) -> Tensor:
-    """Return exp(a - b), 1 where both are the same infinity."""
-    return torch.where(a == b, 1, torch.exp(a - b))

@@ -1,4 +1,4 @@
-"""A kernel in Triton: the largest logits of the blocks of classes that each token chooses.
+"""Kernels in Triton: the largest of each row, and those of the blocks that each token chooses.
 
 This module imports Triton.  In the shapes N is tokens, D hidden, V classes, M the blocks of a
 token, and k the largest logits of a block that are returned.  A block has `BLOCK` classes.
@@ -25,6 +25,35 @@ from cutefce.ops.primitives.triton_kernels import (
 ROWS = 128
 """Tokens of a tile: on Hopper each warp has all classes of 16 of them, and finds the largest alone.
 """
+
+
+@triton.jit
+def _largest_of_rows(x, pitch, values, places, columns, K: tl.constexpr, COLUMNS: tl.constexpr):
+    """Find the K largest of one row of x (N, columns), which COLUMNS is no less than."""
+    LEAST: tl.constexpr = -3.4e38
+    row, c = tl.program_id(0).to(tl.int64), tl.arange(0, COLUMNS)
+    own = tl.load(x + row * pitch + c, mask=c < columns, other=0.0)
+    # each is found once: what was found, or is beyond the row, counts less than -inf of the row
+    own = tl.where(own == own, tl.maximum(own, LEAST), float("inf"))
+    own = tl.where(c < columns, own, float("-inf"))
+    for place in tl.range(K):
+        most, at = tl.max(own, 0, return_indices=True)
+        tl.store(values + row * K + place, tl.where(most == LEAST, float("-inf"), most))
+        tl.store(places + row * K + place, at.to(tl.int64))
+        own = tl.where(c == at, float("-inf"), own)
+
+
+def largest_of_rows(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Return the k largest of each row of x (N, M) float32, the largest first, and their columns.
+
+    Both are (N, k), and k is at most M.  Of equal ones the first are found; NaN counts as inf.
+    """
+    (rows, columns), x = x.shape, x.contiguous()
+    values = x.new_empty(rows, k)
+    places = torch.empty_like(values, dtype=torch.int64)
+    width = triton.next_power_of_2(columns)
+    _largest_of_rows[(rows,)](x, x.stride(0), values, places, columns, K=k, COLUMNS=width)
+    return values, places
 
 
 @triton.jit

@@ -12,7 +12,7 @@ from cutefce.cute_kernels.config import PortableTiles
 from cutefce.ops.primitives import triton_kernels as kernels
 from cutefce.ops.primitives.portable_projection import Logits, PartialSums, PortableProjection
 from cutefce.ops.primitives.select_rows import with_aligned_rows
-from cutefce.ops.primitives.triton_blocks import top_of_blocks
+from cutefce.ops.primitives.triton_blocks import largest_of_rows, top_of_blocks
 from cutefce.ops.rows.selection import CountedRows
 from cutefce.ops.rows.targets import Targets, launch_transform
 
@@ -41,6 +41,9 @@ class TritonProjection(PortableProjection):
     ) -> tuple[Tensor, Tensor]:
         transform = launch_transform(targets, (0, len(w))) or (None, None, None)
         return top_of_blocks(h, w, chosen, targets.options.top_k, targets.index, transform)
+
+    def largest(self, x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        return largest_of_rows(x, k)
 
     def repair_stored_exps(self, x: Logits, exps: Tensor, partial: Any) -> None:
         references = partial.references[:, x.window[0] // kernels.BLOCK :]

@@ -124,7 +124,7 @@ def reduce(call: Call, s: Step) -> None:
         values, numbers = projection.top_logits(x.h, x.w, partial, logit, targets)
         if x.ranks is not None:  # each has a part of the classes
             values, numbers = x.ranks.join_columns(values), x.ranks.join_columns(numbers)
-        top = top_rows(values, numbers, stats, targets)
+        top = top_rows(values, numbers, stats, targets, projection.largest)
     if x.h.dtype == torch.float16:
         stats = as_probabilities(stats)
     others = [rows for rows in (stats.rows, more, top) if rows is not None]

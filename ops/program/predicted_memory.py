@@ -72,7 +72,7 @@ def scratch(p: LossProblem, x: Layout, step: Step) -> int:
             parts = sum(name.startswith("partial") for name in step.reads)
             joined = rows * partial_sums(p, rows, p.vocab) * sums * (parts > 1)
             blocks = rows * ceil_div(p.vocab, p.block) * sums * (p.arch is None)
-            own = joined + max(2 * blocks, _searched(p, rows, blocks) if p.top_k else 0)
+            own = joined + (_searched(p, rows, blocks) if p.top_k else 0)
         case Kind.TARGET_LOGIT if step.rows[0] == 0:  # makes the soft targets of all tokens
             own = p.tokens * p.soft * (MADE_BYTES - 8 - 2 * sums)
         case Kind.ENTRIES | Kind.SCALE_EXPS:

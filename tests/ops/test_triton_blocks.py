@@ -1,4 +1,4 @@
-"""Triton's kernel of the largest logits of chosen blocks against plain torch.
+"""Triton's kernels of the largest logits against plain torch.
 
 Without a GPU, Triton's interpreter runs it, see `tests.support.plugin`.
 """
@@ -52,3 +52,18 @@ def test_the_kernel_of_blocks(
     torch.testing.assert_close(of_found[finite], values[finite], rtol=2e-4, atol=1e-5)
     distinct = torch.where(finite, found, -1 - torch.arange(k, device=DEVICE)).sort().values
     assert bool((distinct.diff() > 0).all())
+
+
+@pytest.mark.parametrize("columns", rest_slow([594, 1, 64]))
+def test_the_largest_of_rows(columns: int) -> None:
+    x = torch.randn(40, columns, device=DEVICE)
+    x[::3, columns // 2 :] = -torch.inf
+    x[1::3] = -torch.inf
+    x[2] = torch.nan
+    k = min(columns, 8)
+    values, places = triton_blocks.largest_of_rows(x, k)
+    is_number = torch.arange(40, device=DEVICE) != 2
+    assert torch.equal(values[is_number], x.topk(k, 1).values[is_number])
+    assert torch.equal(values[is_number], x.gather(1, places)[is_number])
+    assert k == 1 or bool((places.sort(1).values.diff(dim=1) > 0).all())  # each once
+    assert int(places.min()) >= 0 and int(places.max()) < columns

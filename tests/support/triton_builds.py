@@ -119,6 +119,10 @@ def main() -> None:
         sizes = {"COLUMNS": triton_rows.COLUMNS, "LOW_BITS": 8, **dict.fromkeys(flags, True)}
         types = {**POINTERS, "last": "*fp32"}
         found[name] = build(capability, triton_rows._combine, types, sizes)
+    if "largest" in names:
+        types = {**POINTERS, "values": "*fp32", "places": "*i64"}
+        sizes = {"K": 8, "COLUMNS": 1024}
+        found["largest"] = build(capability, triton_blocks._largest_of_rows, types, sizes)
     for name, flags in ((name, WEIGHTS[name]) for name in names if name in WEIGHTS):
         rows, block, keeps = triton_weight.ROWS, triton_weight.BLOCK, "KEEPS" in flags
         low_bits = 4 if keeps else 8
