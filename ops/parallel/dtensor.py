@@ -65,7 +65,7 @@ def localize(h: Tensor, w: Tensor, y: Tensor, given: dict[str, Any]) -> LocalCal
         raise ValueError(
             f"shards: got {list(shards)}, expected None or those of linear_weight, {_shards(w)}"
         )
-    ranks, dim = w.device_mesh.size(), 0
+    dim = 0
     for argument, x in (("input", h), ("target", y)):
         if torch_compat.is_dtensor(x) and x.device_mesh != w.device_mesh:
             raise ValueError(
@@ -76,11 +76,6 @@ def localize(h: Tensor, w: Tensor, y: Tensor, given: dict[str, Any]) -> LocalCal
         (placement,) = h.placements
         if placement.is_shard() and 0 <= placement.dim < h.ndim - 1:
             sequence_parallel, dim = True, placement.dim
-            if h.shape[dim] % ranks:
-                raise ValueError(
-                    f"input: got {h.shape[dim]} in dimension {dim}, expected a multiple of the "
-                    f"{ranks} ranks over which it is sharded"
-                )
         elif not placement.is_replicate() or sequence_parallel:
             raise TypeError(
                 f"input: got a DTensor with placements {h.placements}, expected (Shard(dim),) of "
@@ -153,14 +148,8 @@ def _shards(w: "DTensor") -> list[int]:
 
 
 def _check_weight(w: "DTensor") -> None:
-    mesh = w.device_mesh
     if not _is_sharded(w):
         raise TypeError(
             f"linear_weight: got a DTensor with placements {w.placements}, expected (Shard(0),) "
             f"over a mesh of one dimension; pass linear_weight.full_tensor(), or, {_FSDP_HINT}"
-        )
-    if len(_shards(w)) < mesh.size():
-        raise ValueError(
-            f"linear_weight: got {w.shape[0]} rows over {mesh.size()} ranks, expected some for "
-            "every rank"
         )
