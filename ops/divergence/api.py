@@ -78,30 +78,11 @@ def linear_divergence(
 
 @overload
 def linear_divergence(
-    student_input: Tensor,
-    student_weight: Tensor,
-    teacher_input: Tensor,
-    teacher_weight: Tensor,
-    target: Tensor | None = None,
-    *,
-    divergence: str = "forward_kl",
-    beta: float | None = None,
-    student_bias: Tensor | None = None,
-    teacher_bias: Tensor | None = None,
-    logit_scale: Any = 1.0,
-    softcap: Any = None,
-    temperature: Any = 1.0,
-    reduction: str = "mean",
-    ignore_index: int | None = None,
-    denominator: Tensor | float | None = None,
-    return_overlap: Literal[True],
-    workspace: int | str | None = None,
-    group: ProcessGroup | None = None,
-    shards: Sequence[int] | None = None,
+    *arguments: Any, return_overlap: bool, **options: Any
 ) -> DivergenceOutput: ...
 
 
-@runs(_divergence)
+@runs(_divergence)  # type: ignore[misc]
 def linear_divergence(  # type: ignore[empty-body]
     student_input: Tensor,
     student_weight: Tensor,
@@ -203,7 +184,7 @@ def _plan_divergence(
             raise ValueError("target: got one on meta, which has no values, expected None")
         counted = int((call.target != options.ignore_index).sum())
     problem = problem_of(call.heads, counted, tensors, options, sharding)
-    return make_plan(problem, options.budget)
+    return make_plan(problem, options.workspace)
 
 
 @runs(_plan_divergence, meets_ranks=False)

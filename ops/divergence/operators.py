@@ -94,27 +94,13 @@ def _inputs(
         logits = LogitMap.of(own, added, h.new_empty(len(h)), sum_dtype(h.dtype))
         boost = options.boost(i) if h.dtype == torch.float16 else 1.0
         sides.append(Side(h, w, logits, added.linear_bias, boost).selected(selection))
-    same = _agreed(h_t, y, options, tensors, upstream, stats)
+    same = {}  # one device has nobody to agree with
+    if sharding.group is not None:
+        same = _agreed(h_t, y, options, tensors, upstream, stats)
     shard = shard_of(sharding, h_s, w_s, **same)
     loss_scale = _loss_scale(sides[0], tensors, options) if options.is_scalar else None
-    plan = make_plan(problem, options.budget)
+    plan = make_plan(problem, options.workspace)
     return DivergenceInputs(sides, options, plan, shard, loss_scale, selection)
-
-
-AGREED = {
-    "budget": "workspace",
-    **{
-        f"{side}_{name}": f"{argument} of the {side}"
-        for side in ("student", "teacher")
-        for name, argument in (
-            ("scale", "logit_scale"),
-            ("softcap", "softcap"),
-            ("temperature", "temperature"),
-            ("gradients", "requires_grad of (input, weight, bias)"),
-        )
-    },
-}
-"""What users call those arguments of operators that have other names."""
 
 
 def _agreed(
@@ -126,16 +112,15 @@ def _agreed(
     stats: Tensor | None,
 ) -> dict[str, Any]:
     """Return what all ranks must agree on, by names in errors; a backward has an upstream."""
-    given = tensors.by_name()
+    given = tensors.by_name() | options.by_name()
     own = {name: given.pop(name) for name in ("student_bias", "teacher_bias")}
-    given |= options.by_name()
     same = {
         "operator": "divergence",
         "rows of teacher_input, and hidden size": list(h_t.shape),
         "dtype of teacher_input": str(h_t.dtype),
         **{f"{name} given": x is not None for name, x in own.items()},
         "target": y,
-        **{AGREED.get(name, name): x for name, x in given.items()},
+        **given,
     }
     if upstream is not None:
         same |= {"operator": "divergence_backward", "gradient of the divergence": upstream}
@@ -181,10 +166,9 @@ def _backward(ctx: Any, upstream: Tensor | None, _: Tensor | None) -> tuple[Tens
     results: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
     if upstream is not None:
         given = *ctx.saved_tensors, *ctx.options.pack(), *ctx.sharding.pack()
-        wanted = *ctx.options.gradients(STUDENT), *ctx.options.gradients(TEACHER)
         with report_errors(ctx.sharding.group):
             gradients = differentiate(divergence_backward, (upstream, *given))
-        for i, x, is_wanted in zip(PLACES, gradients, wanted, strict=True):
+        for i, x, is_wanted in zip(PLACES, gradients, ctx.options.trained, strict=True):
             results[i] = x if is_wanted else None
     return (*results,)
 

@@ -34,17 +34,16 @@ class Divergence(OperatorRecord):
     """"mean", "sum" or "none"."""
     ignore_index: int = argument(INTEGER)
     """Tokens with this target do not count."""
-    budget: int = argument(INTEGER)
+    workspace: int = argument(INTEGER)
     """Bytes that the call may take beyond inputs and gradients."""
-    student_scale: float = argument(NUMBER)
-    teacher_scale: float = argument(NUMBER)
+    student_logit_scale: float = argument(NUMBER)
+    teacher_logit_scale: float = argument(NUMBER)
     """a: factors of the products of hidden states and weight."""
     student_softcap: float | None = argument(NUMBER_OR_NONE)
     teacher_softcap: float | None = argument(NUMBER_OR_NONE)
     """c: bounds of the logits, c tanh(x / c); None for none."""
-    student_gradients: list[bool] = argument(BOOLS)
-    teacher_gradients: list[bool] = argument(BOOLS)
-    """Whether the gradients of hidden states, weight and bias are computed."""
+    trained: list[bool] = argument(BOOLS)
+    """Whether hidden states, weight and bias of the student, then of the teacher, require grad."""
 
     @property
     def is_scalar(self) -> bool:
@@ -91,12 +90,12 @@ class Divergence(OperatorRecord):
     def logit_options(self, index: int) -> LossOptions:
         """Return the logit options of the student (0) or the teacher (1)."""
         if index:
-            return LossOptions(logit_scale=self.teacher_scale, softcap=self.teacher_softcap)
-        return LossOptions(logit_scale=self.student_scale, softcap=self.student_softcap)
+            return LossOptions(logit_scale=self.teacher_logit_scale, softcap=self.teacher_softcap)
+        return LossOptions(logit_scale=self.student_logit_scale, softcap=self.student_softcap)
 
     def gradients(self, index: int) -> tuple[bool, bool, bool]:
         """Return which gradients of the student (0) or the teacher (1) are computed."""
-        hidden, weight, bias = self.teacher_gradients if index else self.student_gradients
+        hidden, weight, bias = self.trained[3 * index : 3 * index + 3]
         return hidden, weight, bias
 
 

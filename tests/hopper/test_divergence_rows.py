@@ -272,7 +272,7 @@ def test_factors_of_two_dtypes_have_no_kernel(
         Side(torch.zeros(4, 8, dtype=dtype), torch.zeros(16, 8, dtype=dtype), None, None)
         for dtype in (torch.bfloat16, torch.float16)
     ]
-    gradients = [True] * 3, [trains_both] * 3
-    options = Divergence("forward_kl", 0.5, "mean", -100, 0, 1.0, 1.0, None, None, *gradients)
+    trained = [True] * 3 + [trains_both] * 3
+    options = Divergence("forward_kl", 0.5, "mean", -100, 0, 1.0, 1.0, None, None, trained)
     kernel = row_kernel.RowKernel.of(sides, options, (None, None))
     assert (kernel is None) == trains_both

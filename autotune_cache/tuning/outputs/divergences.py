@@ -44,9 +44,7 @@ def divergence_outputs(case: Case, primitives: Primitives) -> dict[str, CheckedO
     logits = list(SPREAD * torch.randn(2, ROWS, CLASSES, generator=generator).to(like.device))
     results: dict[str, CheckedOutput] = {}
     for form, *wanted, sums_given in product(DIVERGENCES, *((False, True),) * 3):
-        options = Divergence(
-            form, BETA, "sum", -100, 0, 1.0, 1.0, None, None, [True] * 3, [True] * 3
-        )
+        options = Divergence(form, BETA, "sum", -100, 0, 1.0, 1.0, None, None, [True] * 6)
         factors = [like.new_empty(ROWS, CLASSES) if given else None for given in wanted]
         if on_kernels:
             stats, scale = logits[0].new_empty(STATS, ROWS), logits[0].new_full((), SCALE)
