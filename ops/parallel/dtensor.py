@@ -1,6 +1,5 @@
 """Distributed tensors to the plain tensors and the group of a sharded call."""
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
@@ -48,7 +47,6 @@ def localize(h: Tensor, w: Tensor, y: Tensor, given: dict[str, Any]) -> LocalCal
         return LocalCall(h, w, y, _local_options(given, 0), 0)
     _check_weight(w)
     group: ProcessGroup | None = given.get("group")
-    shards: Sequence[int] | None = given.get("shards")
     sequence_parallel: bool = given.get("sequence_parallel", False)
     name = w.device_mesh.get_group().group_name
     if group is None and not torch_compat.is_dtensor(h):
@@ -60,10 +58,6 @@ def localize(h: Tensor, w: Tensor, y: Tensor, given: dict[str, Any]) -> LocalCal
     if group is not None and group.group_name != name:
         raise ValueError(
             f"group: got {group.group_name!r}, expected None or that of linear_weight's mesh"
-        )
-    if shards is not None and list(shards) != _shards(w):
-        raise ValueError(
-            f"shards: got {list(shards)}, expected None or those of linear_weight, {_shards(w)}"
         )
     dim = 0
     for argument, x in (("input", h), ("target", y)):
@@ -89,7 +83,7 @@ def localize(h: Tensor, w: Tensor, y: Tensor, given: dict[str, Any]) -> LocalCal
             f"dimension, of which dimension {dim} is sharded"
         )
     y = y.movedim(dim, 0)
-    options = _local_options(given, dim) | {"group": name, "shards": _shards(w)}
+    options = {"shards": _shards(w), **_local_options(given, dim), "group": name}
     options["sequence_parallel"] = sequence_parallel
     return LocalCall(h, w.to_local(), y, options, dim)
 
