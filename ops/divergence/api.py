@@ -9,9 +9,8 @@ from torch.distributed import ProcessGroup
 
 from cutefce.ops.divergence import operators  # noqa: F401  (registers)
 from cutefce.ops.divergence.checks import checked_call
-from cutefce.ops.divergence.options import Divergence, DivergenceTensors
+from cutefce.ops.divergence.options import RECORDS
 from cutefce.ops.divergence.plan import DivergencePlan, make_plan, problem_of
-from cutefce.ops.interface.arguments import Sharding
 from cutefce.ops.interface.checks import check_transform
 from cutefce.ops.interface.public_function import runs
 
@@ -175,9 +174,8 @@ def _plan_divergence(
     """Return what `plan_divergence` returns; `given` are its other arguments."""
     sides = student_input, student_weight, teacher_input, teacher_weight
     call = checked_call(sides, target, given)
-    tensors = DivergenceTensors.from_keywords(call.arguments)
-    options = Divergence.from_keywords(call.arguments)
-    sharding = Sharding.from_keywords(call.arguments)
+    records: Any = (record.from_keywords(call.arguments) for record in RECORDS)
+    tensors, options, sharding = records
     counted = len(call.heads[0][0])
     if call.target is not None:
         if call.target.is_meta:
