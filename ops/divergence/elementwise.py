@@ -30,37 +30,32 @@ def add_exps_(top: Tensor, total: Tensor, logits: Tensor) -> None:
     top.copy_(largest)
 
 
-def add_kl_(out: Tensor, variation: Tensor, a: Tensor, b: Tensor, lses: Tensor) -> None:
-    """Add KL(a || b) of these classes to `out` (R,), and their total variation to `variation`."""
-    p, q = _probabilities(a, lses[:, :2]), _probabilities(b, lses[:, 2:])
-    ratio = _ratio(a, b, lses).neg_()
-    terms = _difference(p, q, ratio)
-    variation.add_(terms.abs().sum(1), alpha=0.5)
-    terms.sub_(ratio.mul_(p))
-    # a class with probability 0, whose logit may be -inf, has no term but that of b
-    out.add_(torch.where(p == 0, q, terms).sum(1))
-
-
-def add_mixture_kl_(
+def add_kl_(
     out: Tensor,
     variation: Tensor | None,
     a: Tensor,
     b: Tensor,
     lses: Tensor,
-    share: Tensor,
-    other: Tensor,
+    share: Tensor | None,
+    other: Tensor | None,
 ) -> None:
-    """Add KL(a || m) of these classes to `out` (R,), with m = share a + other b.
+    """Add KL(a || b) of these classes to `out` (R,); with shares KL(a || share a + other b).
 
     Add their total variation to `variation` (R,), if given.
     """
     p, q = _probabilities(a, lses[:, :2]), _probabilities(b, lses[:, 2:])
     ratio = _ratio(a, b, lses)
-    to_b = _difference(p, q, -ratio)
+    to_b = _difference(p, q, ratio.neg_() if share is None else -ratio)
     if variation is not None:
         variation.add_(to_b.abs().sum(1), alpha=0.5)
-    terms = _log_ratio(ratio, share, other).mul_(p)
-    out.add_(torch.where(p == 0, 0, terms).add_(to_b.mul_(other)).sum(1))
+    if share is None or other is None:
+        to_b.sub_(ratio.mul_(p))
+        # a class with probability 0, whose logit may be -inf, has no term but that of b
+        terms = torch.where(p == 0, q, to_b)
+    else:
+        terms = _log_ratio(ratio, share, other).mul_(p)
+        terms = torch.where(p == 0, 0, terms).add_(to_b.mul_(other))
+    out.add_(terms.sum(1))
 
 
 def add_variation_(

@@ -14,7 +14,6 @@ from torch import Tensor
 from cutefce.ops.divergence.elementwise import (
     add_exps_,
     add_kl_,
-    add_mixture_kl_,
     add_variation_,
     factors_,
 )
@@ -144,12 +143,10 @@ def _add_terms(x: DivergenceInputs, stats: Tensor, logits: Sequence[Tensor]) -> 
         apply_rowwise(add_variation_, *sums, *logits, _lses(stats, STUDENT))
         return
     for a, out in ((STUDENT, of_student), (TEACHER, of_teacher)):
-        operands = logits[a], logits[1 - a], _lses(stats, a)
-        if x.options.is_mixture:
-            once = variation if a == STUDENT else None
-            apply_rowwise(add_mixture_kl_, out, once, *operands, whole=x.shares(a))
-        elif a == x.options.first:
-            apply_rowwise(add_kl_, out, variation, *operands)
+        if x.options.first in (a, None):
+            once = None if x.options.is_mixture and a == TEACHER else variation
+            operands = logits[a], logits[1 - a], _lses(stats, a)
+            apply_rowwise(add_kl_, out, once, *operands, whole=x.shares(a))
 
 
 def _write_factors(
