@@ -175,13 +175,13 @@ def _plan_divergence(
     sides = student_input, student_weight, teacher_input, teacher_weight
     call = checked_call(sides, target, given)
     records: Any = (record.from_keywords(call.arguments) for record in RECORDS)
-    tensors, options, sharding = records
+    options, sharding = records
     counted = len(call.heads[0][0])
     if call.target is not None:
         if call.target.is_meta:
             raise ValueError("target: got one on meta, which has no values, expected None")
         counted = int((call.target != options.ignore_index).sum())
-    problem = problem_of(call.heads, counted, tensors, options, sharding)
+    problem = problem_of(call.heads, counted, options, sharding)
     return make_plan(problem, options.workspace)
 
 

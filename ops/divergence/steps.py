@@ -2,10 +2,9 @@
 
 from enum import Enum
 
+from cutefce.ops.divergence.options import SIDES
 from cutefce.ops.program.steps import Home
 
-SIDES = "student", "teacher"
-"""The first words of names of buffers."""
 DX, DW = (Home.DX, Home.SECOND_DX), (Home.DW, Home.SECOND_DW)
 SUMS, STATS = 4, 7
 """Statistics of a token, of which the first ones make the log-sum-exps of both sides."""

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -267,7 +268,9 @@ def test_factors_of_two_dtypes_have_no_kernel(
     trains_both: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Verified kernels write those of both sides in one dtype."""
-    monkeypatch.setattr(row_kernel, "arch_of", lambda *_: "sm_90a")
+    gpu = SimpleNamespace(arch=SimpleNamespace(name="sm_90a"))
+    monkeypatch.setattr(row_kernel, "_unsupported_reason", lambda *_: None)
+    monkeypatch.setattr(row_kernel, "gpu_of", lambda *_: gpu)
     sides = [
         Side(torch.zeros(4, 8, dtype=dtype), torch.zeros(16, 8, dtype=dtype), None, None)
         for dtype in (torch.bfloat16, torch.float16)
