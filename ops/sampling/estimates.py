@@ -14,7 +14,7 @@ from cutefce.ops.program.steps import Step
 from cutefce.ops.program.views import states_of
 from cutefce.ops.rows.logit_map import LogitMap
 from cutefce.ops.rows.targets import Targets
-from cutefce.ops.sampling.estimate_classes import estimate_classes, target_places
+from cutefce.ops.sampling.estimate_classes import estimate_classes, places_of
 from cutefce.ops.sampling.sample_sizes import estimate_count, frequent_count
 
 
@@ -48,8 +48,9 @@ def _sums_of_chosen(call: Call, s: Step, total: int) -> list[Any]:
     if logits is not None and logits.bias is not None:
         bias = _gather(x, logits.bias, classes, logits.bias.new_empty(count))
     # behind the copies, as the kernels of products may read the weight before the last launch ends
-    found, sums = target_places(classes, frequent, x.targets), []
-    for places, (first, last) in zip(found, ((0, frequent), (frequent, count)), strict=True):
+    ids, parts, sums = x.targets.index + x.targets.first, ((0, frequent), (frequent, count)), []
+    found = [places_of(ids, classes[first:last]) for first, last in parts]
+    for places, (first, last) in zip(found, parts, strict=True):
         start, stop = 0, last - first
         if x.ranks is not None:
             start, stop = (stop * n // x.ranks.count for n in (x.ranks.rank, x.ranks.rank + 1))
