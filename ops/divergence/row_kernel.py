@@ -73,13 +73,14 @@ class RowKernel:
         """Write the statistics (7, R) of logits (R, V) of both sides, and their factors to `outs`.
 
         Those of a side are matrices (T, C) of windows of classes, of a power of 2 or of all, at
-        equal distances in one memory; there are none if its factors are not wanted.  The rows begin
-        with row `first` of these.  `sums` are those of `write_logits`.
+        equal distances in one memory: the first and the second are given, or none if its factors
+        are not wanted.  The rows begin with row `first` of these.  `sums` are those of
+        `write_logits`.
         """
         (a, b), numbers = _order(self.options), self.numbers
         if self.options.first is None and outs[b] and not outs[a]:
             (a, b), numbers = (b, a), numbers.view(2, 2).flip(1).view(4)
-        memory = [_memory_of(x) if x else None for x in outs]
+        memory = [_memory_from(x[0]) if x else None for x in outs]
         wanted, given = [len(x) > 0 for x in outs], all(x is not None for x in sums)
         form = "kl" if self.options.first is not None else self.options.divergence
         spec = divergence_rows(self.arch, form, wanted[a], wanted[b], given)
@@ -94,11 +95,10 @@ class RowKernel:
         compiled(spec)(*operands, numbers, a, *places)
 
 
-def _memory_of(windows: Sequence[Tensor]) -> Tensor:
-    """Return the memory of matrices, from the first one to the last, as 16 bits of any dtype."""
-    first, last = windows[0], windows[-1]
-    size = last.storage_offset() + last.numel() - first.storage_offset()
-    return first.as_strided((size,), (1,)).view(torch.bfloat16)
+def _memory_from(x: Tensor) -> Tensor:
+    """Return the memory from a matrix on, as 16 bits of any dtype."""
+    size = x.untyped_storage().nbytes() // x.element_size() - x.storage_offset()
+    return x.as_strided((size,), (1,)).view(torch.bfloat16)
 
 
 def _unsupported_reason(side: Side) -> str | None:

@@ -39,22 +39,21 @@ def rows(call: Call, s: Step) -> None:
     """Make statistics of tokens from logits of all classes, and the factors that are kept."""
     x, stats = call.inputs, call.values["stats"][:, slice(*s.rows)]
     logits, sums = _logits(call, s)
-    # matrices of windows of classes of either side, with the kept tokens of one memory
-    outs: tuple[list[Tensor], list[Tensor]] = [], []
-    for name in s.writes[3:]:
-        outs[side_of(name)].append(matrix(call, name))
+    # of either side, windows of classes, with the kept tokens of one memory
+    names = [[n for n in s.writes[3:] if side_of(n) == index] for index in (STUDENT, TEACHER)]
     first, aliased = s.rows[0], x.plan.layout.aliased
     first -= aliased if first >= aliased else 0
     if x.row_kernel is not None:
+        outs = [[matrix(call, name) for name in own[:2]] for own in names]
         x.row_kernel.run(stats, logits, outs, sums, first)
         return
     _clear(stats)
     _add_exps(stats, logits)
     stats[1:SUMS:2].log_()
     _add_terms(x, stats, logits)
-    for index, windows in enumerate(outs):
+    for index, own in enumerate(names):
         begin = 0
-        for out in windows:
+        for out in (matrix(call, name) for name in own):
             tile = [side[:, begin : begin + out.shape[1]] for side in logits]
             out = out[first : first + stats.shape[1]]
             _write_factors(x, out, index, tile, stats, s.rows, x.scales[index])
