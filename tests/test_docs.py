@@ -18,7 +18,7 @@ from bench.__main__ import main as bench
 from bench.experiments.training_step import LLAMA
 from bench.harness.records import RESULTS, newest
 from cutefce.__main__ import main as command
-from cutefce.ops.divergence.steps import Kind as DivergenceKind
+from cutefce.ops.divergence.steps import TileKind
 from cutefce.ops.interface.arguments import OPTIONS
 from cutefce.ops.interface.arguments import Kind as OptionKind
 from cutefce.ops.program.steps import Kind
@@ -150,7 +150,7 @@ def test_lines_by_feature_are_those_of_the_files() -> None:
 
 def test_every_kind_of_step_is_listed() -> None:
     listed = re.findall(r"\b[A-Z]+(?:_[A-Z]+)*\b", section(ARCHITECTURE, "One call, step by step"))
-    kinds = (*Kind, *DivergenceKind, *SampleKind)
+    kinds = (*Kind, *TileKind, *SampleKind)
     assert {kind.name for kind in kinds} <= set(listed)
 
 

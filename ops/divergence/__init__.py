@@ -14,7 +14,6 @@ calls.py         forward and backward of a call, and which function runs which s
 inputs.py        DivergenceInputs: what steps compute with
 tiles.py         steps of tiles of both sides' logits: statistics, and factors
 gradients.py     steps of the gradients of a side
-factors.py       the memory of factors, as a kernel writes them
 sides.py         one side: its logits, and the factors of its gradients
 logits.py        the kernel that makes logits
 row_kernel.py    the kernel that takes whole rows of them

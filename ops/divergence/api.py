@@ -9,9 +9,8 @@ from torch.distributed import ProcessGroup
 
 from cutefce.ops.divergence import operators  # noqa: F401  (registers)
 from cutefce.ops.divergence.checks import checked_call
-from cutefce.ops.divergence.options import Divergence, DivergenceTensors
+from cutefce.ops.divergence.options import RECORDS
 from cutefce.ops.divergence.plan import DivergencePlan, make_plan, problem_of
-from cutefce.ops.interface.arguments import Sharding
 from cutefce.ops.interface.checks import check_transform
 from cutefce.ops.interface.public_function import runs
 
@@ -78,30 +77,11 @@ def linear_divergence(
 
 @overload
 def linear_divergence(
-    student_input: Tensor,
-    student_weight: Tensor,
-    teacher_input: Tensor,
-    teacher_weight: Tensor,
-    target: Tensor | None = None,
-    *,
-    divergence: str = "forward_kl",
-    beta: float | None = None,
-    student_bias: Tensor | None = None,
-    teacher_bias: Tensor | None = None,
-    logit_scale: Any = 1.0,
-    softcap: Any = None,
-    temperature: Any = 1.0,
-    reduction: str = "mean",
-    ignore_index: int | None = None,
-    denominator: Tensor | float | None = None,
-    return_overlap: Literal[True],
-    workspace: int | str | None = None,
-    group: ProcessGroup | None = None,
-    shards: Sequence[int] | None = None,
+    *arguments: Any, return_overlap: bool, **options: Any
 ) -> DivergenceOutput: ...
 
 
-@runs(_divergence)
+@runs(_divergence)  # type: ignore[misc]
 def linear_divergence(  # type: ignore[empty-body]
     student_input: Tensor,
     student_weight: Tensor,
@@ -194,16 +174,15 @@ def _plan_divergence(
     """Return what `plan_divergence` returns; `given` are its other arguments."""
     sides = student_input, student_weight, teacher_input, teacher_weight
     call = checked_call(sides, target, given)
-    tensors = DivergenceTensors.from_keywords(call.arguments)
-    options = Divergence.from_keywords(call.arguments)
-    sharding = Sharding.from_keywords(call.arguments)
+    records: Any = (record.from_keywords(call.arguments) for record in RECORDS)
+    options, sharding = records
     counted = len(call.heads[0][0])
     if call.target is not None:
         if call.target.is_meta:
             raise ValueError("target: got one on meta, which has no values, expected None")
         counted = int((call.target != options.ignore_index).sum())
-    problem = problem_of(call.heads, counted, tensors, options, sharding)
-    return make_plan(problem, options.budget)
+    problem = problem_of(call.heads, counted, options, sharding)
+    return make_plan(problem, options.workspace)
 
 
 @runs(_plan_divergence, meets_ranks=False)

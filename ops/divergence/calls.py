@@ -1,24 +1,25 @@
 """Forward and backward of a divergence, as the two parts of its program."""
 
 from collections.abc import Callable
+from enum import Enum
 
 from torch import Tensor
 
 from cutefce.ops.divergence import gradients, tiles
 from cutefce.ops.divergence.inputs import Call, DivergenceInputs
-from cutefce.ops.divergence.steps import DW, DX, STATS, Kind
+from cutefce.ops.divergence.steps import DW, DX, STATS, TileKind
 from cutefce.ops.program.run import SavedMemory
-from cutefce.ops.program.steps import Home, Step
+from cutefce.ops.program.steps import Home, Kind, Step
 
-TABLE: dict[Kind, Callable[[Call, Step], None]] = {
-    Kind.ROWS: tiles.rows,
-    Kind.ADD_EXPS: tiles.add_exps,
-    Kind.FINISH_LSES: tiles.finish_lses,
-    Kind.ADD_TERMS: tiles.add_terms,
+TABLE: dict[Enum, Callable[[Call, Step], None]] = {
+    TileKind.ROWS: tiles.rows,
+    TileKind.ADD_EXPS: tiles.add_exps,
+    TileKind.FINISH_LSES: tiles.finish_lses,
+    TileKind.ADD_TERMS: tiles.add_terms,
     Kind.ALL_REDUCE: tiles.all_reduce,
-    Kind.COPY: tiles.copy,
-    Kind.FACTORS: tiles.factors,
-    Kind.SCALE: gradients.scale,
+    TileKind.COPY: tiles.copy,
+    TileKind.FACTORS: tiles.factors,
+    Kind.GATHER: gradients.scale,
     Kind.GEMM_HIDDEN: gradients.gemm_hidden,
     Kind.GEMM_WEIGHT: gradients.gemm_weight,
     Kind.BIAS: gradients.bias,

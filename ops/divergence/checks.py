@@ -14,7 +14,6 @@ from cutefce.ops.interface.arguments import (
     check_arguments,
     check_divides,
     check_tensors,
-    check_types,
     scalar_beside,
 )
 from cutefce.ops.interface.checks import Operands
@@ -51,10 +50,8 @@ def checked_call(
 
     `given` are the other arguments of `linear_divergence`, by name.
     """
-    check_types(**dict(zip(NAMES, sides, strict=True)))
     check_arguments({name: x for name, x in given.items() if name not in PAIRS})
-    pairs = (pair(name, given.get(name, default)) for name, default in PAIRS.items())
-    scales, softcaps, temperatures = pairs
+    pairs = {name: pair(name, given.get(name, default)) for name, default in PAIRS.items()}
     heads = autocast(*sides[:2]), autocast(*sides[2:])
     check_heads(*heads)
     h, w = heads[0]
@@ -68,31 +65,25 @@ def checked_call(
     divergence, share = checked_form(given.get("divergence", "forward_kl"), given.get("beta"))
     reduction = given.get("reduction", DEFAULTS.reduction)
     ignored = given.get("ignore_index", DEFAULTS.ignore_index)
-    student_temperature, teacher_temperature = (checked_temperature(x, of) for x in temperatures)
     denominator = checked("denominator", given.get("denominator"), of)
     if denominator is not None:
         check_divides(reduction)
         denominator = scalar_beside(denominator, h)
     arguments = {  # no record, whose methods a graph compiler cannot trace
-        "student_bias": biases[0],
-        "teacher_bias": biases[1],
-        "student_temperature": student_temperature,
-        "teacher_temperature": teacher_temperature,
         "denominator": denominator,
         "divergence": divergence,
         "beta": share,
         "reduction": reduction,
         "ignore_index": ignored,
-        "budget": checks.workspace_bytes(given.get("workspace")),
-        "student_scale": scales[0],
-        "teacher_scale": scales[1],
-        "student_softcap": softcaps[0],
-        "teacher_softcap": softcaps[1],
-        "student_gradients": [*wanted_gradients(*heads[0], biases[0])],
-        "teacher_gradients": [*wanted_gradients(*heads[1], biases[1])],
+        "workspace": checks.workspace_bytes(given.get("workspace")),
+        "trained": [x for i in (0, 1) for x in wanted_gradients(*heads[i], biases[i])],
         "group": sharding.group,
         "shards": sharding.shards,
     }
+    student, teacher = pairs["temperature"]
+    pairs["temperature"] = checked_temperature(student, of), checked_temperature(teacher, of)
+    for name, values in ({"bias": biases} | pairs).items():
+        arguments |= {f"student_{name}": values[0], f"teacher_{name}": values[1]}
     if target is not None:
         if target.dtype == torch.bool:
             target = torch.where(target, ignored ^ 1, ignored)
@@ -189,7 +180,6 @@ def check_target(target: Tensor | None, of: Operands) -> None:
     """Raise TypeError or ValueError unless it is integers of the shape of the tokens, or None."""
     if target is None:
         return
-    check_types(target=target)
     check_plain("target", target, "{}.to_local() with a group")
     if not checks.has_integers(target) and target.dtype != torch.bool:
         raise TypeError(

@@ -6,10 +6,10 @@ from cutefce.cute_kernels.schedule.order import PARTIAL_BYTES
 from cutefce.cute_kernels.spec.divergence import DivergenceRowsSpec
 from cutefce.ops.divergence.options import FIRST
 from cutefce.ops.divergence.problem import DivergenceProblem
-from cutefce.ops.divergence.steps import TILES, Kind, side_of
+from cutefce.ops.divergence.steps import TILES, TileKind, side_of
 from cutefce.ops.program.predicted_time import Device, product_seconds
 from cutefce.ops.program.step_memory import upcast_bytes
-from cutefce.ops.program.steps import Program, Step
+from cutefce.ops.program.steps import Kind, Program, Step
 from cutefce.ops.rows.blocks import row_block_bytes
 
 KL_BLOCKS, FIRST_BLOCKS = 6.25, 3.25
@@ -27,7 +27,7 @@ def scratch_bytes(p: DivergenceProblem, step: Step) -> int:
     if step.kind in TILES:
         partial = min(rows * columns * p.sums // SUMS_PART, 2 * PARTIAL_BYTES)
         if p.student.device != "cpu":
-            exchanged = rows * DivergenceRowsSpec.EXCHANGE * p.sums * (step.kind is Kind.ROWS)
+            exchanged = rows * DivergenceRowsSpec.EXCHANGE * p.sums * (step.kind is TileKind.ROWS)
             return 2 * partial + exchanged
         width = columns * p.sums
         block = min(rows, max(row_block_bytes("cpu") // width, 1)) * width
@@ -50,7 +50,7 @@ def scratch_bytes(p: DivergenceProblem, step: Step) -> int:
 
 def _blocks(p: DivergenceProblem, step: Step) -> float:
     """Return the blocks of rows that the element-wise part of a step holds at a time on a CPU."""
-    is_factors = step.kind is Kind.FACTORS
+    is_factors = step.kind is TileKind.FACTORS
     if p.divergence in BLOCKS:
         return BLOCKS[p.divergence][is_factors]
     is_first = is_factors and p.trained == [FIRST[p.divergence]]
@@ -66,7 +66,7 @@ def _seconds(program: Program, step: Step, device: Device) -> float:
     p: DivergenceProblem = program.problem
     rows, columns = step.rows[1] - step.rows[0], step.columns[1] - step.columns[0]
     if step.kind in TILES:
-        is_stored = step.kind in (Kind.ROWS, Kind.FACTORS) and step.writes[-1] != "stats"
+        is_stored = step.kind in (TileKind.ROWS, TileKind.FACTORS) and step.writes[-1] != "stats"
         moved = rows * columns * (2 * p.sums + p.factor_bytes * is_stored)
         sides = ((side.hidden, side.item_bytes) for side in p.sides)
         products = sum(product_seconds(device, rows, columns, *side) for side in sides)
@@ -81,6 +81,6 @@ def _seconds(program: Program, step: Step, device: Device) -> float:
                 moved = 3 * columns * side.hidden * p.sums
             product = product_seconds(device, rows, columns, side.hidden, side.item_bytes)
             return product + moved / device.bytes
-        case Kind.COPY:
+        case TileKind.COPY:
             moved = 2 * rows * columns * p.factor_bytes
     return device.launch + moved / device.bytes

@@ -30,37 +30,32 @@ def add_exps_(top: Tensor, total: Tensor, logits: Tensor) -> None:
     top.copy_(largest)
 
 
-def add_kl_(out: Tensor, variation: Tensor, a: Tensor, b: Tensor, lses: Tensor) -> None:
-    """Add KL(a || b) of these classes to `out` (R,), and their total variation to `variation`."""
-    p, q = _probabilities(a, lses[:, :2]), _probabilities(b, lses[:, 2:])
-    ratio = _ratio(a, b, lses).neg_()
-    terms = _difference(p, q, ratio)
-    variation.add_(terms.abs().sum(1), alpha=0.5)
-    terms.sub_(ratio.mul_(p))
-    # a class with probability 0, whose logit may be -inf, has no term but that of b
-    out.add_(torch.where(p == 0, q, terms).sum(1))
-
-
-def add_mixture_kl_(
+def add_kl_(
     out: Tensor,
     variation: Tensor | None,
     a: Tensor,
     b: Tensor,
     lses: Tensor,
-    share: Tensor,
-    other: Tensor,
+    share: Tensor | None,
+    other: Tensor | None,
 ) -> None:
-    """Add KL(a || m) of these classes to `out` (R,), with m = share a + other b.
+    """Add KL(a || b) of these classes to `out` (R,); with shares KL(a || share a + other b).
 
     Add their total variation to `variation` (R,), if given.
     """
     p, q = _probabilities(a, lses[:, :2]), _probabilities(b, lses[:, 2:])
     ratio = _ratio(a, b, lses)
-    to_b = _difference(p, q, -ratio)
+    to_b = _difference(p, q, ratio.neg_() if share is None else -ratio)
     if variation is not None:
         variation.add_(to_b.abs().sum(1), alpha=0.5)
-    terms = _log_ratio(ratio, share, other).mul_(p)
-    out.add_(torch.where(p == 0, 0, terms).add_(to_b.mul_(other)).sum(1))
+    if share is None or other is None:
+        to_b.sub_(ratio.mul_(p))
+        # a class with probability 0, whose logit may be -inf, has no term but that of b
+        terms = torch.where(p == 0, q, to_b)
+    else:
+        terms = _log_ratio(ratio, share, other).mul_(p)
+        terms = torch.where(p == 0, 0, terms).add_(to_b.mul_(other))
+    out.add_(terms.sum(1))
 
 
 def add_variation_(
@@ -81,72 +76,40 @@ def add_variation_(
     variation.add_(size, alpha=0.5)
 
 
-def kl_factors_of_first_(
+def factors_(
     out: Tensor,
     a: Tensor,
     b: Tensor,
     lses: Tensor,
-    kl: Tensor,
+    kl: Tensor | None,
     cap: Tensor | None,
     scale: Tensor | None,
+    share: Tensor | None,
+    other: Tensor | None,
 ) -> None:
-    """Write the factors of a's logits, for `kl` = KL(a || b), to `out` (R, C)."""
-    p, ratio = _probabilities(a, lses[:, :2]), _ratio(a, b, lses)
-    terms = ratio.sub_(kl[:, None]).mul_(p)
-    out.copy_(_scaled(torch.where(p == 0, 0, terms), a, cap, scale))
+    """Write the factors of a's logits to `out` (R, C).
 
-
-def kl_factors_of_second_(
-    out: Tensor,
-    b: Tensor,
-    a: Tensor,
-    lses: Tensor,
-    kl: Tensor,
-    cap: Tensor | None,
-    scale: Tensor | None,
-) -> None:
-    """Write the factors of b's logits, for KL(a || b), to `out` (R, C).
-
-    `lses` are those of b, then of a; `kl` is not read.
-    """
-    q, p = _probabilities(b, lses[:, :2]), _probabilities(a, lses[:, 2:])
-    out.copy_(_scaled(_difference(p, q, _ratio(b, a, lses)), b, cap, scale))
-
-
-def mixture_factors_(
-    out: Tensor,
-    a: Tensor,
-    b: Tensor,
-    lses: Tensor,
-    kl: Tensor,
-    cap: Tensor | None,
-    scale: Tensor | None,
-    share: Tensor,
-    other: Tensor,
-) -> None:
-    """Write the factors of a's logits, for share KL(a || m) + other KL(b || m), to `out` (R, C).
-
-    m = share a + other b, and `kl` is KL(a || m).  More than eight parameters: a fused kernel takes
+    The divergence is KL(a || b), which is `kl`; without `kl` KL(b || a); with `other` share KL(a ||
+    m) + other KL(b || m), where m = share a + other b and `kl` is KL(a || m); with `share` alone,
+    that much of |a - b|, and `kl` is Σ a s.  More than eight parameters: a fused kernel takes
     tensors.
     """
     p, ratio = _probabilities(a, lses[:, :2]), _ratio(a, b, lses)
-    terms = _log_ratio(ratio, share, other).sub_(kl[:, None]).mul_(p).mul_(share)
-    out.copy_(_scaled(torch.where(p == 0, 0, terms), a, cap, scale))
-
-
-def variation_factors_(
-    out: Tensor,
-    a: Tensor,
-    b: Tensor,
-    lses: Tensor,
-    kl: Tensor,
-    cap: Tensor | None,
-    scale: Tensor | None,
-) -> None:
-    """Write the factors of a's logits, for total variation and `kl` = Σ a s, to `out` (R, C)."""
-    signs = _ratio(a, b, lses).sign_()
-    terms = signs.sub_(kl[:, None]).mul_(_probabilities(a, lses[:, :2])).mul_(0.5)
-    out.copy_(_scaled(terms, a, cap, scale))
+    if kl is None:
+        terms = _difference(_probabilities(b, lses[:, 2:]), p, ratio)
+    elif share is not None and other is None:
+        terms = ratio.sign_().sub_(kl[:, None]).mul_(p).mul_(share)
+    else:
+        if share is not None and other is not None:
+            ratio = _log_ratio(ratio, share, other)
+        terms = ratio.sub_(kl[:, None]).mul_(p)
+        if share is not None:
+            terms.mul_(share)
+        terms = torch.where(p == 0, 0, terms)
+    del p, ratio  # freed before the next ones are allocated
+    if cap is not None:
+        terms.mul_((a / cap[:, None]).square_().neg_().add_(1))
+    out.copy_(terms if scale is None else terms.mul_(scale[:, None]))
 
 
 def _probabilities(logits: Tensor, lses: Tensor) -> Tensor:
@@ -182,10 +145,3 @@ def _log_ratio(distance: Tensor, share: Tensor, other: Tensor) -> Tensor:
     far = torch.where(is_above, 0, distance)
     far.sub_(of_larger.addcmul_(of_smaller, (-size).exp_()).log_())
     return torch.where(is_close, excess.log1p_().neg_(), far)
-
-
-def _scaled(terms: Tensor, logits: Tensor, cap: Tensor | None, scale: Tensor | None) -> Tensor:
-    """Return derivatives by logits u as those by what `cap` bounds, times `scale`."""
-    if cap is not None:
-        terms.mul_((logits / cap[:, None]).square_().neg_().add_(1))
-    return terms if scale is None else terms.mul_(scale[:, None])

@@ -22,6 +22,6 @@ def _divergence_flop(*arguments: Any, out_shape: Any = None, **_: Any) -> int:
 
 @register_flop_formula(torch.ops.cutefce.divergence_backward)
 def _backward_flop(upstream: Any, stats: Any, *arguments: Any, out_shape: Any = None) -> int:
-    options: Divergence = unpack(arguments[OPERANDS:], *RECORDS)[1]
+    options: Divergence = unpack(arguments[OPERANDS:], *RECORDS)[0]
     sides = enumerate(_products(*arguments))
     return sum(sum(options.gradients(i)[:2]) * flop for i, flop in sides)

@@ -7,7 +7,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from cutefce.ops.divergence.options import STUDENT, Divergence
+from cutefce.ops.divergence.options import STUDENT, TEACHER, Divergence
 from cutefce.ops.divergence.plan import DivergencePlan
 from cutefce.ops.divergence.row_kernel import RowKernel
 from cutefce.ops.divergence.sides import Side
@@ -46,6 +46,21 @@ class DivergenceInputs:
     def scales(self) -> list[Tensor | None]:
         """() what the factors of each side are multiplied by before they are rounded."""
         return [side.factor_scale(self.loss_scale) for side in self.sides]
+
+    def shares(self, index: int) -> tuple[Tensor | None, Tensor | None]:
+        """Return () the shares of a side and of the other in a mixture; None for what is none.
+
+        That of total variation is the factor of its derivative.
+        """
+        own, other = self._shares[index], self._shares[1 - index]
+        return own, other if self.options.is_mixture else None
+
+    @cached_property
+    def _shares(self) -> list[Tensor | None]:
+        if self.options.first is not None:
+            return [None, None]
+        shares = (self.options.share(i) for i in (STUDENT, TEACHER))
+        return [self.h.new_full((), share, dtype=self.dtype) for share in shares]
 
     @cached_property
     def row_kernel(self) -> RowKernel | None:

@@ -13,11 +13,12 @@ the rows of dW of its classes will be, are copied before these rows are written.
 from collections.abc import Iterator, Sequence
 
 from cutefce.ops.divergence.cost import scratch_bytes
+from cutefce.ops.divergence.options import SIDES
 from cutefce.ops.divergence.problem import DivergenceLayout, DivergenceProblem
-from cutefce.ops.divergence.steps import DW, DX, SIDES, STATS, Kind
+from cutefce.ops.divergence.steps import DW, DX, STATS, TileKind
 from cutefce.ops.program.builder import ProgramBuilder
 from cutefce.ops.program.place import place
-from cutefce.ops.program.steps import Home, Program, Range, Step
+from cutefce.ops.program.steps import Home, Kind, Program, Range, Step
 
 TOKEN_WORDS = 24
 """Numbers of a token beside buffers: statistics, losses, factors and upstream gradients."""
@@ -84,7 +85,7 @@ class _Lowering(ProgramBuilder):
         size = self.forward_rows()
         for first, last in ((x.kept, self.tokens), (x.aliased, x.kept), (0, x.aliased)):
             for rows in self.cut(first, last, size):
-                self.tile(Kind.ROWS, rows, (0, self.vocab), ("stats", *self.kept(rows)))
+                self.tile(TileKind.ROWS, rows, (0, self.vocab), ("stats", *self.kept(rows)))
 
     def forward_rows(self) -> int:
         """Return the tokens of a tile: in the room that the backward and gradients take, too."""
@@ -98,11 +99,11 @@ class _Lowering(ProgramBuilder):
         return self.x.rows(self.tokens, self.vocab, later // (2 * self.p.sums))
 
     def tile(
-        self, kind: Kind, rows: Range, columns: Range, out: Sequence[str], *reads: str
+        self, kind: TileKind, rows: Range, columns: Range, out: Sequence[str], *reads: str
     ) -> None:
         """Emit what is made of a tile of logits."""
         count = (rows[1] - rows[0]) * (columns[1] - columns[0])
-        name = "logits again" if kind is Kind.FACTORS else "logits"
+        name = "logits again" if kind is TileKind.FACTORS else "logits"
         logits = [self.buffer(f"{side} {name}", 1, count, self.p.sums) for side in SIDES]
         self.emit(kind, reads, (*logits, *out), rows, columns)
 
@@ -130,12 +131,12 @@ class _Lowering(ProgramBuilder):
         return DW[i], first * self.p.sides[i].hidden * self.p.sides[i].item_bytes
 
     def two_passes(self) -> None:
-        for kind in (Kind.ADD_EXPS, Kind.ADD_TERMS):
+        for kind in (TileKind.ADD_EXPS, TileKind.ADD_TERMS):
             for rows in self.cut(0, self.tokens, self.x.rows(self.tokens, self.width)):
                 for columns in self.cut(0, self.vocab, self.width):
                     self.tile(kind, rows, columns, ("stats",))
-            if kind is Kind.ADD_EXPS:
-                self.emit(Kind.FINISH_LSES, (), ("stats",), self.every)
+            if kind is TileKind.ADD_EXPS:
+                self.emit(TileKind.FINISH_LSES, (), ("stats",), self.every)
         if self.p.sharded:
             self.emit(Kind.ALL_REDUCE, (), ("stats",), self.every)
 
@@ -145,7 +146,7 @@ class _Lowering(ProgramBuilder):
         self.steps = self.program.backward
         for i in self.p.trained:
             if self.scaled(i):
-                self.emit(Kind.SCALE, (), self.scaled(i), self.every)
+                self.emit(Kind.GATHER, (), self.scaled(i), self.every)
         for columns in self.cut(0, self.vocab, self.width):
             factors = self.kept(self.every) if self.is_whole else self.window(columns)
             for i, name in zip(self.p.trained, factors, strict=True):
@@ -171,10 +172,10 @@ class _Lowering(ProgramBuilder):
             count = self.tokens * (columns[1] - columns[0])
             names.append(self.of_side(i, "window", 1, count))
         if kept:
-            self.emit(Kind.COPY, self.kept((0, kept), columns), names, (0, kept), columns)
+            self.emit(TileKind.COPY, self.kept((0, kept), columns), names, (0, kept), columns)
         size = self.x.rows(self.tokens - kept, self.width)
         for rows in self.cut(kept, self.tokens, size):
-            self.tile(Kind.FACTORS, rows, columns, names, "stats")
+            self.tile(TileKind.FACTORS, rows, columns, names, "stats")
         return names
 
     def products(self, i: int, factors: str, columns: Range) -> None:

@@ -9,7 +9,7 @@ Both plan when they run, and the factors that a forward saves are found by its s
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_tensor
 
 from cutefce.ops import torch_compat
 from cutefce.ops.divergence.calls import backward, forward
@@ -20,7 +20,6 @@ from cutefce.ops.divergence.options import (
     STUDENT,
     TEACHER,
     Divergence,
-    DivergenceTensors,
 )
 from cutefce.ops.divergence.plan import make_plan, problem_of
 from cutefce.ops.divergence.sides import Side
@@ -39,7 +38,8 @@ from cutefce.ops.rows.logit_map import LogitMap
 from cutefce.ops.rows.targets import inverse_of
 from cutefce.ops.schema import unpack
 
-PLACES = 0, 1, OPERANDS, 2, 3, OPERANDS + 1
+BIAS = OPERANDS + Divergence.names().index("student_bias")
+PLACES = 0, 1, BIAS, 2, 3, BIAS + 1
 """Places of hidden states, weight and bias of either side among the arguments."""
 _HEADS = "Tensor h_s, Tensor w_s, Tensor h_t, Tensor w_t, Tensor? y"
 _OPTIONS = ", ".join(record.schema() for record in RECORDS)
@@ -83,59 +83,43 @@ def _inputs(
     A GPU with targets is synchronized to learn how many tokens count.
     """
     h_s, w_s, h_t, w_t, y, *more = arguments
-    tensors, options, sharding = unpack(more, *RECORDS)
+    options, sharding = unpack(more, *RECORDS)
     heads = (h_s, w_s), (h_t, w_t)
     selection = None if y is None else select_on_host(y, y, options.ignore_index)
     counted = len(h_s) if selection is None else len(selection.order)
-    problem = problem_of(heads, counted, tensors, options, sharding)
+    problem = problem_of(heads, counted, options, sharding)
     sides = []
     for i, (h, w) in enumerate(heads):
-        own, added = options.logit_options(i), tensors.logit_tensors(i)
+        own, added = options.of_logits(i)
         logits = LogitMap.of(own, added, h.new_empty(len(h)), sum_dtype(h.dtype))
         boost = options.boost(i) if h.dtype == torch.float16 else 1.0
         sides.append(Side(h, w, logits, added.linear_bias, boost).selected(selection))
-    same = _agreed(h_t, y, options, tensors, upstream, stats)
+    same = {}  # one device has nobody to agree with
+    if sharding.group is not None:
+        same = _agreed(h_t, y, options, upstream, stats)
     shard = shard_of(sharding, h_s, w_s, **same)
-    loss_scale = _loss_scale(sides[0], tensors, options) if options.is_scalar else None
-    plan = make_plan(problem, options.budget)
+    loss_scale = _loss_scale(sides[0], options) if options.is_scalar else None
+    plan = make_plan(problem, options.workspace)
     return DivergenceInputs(sides, options, plan, shard, loss_scale, selection)
-
-
-AGREED = {
-    "budget": "workspace",
-    **{
-        f"{side}_{name}": f"{argument} of the {side}"
-        for side in ("student", "teacher")
-        for name, argument in (
-            ("scale", "logit_scale"),
-            ("softcap", "softcap"),
-            ("temperature", "temperature"),
-            ("gradients", "requires_grad of (input, weight, bias)"),
-        )
-    },
-}
-"""What users call those arguments of operators that have other names."""
 
 
 def _agreed(
     h_t: Tensor,
     y: Tensor | None,
     options: Divergence,
-    tensors: DivergenceTensors,
     upstream: Tensor | None,
     stats: Tensor | None,
 ) -> dict[str, Any]:
     """Return what all ranks must agree on, by names in errors; a backward has an upstream."""
-    given = tensors.by_name()
+    given = options.by_name()
     own = {name: given.pop(name) for name in ("student_bias", "teacher_bias")}
-    given |= options.by_name()
     same = {
         "operator": "divergence",
         "rows of teacher_input, and hidden size": list(h_t.shape),
         "dtype of teacher_input": str(h_t.dtype),
         **{f"{name} given": x is not None for name, x in own.items()},
         "target": y,
-        **{AGREED.get(name, name): x for name, x in given.items()},
+        **given,
     }
     if upstream is not None:
         same |= {"operator": "divergence_backward", "gradient of the divergence": upstream}
@@ -143,9 +127,9 @@ def _agreed(
     return same
 
 
-def _loss_scale(student: Side, tensors: DivergenceTensors, options: Divergence) -> Tensor:
+def _loss_scale(student: Side, options: Divergence) -> Tensor:
     """Return () the factor of each token's divergence in the reduced one."""
-    like, denominator, dtype = student.h, tensors.denominator, sum_dtype(student.h.dtype)
+    like, denominator, dtype = student.h, options.denominator, sum_dtype(student.h.dtype)
     if denominator is not None:
         return inverse_of(denominator, dtype)
     count = max(len(like), 1) if options.reduction == "mean" else 1
@@ -154,7 +138,7 @@ def _loss_scale(student: Side, tensors: DivergenceTensors, options: Divergence) 
 
 def _fake_divergence(*arguments: Any) -> tuple[Tensor, Tensor]:
     """Return an empty divergence and empty statistics."""
-    h, options = arguments[0], unpack(arguments[OPERANDS:], *RECORDS)[1]
+    h, options = arguments[0], unpack(arguments[OPERANDS:], *RECORDS)[0]
     dtype, tokens = sum_dtype(h.dtype), h.shape[0]
     shape = () if options.is_scalar else (tokens,)
     return h.new_empty(shape, dtype=dtype), h.new_empty((STATS, tokens), dtype=dtype)
@@ -162,30 +146,33 @@ def _fake_divergence(*arguments: Any) -> tuple[Tensor, Tensor]:
 
 def _fake_backward(upstream: Tensor, stats: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     """Return empty gradients."""
-    tensors, options, _ = unpack(arguments[OPERANDS:], *RECORDS)
-    student = *arguments[:2], tensors.student_bias, *options.gradients(STUDENT)
-    teacher = *arguments[2:4], tensors.teacher_bias, *options.gradients(TEACHER)
+    options, _ = unpack(arguments[OPERANDS:], *RECORDS)
+    student = *arguments[:2], options.student_bias, *options.gradients(STUDENT)
+    teacher = *arguments[2:4], options.teacher_bias, *options.gradients(TEACHER)
     return *empty_gradients(*student), *empty_gradients(*teacher)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     """Save the arguments and the statistics."""
-    tensors, ctx.options, ctx.sharding = unpack(inputs[OPERANDS:], *RECORDS)
+    (options, sharding), stats = unpack(inputs[OPERANDS:], *RECORDS), output[1]
+    ctx.trained, ctx.group = options.trained, sharding.group
+    ctx.others = [None if is_tensor(x) else x for x in inputs]
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(output[1], *inputs[:OPERANDS], *tensors.pack())
+    ctx.mark_non_differentiable(stats)
+    ctx.save_for_backward(stats, *(x if is_tensor(x) else None for x in inputs))
 
 
 def _backward(ctx: Any, upstream: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
     """Return the gradients of all inputs."""
     results: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
     if upstream is not None:
-        given = *ctx.saved_tensors, *ctx.options.pack(), *ctx.sharding.pack()
-        wanted = *ctx.options.gradients(STUDENT), *ctx.options.gradients(TEACHER)
-        with report_errors(ctx.sharding.group):
-            gradients = differentiate(divergence_backward, (upstream, *given))
-        for i, x, is_wanted in zip(PLACES, gradients, wanted, strict=True):
-            results[i] = x if is_wanted else None
+        with report_errors(ctx.group):
+            stats, *tensors = ctx.saved_tensors
+            given = (y if x is None else x for x, y in zip(tensors, ctx.others, strict=True))
+            gradients = differentiate(divergence_backward, (upstream, stats, *given))
+        for i, x, is_wanted in zip(PLACES, gradients, ctx.trained, strict=True):
+            if is_wanted:  # others may be at their defaults, which are left out
+                results[i] = x
     return (*results,)
 
 

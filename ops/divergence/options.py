@@ -1,4 +1,4 @@
-"""What a divergence asks for beside its two heads, as records of the operators' arguments."""
+"""What a divergence asks for beside its two heads, as a record of the operators' arguments."""
 
 import math
 from dataclasses import dataclass
@@ -16,6 +16,8 @@ from cutefce.ops.interface.checks import (
 )
 from cutefce.ops.schema import OperatorRecord, argument
 
+SIDES = "student", "teacher"
+"""The first words of names of arguments and of buffers."""
 STUDENT, TEACHER = 0, 1
 """Indices of the sides."""
 FIRST = {"forward_kl": TEACHER, "reverse_kl": STUDENT}
@@ -24,7 +26,7 @@ FIRST = {"forward_kl": TEACHER, "reverse_kl": STUDENT}
 
 @dataclass(frozen=True)
 class Divergence(OperatorRecord):
-    """Options that are constants of a compiled graph."""
+    """What a call asks for beside its tensors and its group."""
 
     divergence: str = argument(STRING)
     """One of `DIVERGENCES`; a JSD whose beta is 0 or 1 is one of the others by now."""
@@ -34,17 +36,24 @@ class Divergence(OperatorRecord):
     """"mean", "sum" or "none"."""
     ignore_index: int = argument(INTEGER)
     """Tokens with this target do not count."""
-    budget: int = argument(INTEGER)
+    workspace: int = argument(INTEGER)
     """Bytes that the call may take beyond inputs and gradients."""
-    student_scale: float = argument(NUMBER)
-    teacher_scale: float = argument(NUMBER)
+    student_logit_scale: float = argument(NUMBER)
+    teacher_logit_scale: float = argument(NUMBER)
     """a: factors of the products of hidden states and weight."""
     student_softcap: float | None = argument(NUMBER_OR_NONE)
     teacher_softcap: float | None = argument(NUMBER_OR_NONE)
     """c: bounds of the logits, c tanh(x / c); None for none."""
-    student_gradients: list[bool] = argument(BOOLS)
-    teacher_gradients: list[bool] = argument(BOOLS)
-    """Whether the gradients of hidden states, weight and bias are computed."""
+    trained: list[bool] = argument(BOOLS)
+    """Whether hidden states, weight and bias of the student, then of the teacher, require grad."""
+    student_bias: Tensor | None = argument(TENSOR_OR_NONE, None)
+    teacher_bias: Tensor | None = argument(TENSOR_OR_NONE, None)
+    """(V,) addends of the logits, before the softcap."""
+    student_temperature: Tensor | None = argument(TENSOR_OR_NONE, None)
+    teacher_temperature: Tensor | None = argument(TENSOR_OR_NONE, None)
+    """() or (N,) divisors of the logits, after the softcap."""
+    denominator: Tensor | None = argument(TENSOR_OR_NONE, None)
+    """() divisor of "mean"; None for the number of tokens that count."""
 
     @property
     def is_scalar(self) -> bool:
@@ -88,45 +97,26 @@ class Divergence(OperatorRecord):
             return 2.0 ** (12 - math.ceil(math.log2(max(-share * math.log(share), 2.0**-10))))
         return 2.0**4 if index == self.first else 2.0**12
 
-    def logit_options(self, index: int) -> LossOptions:
-        """Return the logit options of the student (0) or the teacher (1)."""
-        if index:
-            return LossOptions(logit_scale=self.teacher_scale, softcap=self.teacher_softcap)
-        return LossOptions(logit_scale=self.student_scale, softcap=self.student_softcap)
-
-    def gradients(self, index: int) -> tuple[bool, bool, bool]:
-        """Return which gradients of the student (0) or the teacher (1) are computed."""
-        hidden, weight, bias = self.teacher_gradients if index else self.student_gradients
-        return hidden, weight, bias
-
-
-@dataclass(frozen=True)
-class DivergenceTensors(OperatorRecord):
-    """Options that are tensors, on the device of the hidden states."""
-
-    student_bias: Tensor | None = argument(TENSOR_OR_NONE)
-    teacher_bias: Tensor | None = argument(TENSOR_OR_NONE)
-    """(V,) addends of the logits, before the softcap."""
-    student_temperature: Tensor | None = argument(TENSOR_OR_NONE)
-    teacher_temperature: Tensor | None = argument(TENSOR_OR_NONE)
-    """() or (N,) divisors of the logits, after the softcap."""
-    denominator: Tensor | None = argument(TENSOR_OR_NONE)
-    """() divisor of "mean"; None for the number of tokens that count."""
-
-    def logit_tensors(self, index: int) -> TensorOptions:
-        """Return the logit options of the student (0) or the teacher (1)."""
-        if index:
-            return TensorOptions(self.teacher_bias, temperature=self.teacher_temperature)
-        return TensorOptions(self.student_bias, temperature=self.student_temperature)
-
     @property
     def differ_by_token(self) -> bool:
         """Whether tokens have temperatures of their own."""
         given = self.student_temperature, self.teacher_temperature
         return any(x is not None and x.ndim > 0 for x in given)
 
+    def of_logits(self, index: int) -> tuple[LossOptions, TensorOptions]:
+        """Return the logit options of the student (0) or the teacher (1)."""
+        side, names = SIDES[index], ("logit_scale", "softcap", "bias", "temperature")
+        scale, softcap, bias, temperature = (getattr(self, f"{side}_{name}") for name in names)
+        own = LossOptions(logit_scale=scale, softcap=softcap)
+        return own, TensorOptions(bias, temperature=temperature)
+
+    def gradients(self, index: int) -> tuple[bool, bool, bool]:
+        """Return which gradients of the student (0) or the teacher (1) are computed."""
+        hidden, weight, bias = self.trained[3 * index : 3 * index + 3]
+        return hidden, weight, bias
+
 
 OPERANDS = 5
 """Operators' first arguments: hidden states and weight of the student, of the teacher; target."""
-RECORDS = DivergenceTensors, Divergence, Sharding
+RECORDS = Divergence, Sharding
 """The others, in their order."""

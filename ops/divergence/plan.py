@@ -11,7 +11,7 @@ from cutefce.cute_kernels.problem import Problem
 from cutefce.cute_kernels.process_cache import process_cache
 from cutefce.ops.divergence.cost import seconds
 from cutefce.ops.divergence.lower import lower
-from cutefce.ops.divergence.options import Divergence, DivergenceTensors
+from cutefce.ops.divergence.options import Divergence
 from cutefce.ops.divergence.problem import DivergenceLayout, DivergenceProblem
 from cutefce.ops.dtypes import dtype_name
 from cutefce.ops.interface.arguments import Sharding
@@ -125,7 +125,6 @@ def _families(p: DivergenceProblem) -> Iterator[Sequence[DivergenceLayout]]:
 def problem_of(
     heads: Sequence[tuple[Tensor, Tensor]],
     counted: int,
-    tensors: DivergenceTensors,
     options: Divergence,
     sharding: Sharding,
 ) -> DivergenceProblem:
@@ -146,7 +145,7 @@ def problem_of(
         teacher,
         len(heads[0][0]),
         copied,
-        scales_rows=not options.is_scalar or tensors.differ_by_token,
+        scales_rows=not options.is_scalar or options.differ_by_token,
         sharded=sharding.group is not None,
         divergence=options.divergence,
     )

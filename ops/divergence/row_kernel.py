@@ -9,7 +9,6 @@ from torch import Tensor
 from cutefce.cute_kernels.jit.cache import compiled
 from cutefce.cute_kernels.parts import DIVERGENCES
 from cutefce.cute_kernels.spec.divergence import divergence_rows
-from cutefce.ops.divergence.factors import FactorRows
 from cutefce.ops.divergence.options import STUDENT, TEACHER, Divergence
 from cutefce.ops.divergence.sides import Side
 from cutefce.ops.dtypes import dtype_name
@@ -67,32 +66,39 @@ class RowKernel:
         self,
         stats: Tensor,
         logits: Sequence[Tensor],
-        outs: Sequence[FactorRows | None],
-        sums: Sequence[Tensor | None] = (None, None),
+        outs: Sequence[Sequence[Tensor]],
+        sums: Sequence[Tensor | None],
+        first: int = 0,
     ) -> None:
         """Write the statistics (7, R) of logits (R, V) of both sides, and their factors to `outs`.
 
-        `sums` are those of `write_logits`.  Both `outs` have the same rows, and windows of a power
-        of 2 of classes, or one of all.
+        Those of a side are matrices (T, C) of windows of classes, of a power of 2 or of all, at
+        equal distances in one memory: the first and the second are given, or none if its factors
+        are not wanted.  The rows begin with row `first` of these.  `sums` are those of
+        `write_logits`.
         """
         (a, b), numbers = _order(self.options), self.numbers
-        if self.options.first is None and outs[a] is None and outs[b] is not None:
+        if self.options.first is None and outs[b] and not outs[a]:
             (a, b), numbers = (b, a), numbers.view(2, 2).flip(1).view(4)
-        # 16 bits of either dtype
-        memory = [None if x is None else x.memory.view(torch.bfloat16) for x in outs]
-        wanted, given = [x is not None for x in outs], all(x is not None for x in sums)
+        memory = [_memory_from(x[0]) if x else None for x in outs]
+        wanted, given = [len(x) > 0 for x in outs], all(x is not None for x in sums)
         form = "kl" if self.options.first is not None else self.options.divergence
         spec = divergence_rows(self.arch, form, wanted[a], wanted[b], given)
         exchange = stats.new_empty(stats.shape[1] * spec.EXCHANGE)
         own_sums = (sums[a], sums[b]) if given else (None, None)
         operands = logits[a], logits[b], *own_sums, memory[a], memory[b], stats, exchange
-        vocab, pitches = logits[0].shape[1], [0 if x is None else x.pitch for x in outs]
-        place = next((x for x in outs if x is not None), None)
-        first, columns = (0, vocab) if place is None else (place.first, place.columns)
-        shift = 31 if columns >= vocab else columns.bit_length() - 1
-        narrow = place is not None and place.memory.dtype == torch.float16
+        windows = outs[a] or outs[b] or logits[:1]
+        columns, narrow = windows[0].shape[1], windows[0].dtype == torch.float16
+        shift = columns.bit_length() - 1 if len(windows) > 1 else 31
+        pitches = [x[1].storage_offset() - x[0].storage_offset() if len(x) > 1 else 0 for x in outs]
         places = int(narrow), first, columns, shift, pitches[a], pitches[b]
         compiled(spec)(*operands, numbers, a, *places)
+
+
+def _memory_from(x: Tensor) -> Tensor:
+    """Return the memory from a matrix on, as 16 bits of any dtype."""
+    size = x.untyped_storage().nbytes() // x.element_size() - x.storage_offset()
+    return x.as_strided((size,), (1,)).view(torch.bfloat16)
 
 
 def _unsupported_reason(side: Side) -> str | None:

@@ -2,19 +2,18 @@
 
 from enum import Enum
 
+from cutefce.ops.divergence.options import SIDES
 from cutefce.ops.program.steps import Home
 
-SIDES = "student", "teacher"
-"""The first words of names of buffers."""
 DX, DW = (Home.DX, Home.SECOND_DX), (Home.DW, Home.SECOND_DW)
 SUMS, STATS = 4, 7
 """Statistics of a token, of which the first ones make the log-sum-exps of both sides."""
 
 
-class Kind(Enum):
-    """What a step does; its rows are tokens, its columns are classes.
+class TileKind(Enum):
+    """What a step does beside the `Kind` of losses; its rows are tokens, its columns are classes.
 
-    Logits are a tile of both sides' in scratch.
+    Logits are a tile of both sides' in scratch.  To other steps, e are factors of trained sides.
     """
 
     __hash__ = object.__hash__
@@ -23,17 +22,11 @@ class Kind(Enum):
     ADD_EXPS = "logits of some classes; their exponentials, added to those of log-sum-exps"
     FINISH_LSES = "log-sum-exps of all classes, those of other ranks too"
     ADD_TERMS = "logits of some classes; their terms, added to the divergences"
-    ALL_REDUCE = "divergences of all ranks"
-    SCALE = "hidden states times what gradients are multiplied by"
     COPY = "factors of kept tokens, next to those that are computed again"
     FACTORS = "logits of some classes; factors of the trained sides"
-    GEMM_HIDDEN = "factors @ w, written or added to the sums of dX"
-    GEMM_WEIGHT = "factorsᵀ @ hidden states: rows of dW"
-    BIAS = "column sums of factors, multiplied: the gradient of the bias"
-    FINISH_HIDDEN = "dX, multiplied, rounded, and added to that of other ranks"
 
 
-TILES = Kind.ROWS, Kind.ADD_EXPS, Kind.ADD_TERMS, Kind.FACTORS
+TILES = TileKind.ROWS, TileKind.ADD_EXPS, TileKind.ADD_TERMS, TileKind.FACTORS
 """Steps that make a tile of logits, which is what they write first."""
 
 

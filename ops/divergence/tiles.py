@@ -14,17 +14,12 @@ from torch import Tensor
 from cutefce.ops.divergence.elementwise import (
     add_exps_,
     add_kl_,
-    add_mixture_kl_,
     add_variation_,
-    kl_factors_of_first_,
-    kl_factors_of_second_,
-    mixture_factors_,
-    variation_factors_,
+    factors_,
 )
-from cutefce.ops.divergence.factors import FactorRows
 from cutefce.ops.divergence.inputs import Call, DivergenceInputs, matrix
 from cutefce.ops.divergence.options import STUDENT, TEACHER
-from cutefce.ops.divergence.steps import DW, SUMS, side_of
+from cutefce.ops.divergence.steps import SUMS, side_of
 from cutefce.ops.primitives.elementwise import joined
 from cutefce.ops.primitives.portable_gradients import apply_rowwise
 from cutefce.ops.program.steps import Step
@@ -44,33 +39,25 @@ def rows(call: Call, s: Step) -> None:
     """Make statistics of tokens from logits of all classes, and the factors that are kept."""
     x, stats = call.inputs, call.values["stats"][:, slice(*s.rows)]
     logits, sums = _logits(call, s)
-    outs = [_kept(call, s, index) for index in (STUDENT, TEACHER)]
+    # of either side, windows of classes, with the kept tokens of one memory
+    names = [[n for n in s.writes[3:] if side_of(n) == index] for index in (STUDENT, TEACHER)]
+    first, aliased = s.rows[0], x.plan.layout.aliased
+    first -= aliased if first >= aliased else 0
     if x.row_kernel is not None:
-        x.row_kernel.run(stats, logits, outs, sums)
+        outs = [[matrix(call, name) for name in own[:2]] for own in names]
+        x.row_kernel.run(stats, logits, outs, sums, first)
         return
     _clear(stats)
     _add_exps(stats, logits)
     stats[1:SUMS:2].log_()
     _add_terms(x, stats, logits)
-    for index, out in enumerate(outs):
-        scale = x.scales[index]
-        for columns, factors in () if out is None else out.windows():
-            tile = [side[:, columns] for side in logits]
-            _write_factors(x, factors, index, tile, stats, s.rows, scale)
-
-
-def _kept(call: Call, s: Step, index: int) -> FactorRows | None:
-    """Return the memory that a step writes the factors of its tokens of a side to."""
-    names = [name for name in s.writes[3:] if side_of(name) == index]
-    if not names:
-        return None
-    side, layout, (first, last) = call.inputs.sides[index], call.inputs.plan.layout, s.rows
-    b = call.program.buffers[names[0]]
-    if first >= layout.aliased:
-        return FactorRows.of(matrix(call, names[0])[first - layout.aliased : last - layout.aliased])
-    pitch = b.columns * side.h.shape[1] if len(names) > 1 else 0
-    memory = call.memory[DW[index]].view(-1)
-    return FactorRows(memory, first, last - first, len(side.w), b.columns, pitch)
+    for index, own in enumerate(names):
+        begin = 0
+        for out in (matrix(call, name) for name in own):
+            tile = [side[:, begin : begin + out.shape[1]] for side in logits]
+            out = out[first : first + stats.shape[1]]
+            _write_factors(x, out, index, tile, stats, s.rows, x.scales[index])
+            begin += out.shape[1]
 
 
 def add_exps(call: Call, s: Step) -> None:
@@ -155,12 +142,10 @@ def _add_terms(x: DivergenceInputs, stats: Tensor, logits: Sequence[Tensor]) -> 
         apply_rowwise(add_variation_, *sums, *logits, _lses(stats, STUDENT))
         return
     for a, out in ((STUDENT, of_student), (TEACHER, of_teacher)):
-        operands = logits[a], logits[1 - a], _lses(stats, a)
-        if x.options.is_mixture:
-            once = variation if a == STUDENT else None
-            apply_rowwise(add_mixture_kl_, out, once, *operands, whole=_shares(x, a))
-        elif a == x.options.first:
-            apply_rowwise(add_kl_, out, variation, *operands)
+        if x.options.first in (a, None):
+            once = None if x.options.is_mixture and a == TEACHER else variation
+            operands = logits[a], logits[1 - a], _lses(stats, a)
+            apply_rowwise(add_kl_, out, once, *operands, whole=x.shares(a))
 
 
 def _write_factors(
@@ -173,23 +158,10 @@ def _write_factors(
     scale: Tensor | None,
 ) -> None:
     """Write the factors (R, C) of the side `a` to `out`, times `scale`, () or (M,)."""
-    b, cap, options = 1 - a, x.sides[a].cap, x.options
-    first = a if options.first is None else options.first
+    first, cap = x.options.first, x.sides[a].cap
     if scale is not None:
         scale = scale[slice(*tokens)] if scale.ndim else scale.expand(len(out))
     cap = None if cap is None else cap[slice(*tokens)]
-    operands = logits[a], logits[b], _lses(stats, a), stats[SUMS + first], cap, scale
-    if options.is_mixture:
-        apply_rowwise(mixture_factors_, out, *operands, whole=_shares(x, a))
-    elif options.divergence == "tv":
-        apply_rowwise(variation_factors_, out, *operands)
-    elif a == first:
-        apply_rowwise(kl_factors_of_first_, out, *operands)
-    else:
-        apply_rowwise(kl_factors_of_second_, out, *operands)
-
-
-def _shares(x: DivergenceInputs, index: int) -> tuple[Tensor, Tensor]:
-    """Return () the shares of a side and of the other one, on the device."""
-    own, other = (x.h.new_full((), x.options.share(i), dtype=x.dtype) for i in (index, 1 - index))
-    return own, other
+    kl = stats[SUMS + a] if first in (a, None) else None
+    operands = logits[a], logits[1 - a], _lses(stats, a), kl, cap, scale
+    apply_rowwise(factors_, out, *operands, whole=x.shares(a))

@@ -8,6 +8,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar, cast
 
+from cutefce.ops import torch_compat
 from cutefce.ops.interface.arguments import ARGUMENTS, LOSS_OPTIONS, refuse
 from cutefce.ops.interface.checks import check_type
 from cutefce.ops.parallel.consistency import report_errors
@@ -44,7 +45,9 @@ def runs(
                 if type(x) is not type(default) or x != default:
                     given[name] = x
             weight = operands[1] if len(operands) > 1 else given.get("linear_weight")
-            report = report_errors.of(given.get("group"), weight) if meets_ranks else None
+            group, report = given.get("group"), None
+            if meets_ranks and (group is not None or torch_compat.is_dtensor(weight)):
+                report = report_errors(group, weight)
             try:
                 for name, x in (*zip(names, operands, strict=False), *given.items()):
                     if name in names and x is not defaults[name]:

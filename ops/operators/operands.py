@@ -11,13 +11,14 @@ from cutefce.ops.operators.plans import plan_for
 from cutefce.ops.operators.saved import Saved
 from cutefce.ops.parallel.class_row import set_class_row
 from cutefce.ops.parallel.shard import VocabShard
-from cutefce.ops.primitives.dispatch import primitives_for, report, sampling_unsupported_reason
+from cutefce.ops.primitives.dispatch import primitives_for, report
 from cutefce.ops.primitives.select_rows import select_rows, with_aligned_rows
 from cutefce.ops.program.inputs import LossInputs
 from cutefce.ops.program.plan import Plan
 from cutefce.ops.rows.loss_parts import check_soft_values, without_weightless
 from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.targets import Targets, make_targets
+from cutefce.ops.sampling.kernels import unsupported_reason
 
 
 def prepare(shard: VocabShard, x: LossCall, plan: Plan) -> LossInputs:
@@ -27,7 +28,7 @@ def prepare(shard: VocabShard, x: LossCall, plan: Plan) -> LossInputs:
     options, tensors, ignored = x.options, x.tensors, x.options.ignore_index
     is_exact = problem.arch is not None and not problem.samples
     if is_exact and options.is_sampled and any(x.step.gradients):
-        reason = sampling_unsupported_reason(problem, h.device, options, tensors)
+        reason = unsupported_reason(problem, h.device, options, tensors)
         if reason is not None:
             report(reason, h.is_cuda, "gradients are exact:")
     check_soft_values(x.y, options, tensors, vocab)

@@ -18,7 +18,6 @@ from cutefce.ops.interface.arguments import LossCall
 from cutefce.ops.primitives.dispatch import (
     options_unsupported_reason,
     problem_of,
-    sampling_unsupported_reason,
     triton_serves,
     try_compiler,
 )
@@ -29,7 +28,7 @@ from cutefce.ops.program.plan import Plan, plan
 from cutefce.ops.program.problem import LossProblem, Upstream
 from cutefce.ops.program.weight import can_add_in_place
 from cutefce.ops.rows.targets import OUTPUTS, reductions_of
-from cutefce.ops.sampling.kernels import is_in_place
+from cutefce.ops.sampling.kernels import is_in_place, unsupported_reason
 
 SORTED = 1.05
 """Times the time of a plan that one may take which could leave out tokens, if all count."""
@@ -113,7 +112,7 @@ def loss_problem(x: LossCall) -> LossProblem:
         is_served, own = False, replace(own, arch=None, triton=triton_serves(h, w))
     samples = 0
     if is_served and options.is_sampled and any(step.gradients):
-        reason = sampling_unsupported_reason(own, h.device, options, tensors)
+        reason = unsupported_reason(own, h.device, options, tensors)
         samples = options.samples if reason is None else 0
     buffer = tensors.accumulate_into if step.grad_weight else None
     in_place = buffer is None or can_add_in_place(buffer, h.dtype, sum_dtype(h.dtype))

@@ -166,35 +166,28 @@ class report_errors:
     CPU time and every call enters this one.
     """
 
-    def __init__(self, group: Any, weight: Any = None) -> None:
-        """Take the call's group, or its name, and weight, checked or not."""
-        self.group, self.weight = group, weight
+    rounds: StoreRounds | None = None
+    calls = 0
+    """Those of the rounds when the call began."""
 
-    def __enter__(self) -> None:
-        """Begin."""
-        self.rounds = None
-        if self.group is None and self.weight is None:
+    def __init__(self, group: Any, weight: Any = None) -> None:
+        """Begin, with the call's group, or its name, and weight, checked or not."""
+        if group is None and not torch_compat.is_dtensor(weight):
             return
         if not torch.compiler.is_compiling():  # what is raised there ends in the timeout
-            self.rounds = _rounds_of_call(self.group, self.weight)
+            self.rounds = _rounds_of_call(group, weight)
             self.calls = self.rounds.calls if self.rounds else 0
 
-    @classmethod
-    def of(cls, group: Any, weight: Any) -> "report_errors | None":
-        """Return the context of a call, entered; None for a call of one device."""
-        if group is None and not torch_compat.is_dtensor(weight):
-            return None
-        report = cls(group, weight)
-        report.__enter__()
-        return report
+    def __enter__(self) -> None:
+        """Do nothing."""
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        """Publish an error, unless the ranks have met since the context was entered."""
+        """Publish an error."""
         if isinstance(error, Exception):
             self.publish(error)
 
     def publish(self, error: Exception) -> None:
-        """Publish an error, unless the ranks have met since the context was entered."""
+        """Publish an error, unless the ranks have met since the call began."""
         rounds = self.rounds
         if rounds is None or rounds.calls > self.calls:
             return

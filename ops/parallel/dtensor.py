@@ -1,6 +1,5 @@
 """Distributed tensors to the plain tensors and the group of a sharded call."""
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
@@ -48,7 +47,6 @@ def localize(h: Tensor, w: Tensor, y: Tensor, given: dict[str, Any]) -> LocalCal
         return LocalCall(h, w, y, _local_options(given, 0), 0)
     _check_weight(w)
     group: ProcessGroup | None = given.get("group")
-    shards: Sequence[int] | None = given.get("shards")
     sequence_parallel: bool = given.get("sequence_parallel", False)
     name = w.device_mesh.get_group().group_name
     if group is None and not torch_compat.is_dtensor(h):
@@ -61,11 +59,7 @@ def localize(h: Tensor, w: Tensor, y: Tensor, given: dict[str, Any]) -> LocalCal
         raise ValueError(
             f"group: got {group.group_name!r}, expected None or that of linear_weight's mesh"
         )
-    if shards is not None and list(shards) != _shards(w):
-        raise ValueError(
-            f"shards: got {list(shards)}, expected None or those of linear_weight, {_shards(w)}"
-        )
-    ranks, dim = w.device_mesh.size(), 0
+    dim = 0
     for argument, x in (("input", h), ("target", y)):
         if torch_compat.is_dtensor(x) and x.device_mesh != w.device_mesh:
             raise ValueError(
@@ -76,11 +70,6 @@ def localize(h: Tensor, w: Tensor, y: Tensor, given: dict[str, Any]) -> LocalCal
         (placement,) = h.placements
         if placement.is_shard() and 0 <= placement.dim < h.ndim - 1:
             sequence_parallel, dim = True, placement.dim
-            if h.shape[dim] % ranks:
-                raise ValueError(
-                    f"input: got {h.shape[dim]} in dimension {dim}, expected a multiple of the "
-                    f"{ranks} ranks over which it is sharded"
-                )
         elif not placement.is_replicate() or sequence_parallel:
             raise TypeError(
                 f"input: got a DTensor with placements {h.placements}, expected (Shard(dim),) of "
@@ -94,7 +83,7 @@ def localize(h: Tensor, w: Tensor, y: Tensor, given: dict[str, Any]) -> LocalCal
             f"dimension, of which dimension {dim} is sharded"
         )
     y = y.movedim(dim, 0)
-    options = _local_options(given, dim) | {"group": name, "shards": _shards(w)}
+    options = {"shards": _shards(w), **_local_options(given, dim), "group": name}
     options["sequence_parallel"] = sequence_parallel
     return LocalCall(h, w.to_local(), y, options, dim)
 
@@ -153,14 +142,8 @@ def _shards(w: "DTensor") -> list[int]:
 
 
 def _check_weight(w: "DTensor") -> None:
-    mesh = w.device_mesh
     if not _is_sharded(w):
         raise TypeError(
             f"linear_weight: got a DTensor with placements {w.placements}, expected (Shard(0),) "
             f"over a mesh of one dimension; pass linear_weight.full_tensor(), or, {_FSDP_HINT}"
-        )
-    if len(_shards(w)) < mesh.size():
-        raise ValueError(
-            f"linear_weight: got {w.shape[0]} rows over {mesh.size()} ranks, expected some for "
-            "every rank"
         )

@@ -17,14 +17,13 @@ from cutefce.cute_kernels.config import PortableTiles
 from cutefce.cute_kernels.gpu import Gpu
 from cutefce.cute_kernels.jit.cache import CompilerError, compiled
 from cutefce.cute_kernels.kernel_set import KernelSet
-from cutefce.cute_kernels.parts import FORWARD, SAMPLES, SOFT_TARGETS, STEP
-from cutefce.cute_kernels.problem import MAX_SELECTED, Problem
+from cutefce.cute_kernels.parts import FORWARD, SOFT_TARGETS, STEP
+from cutefce.cute_kernels.problem import Problem
 from cutefce.cute_kernels.process_cache import on_reset, process_cache, reset, warn_once
-from cutefce.cute_kernels.sampling_set import MAX_SAMPLE_SLOTS
 from cutefce.cute_kernels.spec import rowwise as spec
 from cutefce.cute_kernels.variant import PLAIN, KernelVariant
 from cutefce.ops.dtypes import dtype_name
-from cutefce.ops.interface.arguments import LossOptions, TensorOptions
+from cutefce.ops.interface.arguments import TensorOptions
 from cutefce.ops.primitives.cute_gradients import CublasGradients, CuteGradients
 from cutefce.ops.primitives.cute_projection import CuteProjection, Semaphores
 from cutefce.ops.primitives.portable_gradients import PortableGradients
@@ -33,7 +32,6 @@ from cutefce.ops.primitives.primitives import Primitives
 from cutefce.ops.primitives.select_rows import has_aligned_rows
 from cutefce.ops.rows.selection import CountedRows
 from cutefce.ops.rows.targets import Targets, variant_of
-from cutefce.ops.sampling.sample_sizes import slots as sample_slots
 
 VERIFY = "cutefce verify"
 META_ARCH = arch_named("sm_90a")
@@ -159,31 +157,6 @@ def options_unsupported_reason(
     if device.type == "meta" or not tensors.soft_targets:  # on `meta` nothing is launched
         return None
     return unproven_reason(device, problem.dtype, SOFT_TARGETS)
-
-
-def sampling_unsupported_reason(
-    problem: Problem, device: torch.device, options: LossOptions, tensors: TensorOptions
-) -> str | None:
-    """Return why kernels that serve a call cannot sample its gradients, None if they can."""
-    if tensors.logit_floor is not None:
-        return "logit_floor: got one, with which no kernel samples"
-    reason = sampling_limit_reason(problem, options.samples, bool(tensors.soft_targets))
-    if reason is not None or device.type == "meta":
-        return reason
-    return unproven_reason(device, problem.dtype, SAMPLES)
-
-
-def sampling_limit_reason(problem: Problem, samples: int, is_soft: bool) -> str | None:
-    """Return why no kernels can sample gradients, with soft targets if `is_soft`, or None."""
-    tokens, most = problem.tokens, sample_slots(samples)
-    if is_soft:
-        return "target_indices: got several classes of a token, whose gradients no kernel samples"
-    if most > MAX_SAMPLE_SLOTS:
-        slots = f"{most} slots, expected at most {MAX_SAMPLE_SLOTS}"
-        return f"samples: got {samples}, which take {slots}"
-    if tokens > MAX_SELECTED or tokens * max(problem.hidden, most + 1) >= 1 << 31:
-        return f"input: got {tokens} tokens, more than gradient='sampled' can index"
-    return None
 
 
 def kernel_primitives(

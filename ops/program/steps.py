@@ -61,7 +61,7 @@ class Kind(Enum):
     FINISH_HIDDEN = "factors and the terms of targets; dX, rounded"
     FINISH_WEIGHT = "sums over chunks times the upstream gradient: dW, rounded or added"
     FINISH_BIAS = "the gradient of the bias, rounded"
-    ALL_REDUCE = "r of all ranks, of which one has each target"
+    ALL_REDUCE = "r of all ranks, of which one has each target; or divergences"
     ALL_GATHER = "row sums of all ranks"
 
 
@@ -92,7 +92,7 @@ class Step:
     """One operation: the interpreter calls one function for it, which launches kernels or none."""
 
     kind: Enum
-    """A `Kind`, or one of those of another lowering."""
+    """A `Kind`, or one that another lowering adds."""
     reads: tuple[str, ...]
     """Names of buffers; a call's inputs are read without being named."""
     writes: tuple[str, ...]

@@ -17,7 +17,7 @@ class LogitMap:
         u_iv = κ_i tanh(s (t_iv + b_v))     with a softcap
 
     Of a logit scale a, a bias β, a softcap c and temperatures T_i, these are κ_i = a / T_i, or
-    c / T_i with a softcap; b = β / a; s = a / c.  Of truncated sampling there are floors, too.
+    c / T_i with a softcap; b = β / a; s = a / c.  Of a truncated softmax there are floors, too.
     """
 
     row_scale: Tensor | None

@@ -15,7 +15,7 @@ random_bits.py   the random bits of entries
 steps.py         the steps that sampled gradients add to those of programs
 lower.py         a problem to a program
 cost.py          the memory and the time of these steps
-estimates.py     steps of the classes that log-sum-exps are estimated of, and of their logits
+estimates.py     the row sums that log-sum-exps are estimated of
 kernels.py       the other steps, and which function runs which step
 estimate_classes.py  the classes that log-sum-exps are estimated of
 """

@@ -10,6 +10,7 @@ from cutefce.ops.program.predicted_time import device_of
 from cutefce.ops.program.problem import LossProblem
 from cutefce.ops.program.step_memory import partial_sums, tile_bytes
 from cutefce.ops.program.steps import Program, Step
+from cutefce.ops.sampling.sample_sizes import estimate_count
 from cutefce.ops.sampling.steps import SampleKind
 
 CHOOSE = 32
@@ -27,7 +28,7 @@ def seconds(program: Program) -> float:
     for step in program.steps():
         columns = step.columns[1] - step.columns[0]
         match step.kind:
-            case SampleKind.PROJECT_CLASSES | SampleKind.SAMPLE:
+            case SampleKind.ESTIMATE | SampleKind.SAMPLE:
                 total += columns * product
             case SampleKind.SPARSE_HIDDEN | SampleKind.SPARSE_WEIGHT:
                 total += columns * sparse
@@ -37,11 +38,19 @@ def seconds(program: Program) -> float:
 def scratch(p: LossProblem, x: Layout, step: Step) -> int:
     """Return the bytes that a step takes while it runs, beside its buffers."""
     match step.kind:
-        case SampleKind.CHOOSE_CLASSES:
-            return CHOOSE * p.vocab * max(p.ranks, 1)
-        case SampleKind.PROJECT_CLASSES:
-            return tile_bytes(p, p.tokens, step.columns[1] - step.columns[0], copies=p.tile_copies)
-        case SampleKind.SAMPLE_AGAIN:
+        case SampleKind.ESTIMATE:
+            return _estimate(p, step.columns[1])
+        case SampleKind.FINISH_ENTRIES:
             sums = partial_sums(p, p.tokens, p.vocab)
             return p.tokens * (SAMPLED_AGAIN + sums * p.accumulator_bytes)
     return predicted_memory.scratch(p, x, step)
+
+
+def _estimate(p: LossProblem, columns: int) -> int:
+    """Return the bytes of making estimates, beside these, of `columns` of each rank's classes."""
+    own, total = p.tokens * p.accumulator_bytes, p.vocab * max(p.ranks, 1)
+    sums, chosen, places = own * partial_sums(p, p.tokens, columns), 0, 0
+    if (count := estimate_count(total)) < total:
+        chosen, places = 8 * count, 16 * p.tokens
+    found = chosen + places + sums + tile_bytes(p, p.tokens, columns, copies=p.tile_copies)
+    return max(chosen + (CHOOSE * total if chosen else 0), found, sums + own) - own

@@ -41,16 +41,7 @@ def estimate_classes(targets: Targets, total: int) -> Tensor:
     return torch.cat([chosen, draws + torch.searchsorted(before, draws, right=True)])
 
 
-def target_places(classes: Tensor, frequent: int, targets: Targets) -> tuple[Tensor, Tensor]:
-    """Return where the targets are among frequent and among drawn classes, (N,) int64 each.
-
-    `ABSENT` where they are not.  Of `classes`, the first ones are `frequent`.
-    """
-    ids = targets.index + targets.first
-    return _places(classes[:frequent], ids), _places(classes[frequent:], ids)
-
-
-def _places(classes: Tensor, ids: Tensor) -> Tensor:
-    """Return the places (N,) of `ids` (N,) among ascending `classes`."""
+def places_of(ids: Tensor, classes: Tensor) -> Tensor:
+    """Return the places (N,) of `ids` (N,) among ascending `classes`; `ABSENT` of others."""
     place = torch.searchsorted(classes, ids).clamp_(max=len(classes) - 1)
     return torch.where(classes[place] == ids, place, ABSENT)

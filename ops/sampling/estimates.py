@@ -1,4 +1,4 @@
-"""Steps of the classes that log-sum-exps are estimated of, and of their logits."""
+"""The row sums that log-sum-exps are estimated of."""
 
 import math
 from dataclasses import replace
@@ -14,31 +14,52 @@ from cutefce.ops.program.steps import Step
 from cutefce.ops.program.views import states_of
 from cutefce.ops.rows.logit_map import LogitMap
 from cutefce.ops.rows.targets import Targets
-from cutefce.ops.sampling.estimate_classes import estimate_classes, target_places
+from cutefce.ops.sampling.estimate_classes import estimate_classes, places_of
 from cutefce.ops.sampling.sample_sizes import estimate_count, frequent_count
 
 
-def total_classes(call: Call) -> int:
-    """Return the number of classes of all ranks."""
+def class_sums(call: Call, s: Step) -> tuple[Any, Any, float]:
+    """Return the row sums over frequent and over drawn classes of all ranks, and a logarithm.
+
+    It is that of the classes that a drawn one stands for.  Targets are not in these sums.  The
+    first is None if all classes are drawn: each rank its own ones.
+    """
     x = call.inputs
-    return len(x.w) if x.ranks is None else x.ranks.total_vocab(x.w)
+    total = len(x.w) if x.ranks is None else x.ranks.total_vocab(x.w)
+    count, frequent = estimate_count(total), frequent_count(total)
+    if count == total:
+        sums = [_project(call, s, x.w, x.targets.index, x.targets.logits)]
+    else:
+        sums = _sums_of_chosen(call, s, total)
+    if x.ranks is not None:
+        gather = x.ranks.all_gather
+        sums = [x.primitives.projection.gather_partials(partial, gather) for partial in sums]
+    if count == total:
+        return None, sums[0], 0.0
+    return *sums, math.log((total - frequent) / (count - frequent))
 
 
-def choose_classes(call: Call, s: Step) -> None:
-    """Choose the classes of the estimates."""
-    call.values["classes"] = estimate_classes(call.inputs.targets, total_classes(call))
-
-
-def gather_classes(call: Call, s: Step) -> None:
-    """Copy the rows of the weight, and of the bias, of the classes; find the targets among them."""
-    x, classes = call.inputs, call.values["classes"]
-    bias = None if x.targets.logits is None else x.targets.logits.bias
-    _gather(x, x.w, classes, call.view(s.writes[0]))
-    if bias is not None:
-        bias = _gather(x, bias, classes, bias.new_empty(len(classes)))
-    call.values["bias of classes"] = bias
+def _sums_of_chosen(call: Call, s: Step, total: int) -> list[Any]:
+    """Return the row sums over this rank's share of the frequent and of the drawn classes."""
+    x, logits, bias = call.inputs, call.inputs.targets.logits, None
+    count, frequent = estimate_count(total), frequent_count(total)
+    classes, rows = estimate_classes(x.targets, total), call.view("rows of classes")
+    _gather(x, x.w, classes, rows)
+    if logits is not None and logits.bias is not None:
+        bias = _gather(x, logits.bias, classes, logits.bias.new_empty(count))
     # behind the copies, as the kernels of products may read the weight before the last launch ends
-    call.values["places"] = target_places(classes, frequent_count(total_classes(call)), x.targets)
+    ids, parts, sums = x.targets.index + x.targets.first, ((0, frequent), (frequent, count)), []
+    found = [places_of(ids, classes[first:last]) for first, last in parts]
+    for places, (first, last) in zip(found, parts, strict=True):
+        start, stop = 0, last - first
+        if x.ranks is not None:
+            start, stop = (stop * n // x.ranks.count for n in (x.ranks.rank, x.ranks.rank + 1))
+        own = slice(first + start, first + stop)
+        if logits is not None:
+            logits = replace(logits, bias=None if bias is None else bias[own])
+        index = places - start if start else places
+        sums.append(_project(call, s, rows[own], index, logits))
+    return sums
 
 
 def _gather(x: LossInputs, rows: Tensor, classes: Tensor, out: Tensor) -> Tensor:
@@ -55,59 +76,11 @@ def _gather(x: LossInputs, rows: Tensor, classes: Tensor, out: Tensor) -> Tensor
     return x.ranks.all_reduce_(out)
 
 
-def project_classes(call: Call, s: Step) -> None:
-    """Sum exponentials of the classes: of this rank's share of the frequent and of the drawn ones.
-
-    If these are all classes, this rank's own ones are drawn.
-    """
-    x, values = call.inputs, call.values
-    operands = states_of(call, s), values["logits"], x.targets.logits
-    if "classes" not in values:
-        values["sums of classes"] = [_project(x, x.w, x.targets.index, *operands)]
-        return
-    h, reference, logits = operands
-    count, frequent = len(values.pop("classes")), frequent_count(total_classes(call))
-    rows, bias = call.view("rows of classes"), values.pop("bias of classes")
-    parts, sums = ((0, frequent), (frequent, count)), []
-    for places, (first, last) in zip(values.pop("places"), parts, strict=True):
-        start, stop = 0, last - first
-        if x.ranks is not None:
-            start, stop = (stop * n // x.ranks.count for n in (x.ranks.rank, x.ranks.rank + 1))
-        own = slice(first + start, first + stop)
-        if logits is not None:
-            logits = replace(logits, bias=None if bias is None else bias[own])
-        index = places - start if start else places
-        sums.append(_project(x, rows[own], index, h, reference, logits))
-    values["sums of classes"] = sums
-
-
-def _project(
-    x: LossInputs,
-    w: Tensor,
-    index: Tensor,
-    h: Tensor,
-    reference: Tensor,
-    logits: LogitMap | None,
-) -> Any:
+def _project(call: Call, s: Step, w: Tensor, index: Tensor, logits: LogitMap | None) -> Any:
     """Return the row sums of w (C, D), of which row `index` (N,) is the target's."""
+    x = call.inputs
     options = replace(x.targets.options, reduction="none", outputs="")
     targets = Targets(index, len(w), options, logits=logits)
     targets.selection = x.targets.selection
-    logits_of = Logits(h, w, (0, len(w)), reference, targets)
-    return x.primitives.projection.project_exp(logits_of)
-
-
-def class_sums(call: Call) -> tuple[Any, Any, float]:
-    """Return the row sums over frequent and over drawn classes of all ranks, and a logarithm.
-
-    It is that of the classes that a drawn one stands for.  Targets are not in these sums.  The
-    first is None if all classes are drawn.
-    """
-    x, total, sums = call.inputs, total_classes(call), call.values.pop("sums of classes")
-    if x.ranks is not None:
-        gather = x.ranks.all_gather
-        sums = [x.primitives.projection.gather_partials(partial, gather) for partial in sums]
-    if len(sums) == 1:
-        return None, sums[0], 0.0
-    count, frequent = estimate_count(total), frequent_count(total)
-    return *sums, math.log((total - frequent) / (count - frequent))
+    operands = states_of(call, s), w, (0, len(w)), call.values["logits"]
+    return x.primitives.projection.project_exp(Logits(*operands, targets))

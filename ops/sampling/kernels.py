@@ -17,14 +17,18 @@ import torch
 from torch import Tensor
 
 from cutefce.cute_kernels.jit.cache import compiled
-from cutefce.cute_kernels.sampling_set import sort_entries, weight_sums
+from cutefce.cute_kernels.parts import SAMPLES
+from cutefce.cute_kernels.problem import MAX_SELECTED, Problem
+from cutefce.cute_kernels.sampling_set import MAX_SAMPLE_SLOTS, sort_entries, weight_sums
 from cutefce.cute_kernels.spec.sampling import (
     ListSamplesSpec,
     PrepareSamplesSpec,
     SparseRowsSpec,
 )
 from cutefce.ops.dtypes import dtype_name
+from cutefce.ops.interface.arguments import LossOptions, TensorOptions
 from cutefce.ops.primitives.cute_projection import CuteProjection
+from cutefce.ops.primitives.dispatch import unproven_reason
 from cutefce.ops.primitives.portable_projection import Logits
 from cutefce.ops.primitives.select_rows import (
     gather_rows,
@@ -42,8 +46,8 @@ from cutefce.ops.rows.coefficients import RowCoefficients
 from cutefce.ops.rows.kept_sums import Sums
 from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.targets import Targets
-from cutefce.ops.sampling import estimates
 from cutefce.ops.sampling.estimates import class_sums
+from cutefce.ops.sampling.sample_sizes import slots
 from cutefce.ops.sampling.steps import SampleKind
 
 
@@ -82,7 +86,7 @@ class Entries:
 
 def estimate(call: Call, s: Step) -> None:
     """Estimate log-sum-exps, +inf of ignored tokens."""
-    (frequent, drawn, log_ratio), logit = class_sums(call), call.values["logits"]
+    (frequent, drawn, log_ratio), logit = class_sums(call, s), call.values["logits"]
     result = call.values["estimate"] = torch.empty_like(logit)
     sums = drawn.sums if frequent is None else frequent.sums
     numbers = log_ratio / math.log(2), int(frequent is None)
@@ -121,7 +125,7 @@ def _fill(
     return projection.launch_sums(projection.kernels.sampled_sums, logits, samples=chosen)
 
 
-def sample_again(call: Call, s: Step) -> None:
+def _sample_again(call: Call, s: Step) -> None:
     """Sample tokens without room for their entries again, with their log-sum-exps."""
     own, targets, stats = Entries.of(call), call.inputs.targets, call.values["stats"]
     projection, ignored = _projection(call), targets.options.ignore_index
@@ -148,6 +152,7 @@ def _of_rows(targets: Targets, selection: RowSelection) -> Targets:
 
 def finish_entries(call: Call, s: Step) -> None:
     """Sort the entries that the log-sum-exps keep, and give them their values."""
+    _sample_again(call, s)
     own, targets, stats = Entries.of(call), call.inputs.targets, call.values["stats"]
     transform = _projection(call).kernels.row_sums.transform
     kernel = sort_entries(_arch(call), own.entries.shape[1], transform.softcap)
@@ -253,18 +258,31 @@ def _with_result(spec: SparseRowsSpec, out: Tensor) -> SparseRowsSpec:
     return spec if name == spec.dtype else replace(spec, out=name)
 
 
+def unsupported_reason(
+    problem: Problem, device: torch.device, options: LossOptions, tensors: TensorOptions
+) -> str | None:
+    """Return why kernels that serve a call cannot sample its gradients, None if they can."""
+    tokens, most = problem.tokens, slots(options.samples)
+    if tensors.logit_floor is not None:
+        return "logit_floor: got one, with which no kernel samples"
+    if tensors.soft_targets:
+        return "target_indices: got several classes of a token, whose gradients no kernel samples"
+    if most > MAX_SAMPLE_SLOTS:
+        taken = f"{most} slots, expected at most {MAX_SAMPLE_SLOTS}"
+        return f"samples: got {options.samples}, which take {taken}"
+    if tokens > MAX_SELECTED or tokens * max(problem.hidden, most + 1) >= 1 << 31:
+        return f"input: got {tokens} tokens, more than gradient='sampled' can index"
+    return None if device.type == "meta" else unproven_reason(device, problem.dtype, SAMPLES)
+
+
 def is_in_place(buffer: Tensor, dtype: torch.dtype) -> bool:
     """Whether kernels with operands of `dtype` can add to `buffer` (V, D)."""
     return has_aligned_rows(buffer) and buffer.dtype in (dtype, torch.float32)
 
 
 SAMPLING: dict[Enum, Callable[[Call, Step], None]] = {
-    SampleKind.CHOOSE_CLASSES: estimates.choose_classes,
-    SampleKind.GATHER_CLASSES: estimates.gather_classes,
-    SampleKind.PROJECT_CLASSES: estimates.project_classes,
     SampleKind.ESTIMATE: estimate,
     SampleKind.SAMPLE: sample,
-    SampleKind.SAMPLE_AGAIN: sample_again,
     SampleKind.FINISH_ENTRIES: finish_entries,
     SampleKind.LIST: list_entries,
     SampleKind.SPARSE_HIDDEN: sparse_hidden,

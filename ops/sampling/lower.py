@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from cutefce.ops.primitives.block_sizes import added_rows
 from cutefce.ops.program.layout import Window
 from cutefce.ops.program.lower import Lowering
-from cutefce.ops.program.step_memory import partial_sums
 from cutefce.ops.program.steps import Range, Step
 from cutefce.ops.sampling.cost import scratch
 from cutefce.ops.sampling.sample_sizes import estimate_count, slots
@@ -31,28 +30,19 @@ class SampledLowering(Lowering):
         reads: Sequence[str],
         writes: Sequence[str],
         columns: Range = (0, 0),
-        **flags: bool,
     ) -> None:
         """Append a step of all tokens."""
-        self.emit(kind, (*self.order, *reads), writes, self.every, columns, **flags)
+        self.emit(kind, (*self.order, *reads), writes, self.every, columns)
 
     def estimate(self, states: Sequence[str]) -> None:
         """Emit the estimates of log-sum-exps."""
-        p, kind = self.p, SampleKind
-        total = p.vocab * max(p.ranks, 1)
-        count, classes = estimate_count(total), list[str]()
+        p, total = self.p, self.p.vocab * max(self.p.ranks, 1)
+        count = estimate_count(total)
+        out = [self.outside("estimate", p.tokens, 1, p.accumulator_bytes)]
         if count < total:
-            classes.append(self.outside("classes", count, 1, INDEX))
-            self.step(kind.CHOOSE_CLASSES, (), classes)
-            classes.append(self.buffer("rows of classes", count, p.hidden, p.item_bytes))
-            classes.append(self.outside("places", p.tokens, 2, INDEX))
-            self.step(kind.GATHER_CLASSES, classes[:1], classes[1:])
-        share = count // max(p.ranks, 1)
-        sums = partial_sums(p, p.tokens, share)
-        partial = self.outside("partial of classes", p.tokens, sums, p.accumulator_bytes)
-        self.step(kind.PROJECT_CLASSES, (*states, "logits", *classes), (partial,), (0, share))
-        self.outside("estimate", p.tokens, 1, p.accumulator_bytes)
-        self.step(kind.ESTIMATE, ("logits", partial), ("estimate",))
+            out.append(self.buffer("rows of classes", count, p.hidden, p.item_bytes))
+        share = (0, count // max(p.ranks, 1))
+        self.step(SampleKind.ESTIMATE, (*states, "logits"), out, share)
 
     def statistics(self, rows: Range, states: Sequence[str], windows: Sequence[Window]) -> None:
         """Emit estimates, row sums with entries of all columns, and statistics."""
@@ -66,8 +56,7 @@ class SampledLowering(Lowering):
         self.reduce(rows, [partial])
         again = self.buffer("again", p.tokens, p.hidden, p.item_bytes)
         reads = (*states, self.stats(), *self.chosen)
-        self.step(kind.SAMPLE_AGAIN, reads, (again, *self.chosen))
-        self.step(kind.FINISH_ENTRIES, (self.stats(), *self.chosen), self.chosen)
+        self.step(kind.FINISH_ENTRIES, reads, (again, *self.chosen))
 
     def gradients(self) -> None:
         """Emit the products of entries with rows of the weight and with hidden states."""

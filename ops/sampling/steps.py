@@ -11,13 +11,9 @@ class SampleKind(Enum):
 
     __hash__ = object.__hash__
 
-    CHOOSE_CLASSES = "choose the classes that l̂ is estimated of"
-    GATHER_CLASSES = "copy their rows of the weight, of all ranks, and find the targets among them"
-    PROJECT_CLASSES = "row sums of e over this rank's share of them"
-    ESTIMATE = "l̂ of each row"
+    ESTIMATE = "l̂ of each row, of row sums of e over some classes, this rank's share of all ranks'"
     SAMPLE = "row sums of e over all columns, and the entries that l̂ keeps"
-    SAMPLE_AGAIN = "the entries that lse keeps, of rows without room for those of l̂"
-    FINISH_ENTRIES = "e / q of each entry that lse keeps"
+    FINISH_ENTRIES = "e / q of each entry that lse keeps, of rows without room for those of l̂ too"
     LIST = "the entries of each class"
     SPARSE_HIDDEN = "Σ e / q w of each row: dX"
     SPARSE_WEIGHT = "Σ e / q h of each column: dW, and the bias' gradient"

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -12,13 +13,12 @@ pytest.importorskip("cutlass")
 
 from cutefce.cute_kernels.spec.divergence import DivergenceRowsSpec
 from cutefce.ops.divergence import row_kernel
-from cutefce.ops.divergence.factors import FactorRows
 from cutefce.ops.divergence.options import FIRST, Divergence
 from cutefce.ops.divergence.sides import Side
 from tests.emulation.hopper import run
 from tests.support import tiers
 from tests.support.divergence import heads, ours, planned, token_divergences
-from tests.support.divergence_models import sums_of
+from tests.support.divergence_models import sums_of, windows_of
 from tests.support.reference import distance
 from tests.support.tiers import rest_slow
 
@@ -72,13 +72,13 @@ def computed(
     columns, before, shift = columns or vocab, 0 if columns is None else 3, 31
     if columns < vocab:
         shift = columns.bit_length() - 1
-    places: list[FactorRows | None] = [None, None]
-    for side in (STUDENT, TEACHER):
-        if wanted[side]:
-            pitch = 8 + 16 * side + (rows + before) * columns
-            memory = torch.full((-(-vocab // columns) * pitch,), torch.nan, dtype=dtype)
-            places[side] = FactorRows(memory, before, rows, vocab, columns, pitch)
-    memories = [place and place.memory.view(torch.bfloat16) for place in places]
+    pitches = [8 + 16 * side + (rows + before) * columns for side in (STUDENT, TEACHER)]
+    sizes = [-(-vocab // columns) * pitch for pitch in pitches]
+    places = [torch.full((size,), torch.nan, dtype=dtype) for size in sizes]
+    memories = [
+        place.view(torch.bfloat16) if given else None
+        for place, given in zip(places, wanted, strict=True)
+    ]
     a, b = wanted[first], wanted[1 - first]
     own = "kl" if form in FIRST else form
     kernel = DivergenceRowsSpec("sm_90a", own, a, b, 64, held, sums_given=parts > 0)
@@ -100,14 +100,15 @@ def computed(
         before,
         columns,
         shift,
-        *(0 if place is None else place.pitch for place in (places[first], places[1 - first])),
+        pitches[first],
+        pitches[1 - first],
         **options,
     )
     factors: list[Tensor | None] = [None, None]
     for side, place in enumerate(places):
-        if place is not None:
-            written = torch.cat([x for _, x in place.windows()], 1)
-            assert place.memory.isfinite().sum() <= written.numel()
+        if wanted[side]:
+            written = torch.cat(windows_of(place, vocab, rows, before, columns, pitches[side]), 1)
+            assert place.isfinite().sum() <= written.numel()
             factors[side] = written.float() / (2.0 if side == first else 4.0)
     return Result(stats, factors)
 
@@ -267,12 +268,14 @@ def test_factors_of_two_dtypes_have_no_kernel(
     trains_both: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Verified kernels write those of both sides in one dtype."""
-    monkeypatch.setattr(row_kernel, "arch_of", lambda *_: "sm_90a")
+    gpu = SimpleNamespace(arch=SimpleNamespace(name="sm_90a"))
+    monkeypatch.setattr(row_kernel, "_unsupported_reason", lambda *_: None)
+    monkeypatch.setattr(row_kernel, "gpu_of", lambda *_: gpu)
     sides = [
         Side(torch.zeros(4, 8, dtype=dtype), torch.zeros(16, 8, dtype=dtype), None, None)
         for dtype in (torch.bfloat16, torch.float16)
     ]
-    gradients = [True] * 3, [trains_both] * 3
-    options = Divergence("forward_kl", 0.5, "mean", -100, 0, 1.0, 1.0, None, None, *gradients)
+    trained = [True] * 3 + [trains_both] * 3
+    options = Divergence("forward_kl", 0.5, "mean", -100, 0, 1.0, 1.0, None, None, trained)
     kernel = row_kernel.RowKernel.of(sides, options, (None, None))
     assert (kernel is None) == trains_both

@@ -20,7 +20,7 @@ from cutefce.ops.operators.seed import draw_seed
 from cutefce.ops.primitives import dispatch
 from cutefce.ops.rows.targets import Targets
 from cutefce.ops.sampling import sample_sizes
-from cutefce.ops.sampling.estimate_classes import estimate_classes, target_places
+from cutefce.ops.sampling.estimate_classes import estimate_classes, places_of
 from cutefce.ops.sampling.random_bits import random_bits, row_states
 from tests.support import sampled as model
 from tests.support.backends import KERNELS, Backend
@@ -131,7 +131,7 @@ def test_estimates_are_of_frequent_targets_and_of_drawn_classes(
         drawn_classes.append(chosen[4:])
         others = drawn_classes[-1] - torch.searchsorted(chosen[:4], drawn_classes[-1])
         assert bool(((others >= strata) & (others < strata + 4)).all()), "one of each stratum"
-        frequent, drawn = target_places(chosen, 4, Targets(y, total, options))
+        frequent, drawn = places_of(y, chosen[:4]), places_of(y, chosen[4:])
         assert frequent.tolist() == [3, 2, 2, 3, 3, 0, -1, -1, 1, 1]
         assert all(at < 0 or drawn_classes[-1][at] == c for at, c in zip(drawn, y, strict=True))
         ignored = LossOptions(ignore_index=-1000)

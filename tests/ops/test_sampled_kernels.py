@@ -15,8 +15,9 @@ from cutefce.cute_kernels.config import PortableTiles
 from cutefce.cute_kernels.problem import Problem
 from cutefce.cute_kernels.spec.kernel import KernelSpec
 from cutefce.cute_kernels.spec.rowwise import SelectRowsSpec
-from cutefce.ops.primitives.dispatch import sampling_limit_reason
+from cutefce.ops.interface.arguments import LossOptions, TensorOptions
 from cutefce.ops.program.plan import planned
+from cutefce.ops.sampling.kernels import unsupported_reason
 from tests.ops.test_sampled import GREAT, SAMPLED, SHAPE, drawn, eager
 from tests.support import sampled as model
 from tests.support.backends import KERNELS
@@ -113,15 +114,18 @@ def test_peak_memory_is_predicted(
     assert abs(plan.workspace_bytes - peak) <= max(0.02 * peak, 1 << 20), (plan, peak)
 
 
+def refused(problem: Problem, samples: int = 256, **tensors: Tensor) -> str:
+    """Return why kernels cannot sample, "" if they can."""
+    given = LossOptions(samples=samples), TensorOptions(**tensors)
+    return unsupported_reason(problem, torch.device("meta"), *given) or ""
+
+
 def test_what_kernels_cannot_index_is_named() -> None:
-    p = Problem(8192, 4096, 131072, "bfloat16", "cuda", arch=HOPPER.name)
-    assert sampling_limit_reason(p, 256, False) is None
-    reason = sampling_limit_reason(p, 4096, False)
-    assert reason is not None and reason.startswith("samples: got 4096")
-    reason = sampling_limit_reason(replace(p, tokens=1 << 20), 256, False)
-    assert reason is not None and reason.startswith("input: got 1048576 tokens")
-    reason = sampling_limit_reason(p, 256, True)
-    assert reason is not None and reason.startswith("target_indices: got several classes")
-    served = [s for s in range(16, 4097) if sampling_limit_reason(p, s, False) is None]
+    p, index = Problem(8192, 4096, 131072, "bfloat16", "cuda", arch=HOPPER.name), torch.zeros(2, 2)
+    assert not refused(p)
+    assert refused(p, 4096).startswith("samples: got 4096")
+    assert refused(replace(p, tokens=1 << 20)).startswith("input: got 1048576 tokens")
+    assert refused(p, target_indices=index).startswith("target_indices: got several classes")
+    served = [s for s in range(16, 4097) if not refused(p, s)]
     most = max(served)
     assert most > 2000

@@ -115,18 +115,23 @@ def test_a_plan_tells_other_ranks_nothing(ranks: Ranks) -> None:
     assert first == second and float(first) > 0
 
 
-def failing_backward() -> str:
-    """Return what a backward raises whose weight was changed on rank 1."""
-    h, w = H.clone().requires_grad_(), W.split(5)[dist.get_rank()].clone().requires_grad_()
-    loss = cutefce.linear_cross_entropy(h, w, Y, group=group(2))
+def failing_backward(of_teacher: bool) -> str:
+    """Return what a backward raises, of a divergence or a loss, whose weight rank 1 has changed."""
+    own = W.split(5)[dist.get_rank()]
+    h, w = H.clone().requires_grad_(), own.clone().requires_grad_()
+    if of_teacher:
+        loss = cutefce.linear_divergence(h, w, H, own, group=group(2))
+    else:
+        loss = cutefce.linear_cross_entropy(h, w, Y, group=group(2))
     if dist.get_rank() == 1:
         with torch.no_grad():
             w.add_(1)
     return outcome(lambda: torch.autograd.grad(loss, h)[0].sum())
 
 
-def test_error_before_the_backward_reaches_every_rank(ranks: Ranks) -> None:
-    first, second = ranks.run(2, failing_backward)
+@pytest.mark.parametrize("of_teacher", [False, True])
+def test_error_before_the_backward_reaches_every_rank(of_teacher: bool, ranks: Ranks) -> None:
+    first, second = ranks.run(2, failing_backward, of_teacher)
     assert "modified by an inplace operation" in second
     assert first.startswith(f"RuntimeError: group: rank 1 failed: {second[:60]}")
 

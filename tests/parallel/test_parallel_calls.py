@@ -345,22 +345,25 @@ def test_placements_select_the_form(given: Placed, ranks: Ranks) -> None:
         torch.testing.assert_close([loss, dx, dw], want)
 
 
-def uneven(h_rows: int, vocab: int) -> None:
+def uneven(h_rows: int, vocab: int, given: dict[str, Any]) -> None:
     tp = mesh()["tp"]
     h = distribute_tensor(torch.randn(h_rows, 8), tp, [Shard(0)])
     w = distribute_tensor(torch.randn(vocab, 8), tp, [Shard(0)])
-    cutefce.linear_cross_entropy(h, w, torch.zeros(h_rows).long())
+    cutefce.linear_cross_entropy(h, w, torch.zeros(h_rows).long(), **given)
 
 
 @pytest.mark.parametrize(
-    ("h_rows", "vocab", "message"),
+    ("h_rows", "vocab", "given", "message"),
     [
-        (5, 8, "input: got 5 in dimension 0, .*multiple of the 2"),
-        (4, 1, "linear_weight: got 1 rows over 2 ranks"),
+        (5, 8, {}, r"target: got shape \(5,\), expected .* of which 2 ranks hold a part each"),
+        (4, 1, {}, r"shards: got \[1\], expected the rows .*2 ranks|linear_weight: got shape \(0,"),
+        (4, 8, {"shards": (5, 3)}, r"shards: got \[5, 3\], expected the rows .* and 4 for rank"),
     ],
 )
-def test_shards_that_cannot_be_shared(h_rows: int, vocab: int, message: str, ranks: Ranks) -> None:
-    for failed, text in ranks.outcomes(4, uneven, h_rows, vocab):
+def test_shards_that_cannot_be_shared(
+    h_rows: int, vocab: int, given: dict[str, Any], message: str, ranks: Ranks
+) -> None:
+    for failed, text in ranks.outcomes(4, uneven, h_rows, vocab, given):
         assert failed and re.search(message, text), text
 
 

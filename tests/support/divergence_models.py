@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from cutefce.cute_kernels.spec import divergence as spec
-from cutefce.ops.divergence.factors import FactorRows
+from cutefce.ops.rows.blocks import blocks
 from tests.support.divergence import token_divergences
 
 
@@ -64,9 +64,25 @@ def divergence_rows(
     for pitch, (out, gradient, scale) in zip(pitches, given, strict=True):
         if out is not None:
             memory = out.view(torch.float16) if narrow else out
-            place = FactorRows(memory, first, rows, vocab, columns, pitch)
-            for window, factors in place.windows():
-                factors.copy_((gradient * scale)[:, window])
+            of_windows = (gradient * scale).split(columns, 1)
+            places = windows_of(memory, vocab, rows, first, columns, pitch)
+            for place, factors in zip(places, of_windows, strict=True):
+                place.copy_(factors)
+
+
+def windows_of(
+    memory: Tensor, vocab: int, rows: int, first: int, columns: int, pitch: int
+) -> list[Tensor]:
+    """Return factors (R, C) of windows of C of V classes, rows of matrices a `pitch` apart.
+
+    They are those from row `first` on.
+    """
+    windows = []
+    for number, part in enumerate(blocks(vocab, columns)):
+        width = part.stop - part.start
+        begin = number * pitch + first * width
+        windows.append(memory[begin : begin + rows * width].view(rows, width))
+    return windows
 
 
 def sums_of(logits: Tensor, parts: int) -> Tensor:

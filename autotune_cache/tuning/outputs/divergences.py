@@ -12,7 +12,6 @@ from torch import Tensor
 from cutefce.autotune_cache.tuning.cases import Case, CheckedOutput
 from cutefce.cute_kernels.arch import arch_named
 from cutefce.cute_kernels.spec.divergence import logits_kernel
-from cutefce.ops.divergence.factors import FactorRows
 from cutefce.ops.divergence.logits import launch
 from cutefce.ops.divergence.options import Divergence
 from cutefce.ops.divergence.row_kernel import RowKernel
@@ -45,14 +44,12 @@ def divergence_outputs(case: Case, primitives: Primitives) -> dict[str, CheckedO
     logits = list(SPREAD * torch.randn(2, ROWS, CLASSES, generator=generator).to(like.device))
     results: dict[str, CheckedOutput] = {}
     for form, *wanted, sums_given in product(DIVERGENCES, *((False, True),) * 3):
-        options = Divergence(
-            form, BETA, "sum", -100, 0, 1.0, 1.0, None, None, [True] * 3, [True] * 3
-        )
+        options = Divergence(form, BETA, "sum", -100, 0, 1.0, 1.0, None, None, [True] * 6)
         factors = [like.new_empty(ROWS, CLASSES) if given else None for given in wanted]
         if on_kernels:
             stats, scale = logits[0].new_empty(STATS, ROWS), logits[0].new_full((), SCALE)
             sums = [_sums_of(x) if sums_given and kernel else None for x in logits]
-            outs = [None if x is None else FactorRows.of(x) for x in factors]
+            outs = [[] if x is None else [x] for x in factors]
             RowKernel.with_scales(arch, options, [scale, scale], scale).run(
                 stats, logits, outs, sums
             )
