@@ -5,7 +5,7 @@ BIN := .venv/bin
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test test-all test-gpu-smoke test-gpu test-integrations test-integrations-all faults \
-  sanitize lines lint type kernels wheel wheel-check site autotune bench bench-quick bench-report clean
+  sanitize lint type kernels wheel wheel-check site autotune bench bench-quick bench-report clean
 
 CONSTRAINTS := --constraint constraints.txt --constraint constraints-integrations.txt
 # what is never imported is not compiled to bytecode: half of the installation's time
@@ -71,10 +71,6 @@ TOOL := memcheck
 sanitize: .venv/ready
 	PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $(TOOL) --report-api-errors no \
 	  --error-exitcode 1 $(BIN)/python -m tests.support.every_step
-
-# the lines of the package by feature
-lines: .venv/ready
-	$(BIN)/python -m tests.lines
 
 lint: .venv/ready
 	$(BIN)/ruff check
