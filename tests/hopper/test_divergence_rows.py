@@ -13,8 +13,7 @@ pytest.importorskip("cutlass")
 from cutefce.cute_kernels.spec.divergence import DivergenceRowsSpec
 from cutefce.ops.divergence import row_kernel
 from cutefce.ops.divergence.factors import FactorRows
-from cutefce.ops.divergence.options import FIRST, Divergence
-from cutefce.ops.divergence.sides import Side
+from cutefce.ops.divergence.options import FIRST
 from tests.emulation.hopper import run
 from tests.support import tiers
 from tests.support.divergence import heads, ours, planned, token_divergences
@@ -259,20 +258,3 @@ def test_a_step_launches_it(
     assert any(kernel.factors_a or kernel.factors_b for kernel in launched)
     for a, b in zip(got, want, strict=True):
         assert distance(a, b) <= 2**-9 * float(b.double().norm())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("trains_both", [False, True])
-def test_factors_of_two_dtypes_have_no_kernel(
-    trains_both: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Verified kernels write those of both sides in one dtype."""
-    monkeypatch.setattr(row_kernel, "arch_of", lambda *_: "sm_90a")
-    sides = [
-        Side(torch.zeros(4, 8, dtype=dtype), torch.zeros(16, 8, dtype=dtype), None, None)
-        for dtype in (torch.bfloat16, torch.float16)
-    ]
-    gradients = [True] * 3, [trains_both] * 3
-    options = Divergence("forward_kl", 0.5, "mean", -100, 0, 1.0, 1.0, None, None, *gradients)
-    kernel = row_kernel.RowKernel.of(sides, options, (None, None))
-    assert (kernel is None) == trains_both
