@@ -2,7 +2,6 @@
 
 import ast
 import inspect
-import json
 import re
 import shlex
 from collections.abc import Iterator
@@ -15,8 +14,6 @@ import torch
 
 import cutefce
 from bench.__main__ import main as bench
-from bench.experiments.training_step import LLAMA
-from bench.harness.records import RESULTS, newest
 from cutefce.__main__ import main as command
 from cutefce.ops.divergence.steps import TileKind
 from cutefce.ops.interface.arguments import OPTIONS
@@ -48,8 +45,6 @@ README_LINES = 100
 USER_PAGE_LINES = 120
 QUESTIONS = ["What you set", "What it costs", "How you see it"]
 """What a page for users answers, in this order."""
-MEASURED = {"F.linear, F.cross_entropy in float32": "unfused"}
-"""Implementations whose name in the README is not the one in the data."""
 
 
 def names(path: Path) -> str:
@@ -314,40 +309,6 @@ def test_every_environment_variable_is_documented() -> None:
     used = set(re.findall(r'"(CUTEFCE_[A-Z_]+)"', sources()))
     text = section(DOCS / "api.md", "Environment variables")
     assert set(re.findall(r"CUTEFCE_[A-Z_]+", text)) == used
-
-
-def test_results_of_the_readme_are_committed() -> None:
-    """Each time and each MiB is in a record of that implementation at that head."""
-    text = section(README, "Results")
-    heads = re.findall(r"(\d+) × (\d+) × (\d+)", text)
-    names = "tokens", "hidden", "vocab"
-    data: list[dict[str, Any]] = []
-    for path in (ROOT / "bench" / "results" / "nvidia_h200").glob("peers*.jsonl"):
-        data += [json.loads(line) for line in path.read_text().splitlines()[1:]]
-    rows = table(text)[1:]
-    assert rows
-    for label, *cells in rows:
-        for head, time, memory in zip(heads, cells[::2], cells[1::2], strict=True):
-            digits = len(memory.partition(".")[2]) or None
-            found = {
-                (round(row["ratio_to_gemms"], 2), round(row["peak_mib"], digits))
-                for row in data
-                if row["implementation"] == MEASURED.get(label, label)
-                and tuple(str(row[name]) for name in names) == head
-                and row["peak_mib"] is not None
-            }
-            assert (float(time), float(memory)) in found, label
-
-
-def test_the_training_step_of_the_readme_is_committed() -> None:
-    rows = newest(RESULTS / "nvidia_h200", "training_step", model=LLAMA)[1]
-    (text,) = re.findall(r"One training step.*?\(`python -m bench", README.read_text(), re.S)
-    row = rows[0]
-    assert f"{row['parameters'] / 1e9:.1f} B parameters" in text
-    assert f"{row['batch']} × {row['context']} tokens" in text
-    for name in ("transformers", "cutefce"):
-        (measured,) = (row for row in rows if row["implementation"] == name)
-        assert f"{measured['peak_mib'] / 1024:.1f} GiB and {measured['median_ms']:.0f} ms" in text
 
 
 def test_ci_runs_on_a_cpu_and_on_the_versions_of_the_readme() -> None:

@@ -56,9 +56,16 @@ SIGNATURES = {
 """Whole signatures, or the names of the arguments."""
 FUNCTIONS = [getattr(cutefce, name) for name in SIGNATURES if name[0].islower() or name[0] == "L"]
 
-H = torch.randn(6, 16, generator=torch.Generator().manual_seed(0))
-W = torch.randn(40, 16, generator=torch.Generator().manual_seed(1))
-Y = torch.tensor([0, 39, 7, -100, 3, 3])
+
+def test_strict_calls_raise_where_no_kernels_serve() -> None:
+    given = torch.ones(4, 8), torch.ones(10, 8), torch.arange(4)
+    cutefce.set_strict(True)
+    try:
+        with pytest.raises(RuntimeError, match="serve this call: input: got device cpu"):
+            cutefce.linear_cross_entropy(*given)
+    finally:
+        cutefce.set_strict(False)
+    assert cutefce.linear_cross_entropy(*given) > 0
 
 
 def test_all_names() -> None:
@@ -91,39 +98,3 @@ def test_signatures_have_the_defaults_of_the_table() -> None:
             for name in record.names(public=True):
                 expected = {"temperature": 1.0, "ignore_index": None}.get(name, defaults[name])
                 assert name not in given or given[name].default == expected, (function, name)
-
-
-def test_every_name_can_be_called() -> None:
-    h, w = H.clone().requires_grad_(), W.clone().requires_grad_()
-    expected = torch.nn.functional.cross_entropy(H @ W.t(), Y)
-    loss = cutefce.linear_cross_entropy(h, w, Y).detach()
-    torch.testing.assert_close(loss, expected)
-    torch.testing.assert_close(torch.ops.cutefce.loss(H, W, Y), expected)
-    torch.testing.assert_close(torch.ops.cutefce.loss(H, W, Y, workspace="min"), expected)
-    named = cutefce.linear_cross_entropy(H, W, Y, return_lse=True)
-    assert isinstance(named, cutefce.LossOutput) and torch.equal(named.loss, loss)
-    rows = cutefce.linear_log_probs(H, W, Y, outputs=("lse",))
-    assert isinstance(rows, cutefce.LogProbs)
-    torch.testing.assert_close(-rows.log_probs.sum() / 5, expected)
-    same = cutefce.linear_divergence(H, W, H, W, Y, return_overlap=True)
-    assert isinstance(same, cutefce.DivergenceOutput) and float(same.loss) == 0
-    assert torch.equal(same.overlap, (Y != -100).float())
-    head = cutefce.LinearCrossEntropyLoss(16, 40)
-    head.load_state_dict({"linear.weight": W})
-    torch.testing.assert_close(head(H, Y).detach(), expected)
-    assert cutefce.backend_for(H, W).name == "torch"
-    cutefce.defer(head.linear)
-    torch.testing.assert_close(torch.nn.functional.cross_entropy(head.linear(H), Y), expected)
-    assert cutefce.deferral_report(head) == cutefce.DeferralReport(1, {})
-    cutefce.undefer(head)
-    cutefce.set_strict(True)
-    try:
-        with pytest.raises(RuntimeError, match="serve this call: input: got device cpu"):
-            cutefce.linear_cross_entropy(H, W, Y)
-    finally:
-        cutefce.set_strict(False)
-    plan = cutefce.plan(h, w, workspace="max")
-    assert (plan.strategy, plan.chunk, plan.problem.vocab) == ("windows", 6, 40)
-    assert plan.layout.kept >= 40 and plan.workspace_bytes > 0 and plan.seconds > 0
-    assert "windows, 100% kept" in str(plan)
-    assert "one pass of 6 tokens" in str(cutefce.plan_divergence(h, w, H, W))

@@ -3,15 +3,11 @@
 import dataclasses
 import itertools
 import json
-from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-import torch
 
 from cutefce.autotune_cache import lookup, table_io, verdicts
-from cutefce.autotune_cache.defaults import widest_window
 from cutefce.autotune_cache.tuning.runner import Runner
 from cutefce.cute_kernels import cache_files, process_cache
 from cutefce.cute_kernels.arch import ARCHS
@@ -19,13 +15,6 @@ from cutefce.cute_kernels.arch.sm90 import Sm90
 from cutefce.cute_kernels.config import GemmConfig, KernelConfigs
 from cutefce.cute_kernels.gpu import Gpu
 from cutefce.cute_kernels.problem import Problem
-from cutefce.cute_kernels.spec.gemm import ProjectExpSpec
-from cutefce.cute_kernels.spec.kernel import KernelSpec
-from cutefce.cute_kernels.variant import PLAIN
-from cutefce.ops.interface.arguments import LossOptions
-from cutefce.ops.primitives import cute_projection, dispatch
-from cutefce.ops.primitives.portable_projection import Logits
-from cutefce.ops.rows.targets import Targets
 from tests.support.tables import ENTRY, GPU, KEY, OLD, OTHER, PROBLEM, TABLE, TUNED, write
 
 
@@ -78,35 +67,6 @@ def test_everything_that_lookups_choose_as_shipped_is_listed(file: Path) -> None
             configs = lookup.kernel_configs(problem, gpu)
             with_options = arch.config_with_options(configs.project_exp, n)
             assert named(configs) | {("project_exp", with_options)} <= listed
-
-
-def test_an_edited_configuration_is_launched(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Act as two processes would, before and after the edit; record launches, make none."""
-    gpu = SimpleNamespace(name=GPU.name, multi_processor_count=GPU.num_sms)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    launched: list[KernelSpec] = []
-
-    def note(kernel: KernelSpec) -> Callable[..., None]:
-        return lambda *arguments: launched.append(kernel)
-
-    monkeypatch.setattr(cute_projection, "compiled", note)
-    write(file, TABLE)
-    for config in Sm90().listed["project_exp"]:
-        data = json.loads(file.read_text())
-        data["entries"][0]["config"] = dataclasses.asdict(config)
-        file.write_text(json.dumps(data))
-        process_cache.reset()
-        kernels = dispatch.kernels_for(torch.device("cuda", 7), PROBLEM, PLAIN)
-        steps = dispatch.kernel_primitives(widest_window(PROBLEM), *kernels).projection
-        h, w, y = torch.zeros(4, 8), torch.zeros(32, 8), torch.zeros(4, dtype=torch.long)
-        targets = Targets(y, 32, LossOptions())
-        steps.project_exp(Logits(h, w, (0, 32), h[:, 0], targets))
-        (kernel,) = launched
-        assert isinstance(kernel, ProjectExpSpec)
-        assert kernel.config == config
-        launched.clear()
-    process_cache.reset()
 
 
 def edited(**changes: object) -> str:

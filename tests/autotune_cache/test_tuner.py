@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import itertools
 import os
 import random
 import signal
@@ -29,7 +28,7 @@ from tests.support.fake_tuner import (
     tune_inline,
 )
 from tests.support.faulty_candidates import Kind, config
-from tests.support.tables import GPU, OLD, write
+from tests.support.tables import OLD, write
 from tests.support.tiers import rest_slow
 
 FAULTS = {
@@ -137,15 +136,6 @@ def test_on_a_gpu(tmp_path: Path) -> None:
             assert not work.failures
             assert entry is not None and entry.config in todo.candidates
             assert table_io.read(path).entries[todo.key] == entry
-
-
-def test_candidates_are_the_default_and_those_of_the_architecture() -> None:
-    every = {"project_exp": 7, "grad_hidden": 4, "grad_weight": 2}
-    sizes = [*itertools.chain(*shapes.NAMED.values())]
-    for one in jobs.jobs_of(Runner(GPU), sizes, "bfloat16"):
-        found, p = one.candidates, one.problem
-        assert found[0] == getattr(GPU.default_configs(p.tokens, p.hidden), one.kernel)
-        assert len(set(found)) == len(found) == every[one.kernel]
 
 
 def test_shapes_by_name_and_by_hand() -> None:

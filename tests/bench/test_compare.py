@@ -54,31 +54,6 @@ def test_regressions_are_named(changes: dict[str, Any], named: list[str], tmp_pa
         assert "implementation cutefce, tokens 8192" in text
 
 
-def test_what_is_worse_one_way_is_better_the_other(tmp_path: Path) -> None:
-    fast, slow = write(tmp_path / "fast", ROW), {**ROW, "ratio_to_gemm": 1.2, "peak_mib": 220.0}
-    write(tmp_path / "slow", slow)
-    assert len(regressions(tmp_path / "slow", fast)) == 2
-    assert regressions(fast, tmp_path / "slow") == []
-
-
-@pytest.mark.parametrize(
-    ("columns", "grown"),
-    [
-        ({"quartiles_ms": None}, True),
-        ({"plan": "windows, 41 ms predicted"}, True),
-        ({"implementation": "Liger"}, False),
-    ],
-    ids=str,
-)
-def test_which_rows_are_compared(columns: dict[str, Any], grown: bool, tmp_path: Path) -> None:
-    """A description does not identify a row; a slower peer beside cutefce is no regression."""
-    old, new = {**ROW, **columns}, {**ROW, **columns, "ratio_to_gemm": 1.2}
-    new |= {"plan": "another"} if "plan" in columns else {}
-    committed = write(tmp_path / "old", ROW, old)
-    found = regressions(write(tmp_path / "new", ROW, new), committed)
-    assert bool(found) == grown
-
-
 def test_measurements_are_found_in_any_file_of_an_experiment(tmp_path: Path) -> None:
     shape = "peers_8192x4096x131072_bfloat16"
     committed = write(tmp_path / "old", ROW, name=shape)
@@ -90,29 +65,10 @@ def test_measurements_are_found_in_any_file_of_an_experiment(tmp_path: Path) -> 
         assert text.startswith("peers: implementation") and "was 0.950, is 1.200" in text
 
 
-def test_shapes_that_rows_do_not_have_are_compared_by_file(tmp_path: Path) -> None:
-    row = {name: x for name, x in ROW.items() if name != "tokens"}
-    small, large = (f"parallel_2_ranks_{n}x8x8_bfloat16" for n in (8, 16))
-    committed = write(tmp_path / "old", {**row, "peak_mib": 900.0}, name=large)
-    write(committed, row, name=small)
-    new = write(tmp_path / "new", {**row, "peak_mib": 900.0}, name=large)
-    assert regressions(new, committed) == []
-
-
 def test_nothing_to_compare_is_an_error(tmp_path: Path) -> None:
     new = write(tmp_path / "new", {**ROW, "tokens": 1})
     (text,) = regressions(new, write(tmp_path / "old", ROW))
     assert "nothing was compared" in text
-
-
-@pytest.mark.parametrize("tokens", [8192, 1])
-def test_to_run_out_of_memory_is_worse(tokens: int, tmp_path: Path) -> None:
-    """What has not run before is no regression."""
-    other = {**ROW, "tokens": 2}
-    committed = write(tmp_path / "old", ROW, other)
-    new = write(tmp_path / "new", other, out_of_memory=[{"tokens": tokens}])
-    named = "forward: implementation cutefce, tokens 8192: runs out of memory now"
-    assert regressions(new, committed) == ([named] if tokens == 8192 else [])
 
 
 def test_committed_results_do_not_differ_from_themselves() -> None:

@@ -22,42 +22,9 @@ from bench.harness.records import (
     sources_digest,
     write,
 )
-from cutefce.autotune_cache.tuning import timing as tuner_timing
 from tests.support.reference import random_case
 
 TINY = Shape(tokens=48, hidden=16, vocab=256, dtype="float32")
-
-
-class Clock:
-    """A clock that only the calls move: how busy the machine is does not matter."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def perf_counter(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    for module in (tuner_timing, timing):
-        monkeypatch.setattr(module, "time", clock)
-    return clock
-
-
-def test_rounds_take_the_time_of_a_measurement(clock: Clock) -> None:
-    calls = {"a": lambda: clock.sleep(0.3), "b": lambda: clock.sleep(0.7)}
-    times = timing.interleaved(calls, "cpu")
-    assert times["a"].samples_ms == pytest.approx([300] * 6)
-    assert times["b"].median_ms == pytest.approx(700)
-    assert clock.now == pytest.approx(8)  # one round to warm up and one to find its duration
-    assert timing.interleaved(calls, "cpu", 3)["a"].samples_ms == pytest.approx([300] * 3)
-    found = map(timing.rounds_of_seconds, (0.01, timing.SECONDS / 7, 1e3))
-    assert list(found) == [timing.MAX_ROUNDS, 7, timing.MIN_ROUNDS]
 
 
 def test_a_known_allocation_is_what_is_counted() -> None:
@@ -118,26 +85,6 @@ def test_recorded_measurements_are_not_repeated(tmp_path: Path) -> None:
     write(path, {**header, "versions": {"torch": "another"}}, rows)
     collect(path, [measurement(1)], resume=True)
     assert measured == [1, 2, 1, 1]
-
-
-def test_what_runs_out_of_memory_has_no_rows(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def too_much() -> list[Row]:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    measurements = [
-        Measurement({"size": 1}, too_much),
-        Measurement({"size": 2}, lambda: [Row(2, 1.5, (1.0, 2.0))]),
-    ]
-    path = tmp_path / "data.jsonl"
-    for resume in (False, True):
-        rows = collect(path, measurements, resume)
-        assert [row["size"] for row in rows] == [2]
-        assert read(path)[0]["out_of_memory"] == [{"size": 1}]
-        assert "data 1/2 size 1: out of memory" in capsys.readouterr().out
-    assert collect(path, measurements[:1], resume=False) == [], "its file has no rows"
-    assert read(path)[0]["out_of_memory"] == [{"size": 1}]
 
 
 def test_the_newest_rows_with_the_columns_are_found(tmp_path: Path) -> None:

@@ -264,18 +264,6 @@ def test_without_a_cache_folder_kernels_serve_their_process(
     assert not list(folder.iterdir())
 
 
-@pytest.mark.slow
-def test_every_kernel_has_its_own_key(folder: Path) -> None:
-    from cutefce.autotune_cache.tuning.runner import Runner
-    from cutefce.cute_kernels.arch import ARCHS
-    from cutefce.cute_kernels.gpu import Gpu
-    from cutefce.cute_kernels.parts import PARTS
-
-    runners = [Runner(Gpu(arch, "any", 132)) for arch in ARCHS]
-    every = [k for x in runners for k in x.kernels("bfloat16", x.base(), PARTS)]
-    assert len({jit_cache.library_path(kernel) for kernel in every}) == len(every)
-
-
 @pytest.mark.parametrize("can_write", [True, False])
 def test_a_prebuilt_library_serves(
     can_write: bool, folder: Path, prebuilt: Path, monkeypatch: pytest.MonkeyPatch

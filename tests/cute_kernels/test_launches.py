@@ -19,10 +19,7 @@ from cutefce.cute_kernels.arch.sm100 import Sm100
 from cutefce.cute_kernels.config import PortableTiles
 from cutefce.cute_kernels.jit import cache as jit_cache
 from cutefce.cute_kernels.kernel_set import kernel_set
-from cutefce.cute_kernels.spec.gemm import ProjectExpSpec
 from cutefce.cute_kernels.spec.kernel import KernelSpec
-from cutefce.cute_kernels.spec.rowwise import TargetLogitSpec
-from cutefce.cute_kernels.variant import SUM_ONLY, KernelVariant, LogitTransform, RowReductions
 from cutefce.ops.operators import operators
 from cutefce.ops.primitives.cute_projection import CuteProjection, PartialLse, Semaphores
 from cutefce.ops.primitives.dispatch import kernel_primitives
@@ -96,26 +93,6 @@ def test_launch_arguments_match_the_kernels(
             x.ours(reduction=layout.reduction)
 
 
-@pytest.mark.parametrize("arch", ARCHS, ids=lambda arch: arch.name)
-def test_a_variant_is_that_of_the_kernels_that_take_it(arch: Arch) -> None:
-    configs = arch.default_configs(tokens=8192, hidden=4096, num_sms=132)
-    plain = kernel_set(arch, "bfloat16", configs)
-    variant = KernelVariant(LogitTransform(*[True] * 3), RowReductions(*[True] * 3))
-    kernels = kernel_set(arch, "bfloat16", configs, variant)
-    assert kernels.row_sums.reductions == variant.reductions
-    without_sums = kernels.exps, kernels.repair_exps
-    assert {kernel.reductions for kernel in without_sums} == {SUM_ONLY}
-    assert kernels.target_logit.transform != plain.target_logit.transform
-    with_logits = kernels.row_sums, *without_sums
-    assert {kernel.transform for kernel in with_logits} == {variant.transform}
-    own = ProjectExpSpec, TargetLogitSpec
-    others_, same = (
-        {kernel for kernel in vars(each).values() if not isinstance(kernel, own)}
-        for each in (kernels, plain)
-    )
-    assert others_ == same
-
-
 def test_partials_of_all_ranks_are_gathered(small_tiles: PortableTiles) -> None:
     """Sums from 2^-80 to 2^900, beyond the range of float32."""
     kernels = kernel_set(ARCHS[0], "bfloat16", ARCHS[0].default_configs(8192, 4096, 132))
@@ -128,9 +105,3 @@ def test_partials_of_all_ranks_are_gathered(small_tiles: PortableTiles) -> None:
     want = torch.tensor([math.log2(3), -79, 900, -torch.inf])
     torch.testing.assert_close(joined.sums, torch.stack([want, other], 1))
     assert joined.sums.is_contiguous() and joined.semaphores is semaphores
-
-
-@pytest.mark.parametrize("arch", ARCHS, ids=lambda arch: arch.name)
-@pytest.mark.parametrize("tokens", [1, 64, 65, 128, 129, 100000])
-def test_the_default_is_one_of_the_configurations(tokens: int, arch: Arch) -> None:
-    assert arch.default(tokens) in arch.listed["project_exp"]

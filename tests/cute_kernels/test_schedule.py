@@ -12,9 +12,6 @@ from cutefce.cute_kernels.integers import ceil_div
 from cutefce.cute_kernels.schedule.order import (
     MIN_FIRST_K_TILES,
     MIN_K_TILES_PER_SPLIT,
-    PARTIAL_BYTES,
-    add_tiles,
-    busiest_cluster,
     choose_k_splits,
     choose_vocab_splits,
     most_vocab_splits,
@@ -31,20 +28,6 @@ from cutefce.cute_kernels.schedule.order import (
 def test_every_work_tile_is_visited_once(row_blocks: int, splits: int, group: int) -> None:
     coords = {tile_coord(i, row_blocks, splits, group) for i in range(row_blocks * splits)}
     assert coords == {(row, split) for row in range(row_blocks) for split in range(splits)}
-
-
-def test_raster_groups_are_computed_one_after_the_other() -> None:
-    rows = [tile_coord(i, 20, 7, 8)[0] // 8 for i in range(20 * 7)]
-    assert rows == sorted(rows)
-
-
-@given(st.integers(0, 100_000), st.integers(1, 300_000), st.integers(1, 200))
-def test_vocab_splits_are_within_limits(tokens: int, vocab: int, clusters: int) -> None:
-    config = Sm90().default(tokens)
-    splits = choose_vocab_splits(tokens, vocab, config, clusters)
-    assert 1 <= splits <= ceil_div(vocab, config.tile_n)
-    if splits > 1:
-        assert tokens * splits * config.partials_per_row * 4 <= PARTIAL_BYTES
 
 
 @pytest.mark.parametrize(
@@ -100,75 +83,12 @@ def test_k_splits_cover_k_and_grow(k_tiles: int, k_splits: int, more: int) -> No
         assert all(b - a + 1 >= 0 and b - a <= more + 1 for a, b in itertools.pairwise(sizes))
 
 
-def test_adds_are_waited_for_little() -> None:
-    """Each split has computed its part when the one before it has been added."""
-    for k_tiles, columns in ((500, 128), (500, 256), (2048, 128)):
-        add, splits = add_tiles(columns), choose_k_splits(8, 66, k_tiles, add_tiles(columns))
-        assert splits == 8
-        ends = [
-            split_start(k_tiles, k + 1, splits, add) - split_start(k_tiles, k, splits, add)
-            for k in range(splits)
-        ]
-        done = 0
-        for end in ends:
-            done = max(done, end) + add
-        assert done <= ends[-1] + add + splits
-        assert done < k_tiles / splits + splits * add
-
-
-def test_short_sums_are_split_less() -> None:
-    assert choose_k_splits(8, 66, 128) == 8
-    assert choose_k_splits(8, 66, 128, add_tiles(128)) == 4
-    assert choose_k_splits(34, 66, 64, add_tiles(128)) == 3 == choose_k_splits(34, 66, 64)
-
-
 @pytest.mark.parametrize("work_tiles", [1024, 512, 576, 32, 100], ids=str)
 def test_k_splits_fill_the_last_wave(work_tiles: int) -> None:
     k_splits = choose_k_splits(work_tiles, 66, 2048)
     waves = num_waves(work_tiles, 66, k_splits)
     assert num_waves(work_tiles, 66, 1) >= waves >= work_tiles / 66
     assert waves <= work_tiles / 66 + 0.12
-
-
-@given(st.integers(1, 300), st.integers(1, 70), st.integers(1, 3000))
-def test_k_splits_are_not_too_short(work_tiles: int, clusters: int, k_tiles: int) -> None:
-    k_splits = choose_k_splits(work_tiles, clusters, k_tiles)
-    assert k_splits == 1 or k_tiles // k_splits >= MIN_K_TILES_PER_SPLIT
-    assert choose_k_splits(work_tiles * clusters, clusters, k_tiles) == 1
-
-
-@given(
-    st.integers(2, 200),
-    st.integers(1, 60),
-    st.integers(4, 700),
-    st.integers(1, 70),
-    st.integers(1, 90),
-)
-def test_splits_of_fewer_rows_are_within_limits_and_balance_no_worse(
-    planned: int, splits: int, n_tiles: int, clusters: int, most: int
-) -> None:
-    splits, most = min(splits, n_tiles), min(max(splits, most), n_tiles)
-
-    def busiest(rows: int, splits: int) -> int:
-        return max(tiles_per_cluster(rows, n_tiles, splits, rows, clusters))
-
-    for rows in {1, planned // 2, planned - 1} - {0}:
-        chosen = rescale_vocab_splits(splits, planned, rows, n_tiles, clusters, most)
-        assert 1 <= chosen <= most
-        as_planned = min(ceil_div(splits * planned, rows), most)
-        in_waves = [max(min(waves * clusters // rows, most), 1) for waves in range(1, 9)]
-        bounds = [busiest_cluster(rows, n_tiles, x, clusters) for x in (as_planned, *in_waves)]
-        assert busiest(rows, chosen) <= min(bounds)
-
-
-@given(st.integers(1, 300), st.integers(1, 900), st.integers(1, 300), st.integers(1, 70))
-def test_the_busiest_cluster_has_no_more_tiles_than_its_bound(
-    rows: int, n_tiles: int, splits: int, clusters: int
-) -> None:
-    splits = min(splits, n_tiles)
-    counts = tiles_per_cluster(rows, n_tiles, splits, rows, clusters)
-    bound = busiest_cluster(rows, n_tiles, splits, clusters)
-    assert max(counts) <= bound <= max(counts) + ceil_div(n_tiles, splits)
 
 
 @pytest.mark.parametrize(

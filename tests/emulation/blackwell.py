@@ -15,6 +15,9 @@ __all__ = ["run"]
 K_MAJOR = 1 << 16 | (1024 >> 4) << 32 | 1 << 46 | 2 << 61
 """A matrix descriptor without its address: swizzled rows of 128 bytes in groups of 8."""
 
+FLOAT32 = 1 << 4
+"""The type of accumulators, in an instruction descriptor."""
+
 
 @handles("tcgen05.fence", "tcgen05.wait", "tcgen05.relinquish")
 def nothing(warp: Warp, mask: Any, line: str, operands: list[str]) -> None:
@@ -47,6 +50,7 @@ def issue(warp: Warp, mask: Any, line: str, operands: list[str]) -> None:
 def multiply(block: Block, pair: int, operands: tuple[int, ...]) -> None:
     """Execute one MMA."""
     target, a, b, kind, adds = operands
+    assert kind & 0x7F == FLOAT32 and kind >> 10 & 7 == kind >> 7 & 7, "operands have one type"
     rows, columns = (kind >> 24 & 0x1F) << 4, (kind >> 17 & 0x3F) << 3
     number = floats_of if kind >> 7 & 7 == 1 else halves_of
     members = block.cluster.blocks[block.rank : block.rank + pair]

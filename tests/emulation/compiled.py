@@ -1,4 +1,4 @@
-"""Compiles kernels for tests: their PTX, their machine code and a host function without a device.
+"""Compiles kernels for tests: their PTX and a host function without a device.
 
 Results are kept in `build/`, for other test processes and later runs.  Their folder's name covers
 the kernels' sources, the compiler and how they are compiled here.
@@ -44,11 +44,6 @@ class Compiled:
         """The code of the kernels that it launches."""
         return (self.folder / "kernel.ptx").read_text()
 
-    @functools.cached_property
-    def cubin(self) -> bytes:
-        """The machine code."""
-        return (self.folder / "kernel.cubin").read_bytes()
-
 
 @functools.cache
 def compiled(kernel: KernelSpec) -> Compiled:
@@ -81,9 +76,8 @@ def _folder() -> Path:
 def _compile(kernel: KernelSpec, folder: Path) -> None:
     dumps = folder / "dumps"
     dumps.mkdir()
-    function = compile_kernel(kernel, f"--keep-ptx --keep-cubin --dump-dir {dumps}")
+    function = compile_kernel(kernel, f"--keep-ptx --dump-dir {dumps}")
     (folder / "kernel.ptx").write_text(function.artifacts.PTX)
-    (folder / "kernel.cubin").write_bytes(function.artifacts.CUBIN)
     shutil.rmtree(dumps)
     code = folder / "kernel.o"
     function.export_to_c(str(code), SYMBOL)

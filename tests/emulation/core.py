@@ -11,6 +11,7 @@ agrees.
 
 import functools
 import itertools
+import operator
 import random
 import re
 from collections import defaultdict, deque
@@ -318,44 +319,27 @@ class Program:
         """Return the immediate postdominator of each branch, on the graph of basic blocks."""
         found = [(i, branch) for i, branch in enumerate(self.branches) if branch]
         starts = sorted({0, self.end, *(i + 1 for i, _ in found), *(b.target for _, b in found)})
-        following: dict[int, list[int]] = {self.end: []}
-        before: dict[int, list[int]] = {start: [] for start in starts}
+        following: dict[int, list[int]] = {}
         lasts: dict[int, int] = {}
         for start, stop in itertools.pairwise(starts):
             branch = self.branches[stop - 1]
             following[start] = [stop] if branch is None or branch.register else []
             following[start] += [] if branch is None else [branch.target]
             lasts[start] = stop - 1
-            for each in following[start]:
-                before[each].append(start)
-        order: list[int] = []
-        rank: dict[int, int] = {}
-        stack = [(self.end, iter(before[self.end]))]
-        seen = {self.end}
-        while stack:  # a depth-first search from the end
-            start, rest = stack[-1]
-            unseen = next((each for each in rest if each not in seen), None)
-            if unseen is None:
-                rank[start] = len(order)
-                order.append(start)
-                stack.pop()
-            else:
-                seen.add(unseen)
-                stack.append((unseen, iter(before[unseen])))
-        joins = {self.end: self.end}
+        bits = {start: 1 << i for i, start in enumerate(starts)}
+        # of each block, those on every way from it to the end, itself included
+        behind = dict.fromkeys(starts, (1 << len(starts)) - 1) | {self.end: bits[self.end]}
         changed = True
         while changed:
             changed = False
-            for start in order[-2::-1]:
-                known = [each for each in following[start] if each in joins]
-                join = known[0]
-                for other in known[1:]:
-                    while join != other:
-                        low, high = sorted((join, other), key=rank.__getitem__)
-                        join, other = joins[low], high
-                changed |= joins.get(start) != join
-                joins[start] = join
-        return {last: joins[start] for start, last in lasts.items() if start in joins}
+            for start in reversed(following):
+                common = functools.reduce(operator.and_, map(behind.__getitem__, following[start]))
+                changed |= common | bits[start] != behind[start]
+                behind[start] = common | bits[start]
+        # behind the nearest one are all others
+        nearest = {blocks: start for start, blocks in behind.items()}
+        joins = {start: nearest.get(behind[start] & ~bits[start]) for start in following}
+        return {lasts[start]: join for start, join in joins.items() if join is not None}
 
 
 def nothing(warp: Warp, mask: Any) -> None:

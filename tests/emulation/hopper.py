@@ -5,9 +5,9 @@ from typing import Any
 import numpy as np
 
 from tests.emulation.core import LANES, Block, Pause, Warp
-from tests.emulation.instructions import floats_of, halves_of, handles
+from tests.emulation.instructions import floats_of, halves_of, handles, own_offsets
 from tests.emulation.launch import run
-from tests.emulation.memory import OFFSET, SHARED, swizzled
+from tests.emulation.memory import SHARED, swizzled
 
 __all__ = ["run"]
 
@@ -108,12 +108,10 @@ def wait(warp: Warp, mask: Any, line: str, operands: list[str]) -> Pause | None:
 def store_matrices(warp: Warp, mask: Any, line: str, operands: list[str]) -> None:
     assert mask.all(), "a whole warp stores"
     place, *registers = operands
-    addresses = warp.value(place)
-    assert (addresses >> 24 == warp.block.rank).all(), "a block touches its own shared memory"
-    assert not (addresses & 15).any(), "addresses are aligned"
+    offsets = own_offsets(warp, warp.value(place))
+    assert not (offsets & 15).any(), "addresses are aligned"
     for i, register in enumerate(registers):
         pairs = warp.value(register).astype(np.uint32).view(np.uint16).reshape(8, 8)
         matrix = pairs.T if ".trans" in line else pairs
-        starts = ((addresses[8 * i : 8 * i + 8] & OFFSET) - SHARED) // 2
-        at = starts[:, None] + np.arange(8)
+        at = offsets[8 * i : 8 * i + 8, None] // 2 + np.arange(8)
         warp.block.words(2, at)[at] = matrix

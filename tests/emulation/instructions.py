@@ -301,6 +301,12 @@ def to_register(words: Any) -> Any:
     return words.view(f"i{words.itemsize}") if words.itemsize > 2 else words.astype(np.int32)
 
 
+def own_offsets(warp: Warp, addresses: Any) -> Any:
+    """Return the offsets of addresses in the shared memory of a warp's block."""
+    assert (addresses >> 24 == warp.block.rank).all(), "a block touches its own shared memory"
+    return (addresses & OFFSET) - SHARED
+
+
 @handles("ld.param")
 def load_parameter(warp: Warp, mask: Any, line: str, operands: list[str]) -> None:
     *targets, place = operands
@@ -340,25 +346,17 @@ def store_global(warp: Warp, mask: Any, line: str, operands: list[str]) -> None:
     "red.release.gpu.global.add",
     "atom.global.acq_rel.add",
     "atom.global.add.u32",
+    "atom.shared.cta.add.u32",
+    "red.shared.cta.add.u32",
 )
 def add_atomically(warp: Warp, mask: Any, line: str, operands: list[str]) -> None:
     place, addend = operands[-2:]
-    words, at = warp.grid.memory.at(warp.value(place)[mask], 4)
-    before = np.zeros(LANES, np.uint32)
-    for lane, word in zip(np.flatnonzero(mask), at, strict=True):
-        before[lane] = words[word]
-        words[word] += np.uint32(int(warp.value(addend)[lane]) & 0xFFFFFFFF)
-    if line.startswith("atom"):
-        warp.put(operands[0], to_register(before), mask)
-
-
-@handles("atom.shared.cta.add.u32", "red.shared.cta.add.u32")
-def add_in_shared(warp: Warp, mask: Any, line: str, operands: list[str]) -> None:
-    place, addend = operands[-2:]
     addresses, before = warp.value(place)[mask], np.zeros(LANES, np.uint32)
-    assert (addresses >> 24 == warp.block.rank).all(), "a block touches its own shared memory"
-    at = ((addresses & OFFSET) - SHARED) // 4
-    words = warp.block.words(4, at)
+    if ".shared" in line:
+        at = own_offsets(warp, addresses) // 4
+        words = warp.block.words(4, at)
+    else:
+        words, at = warp.grid.memory.at(addresses, 4)
     for lane, word in zip(np.flatnonzero(mask), at, strict=True):
         before[lane] = words[word]
         words[word] += np.uint32(int(warp.value(addend)[lane]) & 0xFFFFFFFF)
@@ -370,11 +368,9 @@ def add_in_shared(warp: Warp, mask: Any, line: str, operands: list[str]) -> None
 def touch_shared(warp: Warp, mask: Any, line: str, operands: list[str]) -> None:
     is_store = line.startswith("st")
     place, *registers = operands if is_store else (operands[-1], *operands[:-1])
-    size, addresses = width(line), warp.value(place)[mask]
-    offsets = (addresses & OFFSET) - SHARED
+    size, offsets = width(line), own_offsets(warp, warp.value(place)[mask])
     at = offsets // size + np.arange(len(registers))[:, None]
     words = warp.block.words(size, at)
-    assert (addresses >> 24 == warp.block.rank).all(), "a block touches its own shared memory"
     assert not (offsets & size * len(registers) - 1).any(), "addresses are aligned"
     for i, register in enumerate(registers):
         if is_store:
@@ -446,8 +442,7 @@ def copy_later(warp: Warp, mask: Any, line: str, operands: list[str]) -> None:
     target, place = (warp.value(operand)[mask] for operand in operands[:2])
     assert operands[2:] == ["16", "16"], "16 bytes are copied"
     words, source = warp.grid.memory.at(place, 4, 4)
-    at = ((target & OFFSET) - SHARED) // 4
-    assert (target >> 24 == warp.block.rank).all(), "a block touches its own shared memory"
+    at = own_offsets(warp, target) // 4
     assert not (target & 15).any(), "addresses are aligned"
 
     def happen() -> None:

@@ -67,19 +67,22 @@ INF, NAN = float("inf"), float("nan")
 
 TENSOR, OPTIONAL = "expected a tensor", "expected a tensor or None"
 NUMBER, INTEGER, STRING = "expected a number", "expected an integer", "expected a string"
+BOOL, INTEGERS = "expected a bool", "expected integers"
+REAL = f"{NUMBER}, a tensor or None"
 BYTES = 'expected bytes as an integer, "min", "max" or None'
 SOME_BYTES = 'expected bytes from 0 to 2**63 - 1, "min", "max" or None'
+POSITIVE = "expected a finite number above 0"
 FLOATS = "expected one of bfloat16, float16, float32, float64"
 ROWS = "expected (V, D) with V >= 1 and D >= 1"
-OF_ALL = "probabilities of all classes as the target, expected "
 SPARSE = "got layout torch.sparse_coo, expected torch.strided"
 NESTED = "got a nested tensor, expected a plain one"
 TRAINED = "got one that requires grad, expected"
 ELSEWHERE = "got device meta, expected that of input, "
 NOT_OF_STUDENT = "got device meta, expected that of student_input, "
-LARGE_INTEGER = "got an integer of 1329 bits, expected a finite number"
 OF_WEIGHT = "got the memory of linear_weight, expected its own"
 BEYOND_FLOATS = "got an integer beyond the range of a float, expected a finite number"
+LARGE_INTEGER = "got an integer of 1329 bits, expected a finite number"
+TOGETHER = "which cutefce does not serve together; expected one of them"
 
 
 def nested(x: Tensor) -> Tensor:
@@ -90,11 +93,6 @@ def nested(x: Tensor) -> Tensor:
 def trained(*size: int) -> Tensor:
     """Return a tensor that requires grad."""
     return torch.ones(size, requires_grad=True)
-
-
-def eight_bits(size: int) -> Tensor:
-    """Return floating-point numbers of a dtype that calls do not take."""
-    return torch.ones(size).to(torch.float8_e4m3fn)
 
 
 def weight(valid: dict[str, Any]) -> Any:
@@ -114,24 +112,72 @@ def later_rows(valid: dict[str, Any]) -> Tensor:
     return w.as_strided(w.shape, w.stride(), w.storage_offset() + w.shape[1])
 
 
-def of_one_position(size: int, expected: str) -> list[Row]:
-    """Return rows of tensors without a value for each of two positions."""
-    also = {"linear_weight": PAIR, "target": torch.stack([Y, Y], 1)}
+def of_type(expected: str, *values: Any, **how: Any) -> list[Row]:
+    """Return rows of values of another type than is `expected`."""
+    kinds = [type(x).__name__ for x in values]
     return [
-        Row(torch.ones(shape), ValueError, f"got shape {shape}, {expected}", also, ["loss"])
-        for shape in ((size,), (size, 3))
+        Row(x, TypeError, f"got {x!r} ({kind}), {expected}", **how)
+        for x, kind in zip(values, kinds, strict=True)
     ]
 
 
-BOOLS = [
-    Row("yes", TypeError, "got 'yes' (str), expected a bool"),
-    Row(1, TypeError, "got 1 (int), expected a bool"),
-    Row(None, TypeError, "got None (NoneType), expected a bool"),
-]
+def among(expected: str, *values: Any, **how: Any) -> list[Row]:
+    """Return rows of values of the right type that are not among those `expected`."""
+    return [Row(x, ValueError, f"got {x!r}, {expected}", **how) for x in values]
+
+
+def misplaced(x: Tensor, elsewhere: str = ELSEWHERE, **how: Any) -> list[Row]:
+    """Return the rows of a sparse tensor, and of one on another device."""
+    away = Row(x.to("meta"), ValueError, elsewhere, **how)
+    return [Row(x.to_sparse(), TypeError, SPARSE, **how), away]
+
+
+def floats(size: int, elsewhere: str = ELSEWHERE, trains: bool = False, **how: Any) -> list[Row]:
+    """Return the rows of tensors (size,) of other dtypes or places, or that may not be trained."""
+    x, rows = torch.ones(size), list[Row]()
+    for dtype in (torch.int64, torch.float8_e4m3fn):
+        rows.append(Row(x.to(dtype), TypeError, f"got dtype {dtype}, {FLOATS}", **how))
+    if not trains:
+        rows.append(Row(trained(size), ValueError, TRAINED, **how))
+    return rows + misplaced(x, elsewhere, **how)
+
+
+def shapes(size: int, or_scalar: str = "") -> list[Row]:
+    """Return the rows of shapes other than (size,), and (size, 2) with two positions."""
+    also = {"linear_weight": PAIR, "target": torch.stack([Y, Y], 1)}
+    of_two = f"expected {or_scalar}({size}, 2)"
+    return [
+        Row(torch.ones(3), ValueError, f"got shape (3,), expected {or_scalar}({size},)", but=(K,)),
+        Row(torch.ones(3), ValueError, f"got shape (3, 2), {of_two}", on=(K,)),
+        *(
+            Row(torch.ones(shape), ValueError, f"got shape {shape}, {of_two}", also, ["loss"])
+            for shape in ((size,), (size, 3))
+        ),
+    ]
+
+
+def of_all(value: Any, shown: str) -> Row:
+    """Return the row of an option that a loss of probabilities of all classes has not."""
+    said = f"got {shown} with probabilities of all classes as the target, expected "
+    on = [name for name in LOSSES if name != "module" or shown in ("one", "'sampled'")]
+    return Row(value, NotImplementedError, said, {"target": DENSE}, on)
+
+
+def without_target(value: Any, shown: str) -> Row:
+    """Return the row of an option that outputs of no target have not."""
+    also = {"target": None, "outputs": ["lse"]}
+    return Row(value, ValueError, f"got {shown} without a target, expected None", also, FLOORED)
+
+
+def with_mean_logit(value: Any, shown: str) -> Row:
+    """Return the row of an option that leaves out classes beside their mean logit."""
+    said = f"got {shown} with 'mean_logit' in outputs, expected one of them"
+    return Row(value, NotImplementedError, said, {"outputs": ["mean_logit"]}, FLOORED)
+
 
 WRONG: dict[str, list[Row]] = {
     "input": [
-        Row(None, TypeError, f"got None (NoneType), {TENSOR}"),
+        *of_type(TENSOR, None),
         Row(H.numpy(), TypeError, f"got a value of type ndarray, {TENSOR}"),
         Row(H.long(), TypeError, f"got dtype torch.int64, {FLOATS}"),
         Row(H > 0, TypeError, f"got dtype torch.bool, {FLOATS}; pass input.float()"),
@@ -141,21 +187,17 @@ WRONG: dict[str, list[Row]] = {
         Row(H[0, 0], ValueError, "got shape (), expected (..., 8)", but=(K, *SOFT)),
     ],
     "linear_weight": [
-        Row(None, TypeError, f"got None (NoneType), {TENSOR}"),
-        Row([1.0], TypeError, f"got [1.0] (list), {TENSOR}"),
-        Row(W.long(), TypeError, "got dtype torch.int64, expected that of input, torch.float32"),
-        Row(
-            W.double(), TypeError, "got dtype torch.float64, expected that of input, torch.float32"
+        *of_type(TENSOR, None, [1.0]),
+        *(
+            Row(x, TypeError, f"got dtype {x.dtype}, expected that of input, torch.float32{advice}")
+            for x, advice in (
+                (W.long(), ""),
+                (W.double(), ""),
+                (W.bfloat16(), "; cast one of them, or call under torch.autocast"),
+            )
         ),
-        Row(
-            W.bfloat16(),
-            TypeError,
-            "got dtype torch.bfloat16, expected that of input, torch.float32; cast one of them, "
-            "or call under torch.autocast",
-        ),
-        Row(W.to_sparse(), TypeError, SPARSE),
+        *misplaced(W),
         Row(nested(W), TypeError, NESTED, but=(SOFT_LOSS,)),
-        Row(W.to("meta"), ValueError, ELSEWHERE),
         Row(
             W.t(),
             ValueError,
@@ -166,8 +208,7 @@ WRONG: dict[str, list[Row]] = {
         Row(
             W[0],
             ValueError,
-            "got shape (8,), expected (V, D) with V >= 1 and D >= 1; gather it first if it is a "
-            "sharded parameter",
+            f"got shape (8,), {ROWS}; gather it first if it is a sharded parameter",
             but=(K,),
         ),
         Row(W[:0], ValueError, f"got shape (0, 8), {ROWS}"),
@@ -182,79 +223,63 @@ WRONG: dict[str, list[Row]] = {
         ),
     ],
     "target": [
+        *of_type("expected a tensor, or target_indices", None, on=INDEXED),
+        *of_type(TENSOR, [0, 1]),
+        *misplaced(Y, on=INDEXED),
+        *misplaced(Y, NOT_OF_STUDENT, on=DIVERGENCES),
+        Row(nested(Y), TypeError, NESTED, on=(*INDEXED, *DIVERGENCES)),
+        Row(Y > 0, TypeError, f"got dtype torch.bool, {INTEGERS}", on=INDEXED),
         Row(
-            None,
+            DENSE.to(torch.complex64),
             TypeError,
-            "got None (NoneType), expected a tensor, or target_indices",
-            on=INDEXED,
+            f"got dtype torch.complex64, {INTEGERS}",
+            on=(*LOSSES, *LOG_PROBS, *DIVERGENCES),
         ),
-        Row([0, 1], TypeError, f"got [0, 1] (list), {TENSOR}"),
-        Row(Y > 0, TypeError, "got dtype torch.bool, expected integers", on=INDEXED),
+        Row(
+            DENSE,
+            TypeError,
+            f"got dtype torch.float32, {INTEGERS} (class indices)",
+            on=LOG_PROBS,
+        ),
+        Row(
+            Y.float(),
+            TypeError,
+            f"got dtype torch.float32, {INTEGERS}, ignore_index where a token does not count, or "
+            "a mask of booleans",
+            on=DIVERGENCES,
+        ),
+        *(
+            Row(
+                x,
+                error,
+                f"got dtype torch.float32 of shape {tuple(x.shape)}, {INTEGERS} (class indices) of "
+                "shape (4,), or probabilities of shape (4, 10)",
+                on=LOSSES,
+            )
+            for x, error in ((Y.float(), TypeError), (DENSE[:, :9], ValueError))
+        ),
         Row(
             Y[:3],
             ValueError,
             "got shape (3,), expected (4,) to match",
             on=(*LOSSES, *LOG_PROBS, *DIVERGENCES),
         ),
-        Row(
-            Y[:3],
-            ValueError,
-            "got shape (3, 2) with input of shape (4, 8), expected (N, 2) with (N, D), to match "
-            "linear_weight of shape (10, 2, 8)",
-            on=(K,),
+        *(
+            Row(
+                x,
+                ValueError,
+                f"got shape {shape} with input of shape {of}, expected (N, 2) with (N, D), to "
+                "match linear_weight of shape (10, 2, 8)",
+                also,
+                on,
+            )
+            for x, shape, of, also, on in (
+                (Y[:3], "(3, 2)", "(4, 8)", {}, [K]),
+                (Y, "(4, 2)", "(1, 4, 8)", {"input": H[None]}, [K]),
+                (Y, "(4,)", "(4, 8)", {"linear_weight": PAIR}, LOSSES[:2]),
+            )
         ),
-        Row(
-            Y,
-            ValueError,
-            "got shape (4, 2) with input of shape (1, 4, 8), expected (N, 2) with (N, D)",
-            also={"input": H[None]},
-            on=(K,),
-        ),
-        Row(
-            Y,
-            ValueError,
-            "got shape (4,) with input of shape (4, 8), expected (N, 2) with (N, D)",
-            also={"linear_weight": PAIR},
-            on=("loss", "loss without gradients"),
-        ),
-        Row(
-            Y.float(),
-            TypeError,
-            "got dtype torch.float32 of shape (4,), expected integers (class indices) of shape "
-            "(4,), or probabilities of shape (4, 10)",
-            on=LOSSES,
-        ),
-        Row(
-            DENSE,
-            TypeError,
-            "got dtype torch.float32, expected integers (class indices)",
-            on=LOG_PROBS,
-        ),
-        Row(
-            Y.float(),
-            TypeError,
-            "got dtype torch.float32, expected integers, ignore_index where a token does not "
-            "count, or a mask of booleans",
-            on=DIVERGENCES,
-        ),
-        Row(Y.to_sparse(), TypeError, SPARSE, on=(*INDEXED, *DIVERGENCES)),
-        Row(nested(Y), TypeError, NESTED, on=(*INDEXED, *DIVERGENCES)),
-        Row(Y.to("meta"), ValueError, ELSEWHERE, on=INDEXED),
-        Row(Y.to("meta"), ValueError, NOT_OF_STUDENT, on=DIVERGENCES),
         # probabilities of all classes
-        Row(
-            DENSE[:, :9],
-            ValueError,
-            "got dtype torch.float32 of shape (4, 9), expected integers (class indices) of shape "
-            "(4,), or probabilities of shape (4, 10)",
-            on=LOSSES,
-        ),
-        Row(
-            DENSE.to(torch.complex64),
-            TypeError,
-            "got dtype torch.complex64, expected integers",
-            on=(*LOSSES, *LOG_PROBS, *DIVERGENCES),
-        ),
         Row(
             trained(4, 10),
             ValueError,
@@ -273,22 +298,19 @@ WRONG: dict[str, list[Row]] = {
             NotImplementedError,
             "got probabilities with linear_weight of shape (10, 2, 8), expected class indices "
             "with losses of K dimensions",
-            also={"linear_weight": PAIR},
-            on=("loss", "loss without gradients"),
+            {"linear_weight": PAIR},
+            LOSSES[:2],
         ),
         # beside others
-        Row(
-            Y,
-            ValueError,
-            "got one beside target_indices and target_probs, expected None beside them",
-            on=(SOFT_LOSS,),
-        ),
-        Row(
-            DENSE,
-            ValueError,
-            "got one beside target_indices and target_probs, expected None beside them",
-            also={"target_indices": INDICES, "target_probs": PROBS},
-            on=LOSSES,
+        *(
+            Row(
+                x,
+                ValueError,
+                "got one beside target_indices and target_probs, expected None beside them",
+                {"target_indices": INDICES, "target_probs": PROBS},
+                on,
+            )
+            for x, on in ((Y, [SOFT_LOSS]), (DENSE, LOSSES))
         ),
         Row(
             Y,
@@ -298,58 +320,49 @@ WRONG: dict[str, list[Row]] = {
         ),
     ],
     "target_indices": [
-        Row(7, TypeError, f"got 7 (int), {OPTIONAL}", on=(*SOFT, "log_probs", "plan")),
-        Row(INDICES.float(), TypeError, "got dtype torch.float32, expected integers", on=SOFT),
-        Row(INDICES > 0, TypeError, "got dtype torch.bool, expected integers", on=SOFT),
-        Row(INDICES.to_sparse(), TypeError, SPARSE, on=SOFT),
-        Row(INDICES.to("meta"), ValueError, ELSEWHERE, on=SOFT),
+        *of_type(OPTIONAL, 7, on=(*SOFT, "log_probs", "plan")),
+        *misplaced(INDICES, on=SOFT),
+        Row(INDICES.float(), TypeError, f"got dtype torch.float32, {INTEGERS}", on=SOFT),
+        Row(INDICES > 0, TypeError, f"got dtype torch.bool, {INTEGERS}", on=SOFT),
         Row(INDICES[:3], ValueError, "got shape (3, 3), expected (4, K) to match input", on=SOFT),
         Row(
             INDICES[0, 0], ValueError, "got shape (), expected a tensor of shape (..., K)", on=SOFT
         ),
-        Row(INDICES[:, :0], ValueError, "got 0 classes a token, expected 1 to 256", on=(CLASSES,)),
-        Row(
-            INDICES[:, :1].expand(4, 257),
-            ValueError,
-            "got 257 classes a token, expected 1 to 256",
-            on=(CLASSES,),
-        ),
-        Row(
-            INDICES[:, :0],
-            ValueError,
-            "got 0 classes a token, expected 1 to 256",
-            also={"target_probs": PROBS[:, :0]},
-            on=(SOFT_LOSS,),
-        ),
-        Row(
-            INDICES[:, :1].expand(4, 257),
-            ValueError,
-            "got 257 classes a token, expected 1 to 256",
-            also={"target_probs": PROBS[:, :1].expand(4, 257)},
-            on=(SOFT_LOSS,),
+        *(
+            Row(
+                INDICES[:, :1].expand(4, count),
+                ValueError,
+                f"got {count} classes a token, expected 1 to 256",
+                also,
+                on,
+            )
+            for count in (0, 257)
+            for also, on in (
+                ({}, [CLASSES]),
+                ({"target_probs": PROBS[:, :1].expand(4, count)}, [SOFT_LOSS]),
+            )
         ),
         Row(
             None,
             ValueError,
             "got None, expected a tensor of shape (..., K)",
-            also={"target": None, "target_probs": PROBS},
-            on=LOSSES,
+            {"target": None, "target_probs": PROBS},
+            LOSSES,
         ),
         Row(
             INDICES,
             NotImplementedError,
             "got soft targets with linear_weight of shape (10, 2, 8), expected target with losses "
             "of K dimensions",
-            also={"target": None, "target_probs": PROBS},
-            on=(K,),
+            {"target": None, "target_probs": PROBS},
+            [K],
         ),
     ],
     "target_probs": [
-        Row([1.0], TypeError, f"got [1.0] (list), {OPTIONAL}", on=(SOFT_LOSS,)),
+        *of_type(OPTIONAL, [1.0], on=(SOFT_LOSS,)),
+        *misplaced(PROBS, on=(SOFT_LOSS,)),
         Row(PROBS.int(), TypeError, f"got dtype torch.int32, {FLOATS}", on=(SOFT_LOSS,)),
-        Row(PROBS.to_sparse(), TypeError, SPARSE, on=(SOFT_LOSS,)),
         Row(nested(PROBS), TypeError, NESTED, on=(SOFT_LOSS,)),
-        Row(PROBS.to("meta"), ValueError, ELSEWHERE, on=(SOFT_LOSS,)),
         Row(trained(4, 3), ValueError, f"{TRAINED} target_probs.detach()", on=(SOFT_LOSS,)),
         Row(
             PROBS[:, :2],
@@ -361,170 +374,104 @@ WRONG: dict[str, list[Row]] = {
             None,
             ValueError,
             "got None beside target_indices, expected a tensor of its shape",
-            also={"target": None, "target_indices": INDICES},
-            on=(*LOSSES, "plan"),
+            {"target": None, "target_indices": INDICES},
+            (*LOSSES, "plan"),
         ),
         Row(
             PROBS,
             ValueError,
             "got probabilities with log-probabilities, expected None",
-            also={"target": None, "target_indices": INDICES},
-            on=("operator of log_probs",),
+            {"target": None, "target_indices": INDICES},
+            ["operator of log_probs"],
         ),
     ],
-    "linear_bias": [
-        Row([1.0], TypeError, f"got [1.0] (list), {OPTIONAL}"),
-        Row(torch.ones(10).long(), TypeError, f"got dtype torch.int64, {FLOATS}"),
-        Row(eight_bits(10), TypeError, f"got dtype torch.float8_e4m3fn, {FLOATS}"),
-        Row(torch.ones(10).to_sparse(), TypeError, SPARSE),
-        Row(torch.ones(10, device="meta"), ValueError, ELSEWHERE),
-        Row(torch.ones(3), ValueError, "got shape (3,), expected (10,)", but=(K,)),
-        Row(torch.ones(3), ValueError, "got shape (3, 2), expected (10, 2)", on=(K,)),
-        *of_one_position(10, "expected (10, 2)"),
-    ],
+    "linear_bias": [*of_type(OPTIONAL, [1.0]), *floats(10, trains=True), *shapes(10)],
     "weight": [
-        Row([1.0], TypeError, f"got [1.0] (list), {OPTIONAL}"),
-        Row(torch.ones(10).long(), TypeError, f"got dtype torch.int64, {FLOATS}"),
-        Row(eight_bits(10), TypeError, f"got dtype torch.float8_e4m3fn, {FLOATS}"),
-        Row(torch.ones(10).to_sparse(), TypeError, SPARSE),
-        Row(torch.ones(10, device="meta"), ValueError, ELSEWHERE, but=("module",)),
+        *of_type(OPTIONAL, [1.0]),
+        *floats(10, but=("module",)),
         Row(torch.ones(3), ValueError, "got shape (3,), expected (10,)"),
         Row(trained(10), ValueError, f"{TRAINED} weight.detach()"),
     ],
     "token_weights": [
-        Row([1.0], TypeError, f"got [1.0] (list), {OPTIONAL}"),
-        Row(torch.ones(4).long(), TypeError, f"got dtype torch.int64, {FLOATS}"),
-        Row(eight_bits(4), TypeError, f"got dtype torch.float8_e4m3fn, {FLOATS}"),
+        *of_type(OPTIONAL, [1.0]),
+        *floats(4),
+        *shapes(4),
         Row(
             torch.ones(4) > 0,
             TypeError,
             f"got dtype torch.bool, {FLOATS}; pass token_weights.float()",
         ),
-        Row(torch.ones(4).to_sparse(), TypeError, SPARSE),
-        Row(torch.ones(4, device="meta"), ValueError, ELSEWHERE),
-        Row(torch.ones(3), ValueError, "got shape (3,), expected (4,)", but=(K,)),
-        Row(torch.ones(3), ValueError, "got shape (3, 2), expected (4, 2)", on=(K,)),
-        Row(trained(4), ValueError, f"{TRAINED} token_weights.detach()"),
-        *of_one_position(4, "expected (4, 2)"),
     ],
     "temperature": [
-        Row(None, TypeError, f"got None (NoneType), {NUMBER} or a tensor"),
-        Row("1", TypeError, f"got '1' (str), {NUMBER} or a tensor"),
+        *of_type(f"{NUMBER} or a tensor", None, "1", True),
         Row(np.ones(2), TypeError, f"got array([1., 1.]) (ndarray), {NUMBER} or a tensor"),
-        Row(True, TypeError, f"got True (bool), {NUMBER} or a tensor"),
-        Row(0.0, ValueError, "got 0.0, expected a finite number above 0", but=OPERATORS),
-        Row(-1.0, ValueError, "got -1.0, expected a finite number above 0", but=OPERATORS),
-        Row(INF, ValueError, "got inf, expected a finite number above 0", but=OPERATORS),
+        *among(POSITIVE, 0.0, -1.0, INF, but=OPERATORS),
         Row(10**400, ValueError, BEYOND_FLOATS, but=OPERATORS),
-        Row((1.0, 0.0), ValueError, "got 0.0, expected a finite number above 0", on=DIVERGENCES),
+        Row((1.0, 0.0), ValueError, f"got 0.0, {POSITIVE}", on=DIVERGENCES),
         Row(
             (1, 2, 3), ValueError, "got a sequence of 3, expected a number, or two", on=DIVERGENCES
         ),
-        Row(torch.ones(4).long(), TypeError, f"got dtype torch.int64, {FLOATS}"),
-        Row(eight_bits(4), TypeError, f"got dtype torch.float8_e4m3fn, {FLOATS}"),
-        Row(torch.ones(4).to_sparse(), TypeError, SPARSE, but=(K,)),
-        Row(torch.ones(4, device="meta"), ValueError, ELSEWHERE, but=DIVERGENCES),
-        Row(torch.ones(4, device="meta"), ValueError, NOT_OF_STUDENT, on=DIVERGENCES),
-        Row(torch.ones(3), ValueError, "got shape (3,), expected () or (4,)", but=(K,)),
-        Row(torch.ones(3), ValueError, "got shape (3, 2), expected () or (4, 2)", on=(K,)),
-        Row(trained(4), ValueError, f"{TRAINED} temperature.detach()"),
+        *floats(4, but=(K, *DIVERGENCES)),
+        *floats(4, NOT_OF_STUDENT, on=DIVERGENCES),
+        *shapes(4, "() or "),
         Row(trained(), ValueError, f"{TRAINED} temperature.detach()"),
-        *of_one_position(4, "expected () or (4, 2)"),
     ],
     "logit_floor": [
-        Row(1.0, TypeError, f"got 1.0 (float), {OPTIONAL}"),
-        Row(torch.ones(4).long(), TypeError, f"got dtype torch.int64, {FLOATS}", on=FLOORED),
-        Row(torch.ones(4).to_sparse(), TypeError, SPARSE, on=FLOORED),
-        Row(torch.ones(4, device="meta"), ValueError, ELSEWHERE, on=FLOORED),
+        *of_type(OPTIONAL, 1.0),
+        *floats(4, on=FLOORED),
         Row(torch.ones(3), ValueError, "got shape (3,), expected (4,)", on=FLOORED),
-        Row(trained(4), ValueError, f"{TRAINED} logit_floor.detach()", on=FLOORED),
         Row(
             torch.ones(4),
             NotImplementedError,
             "got one with target_indices, expected None, or a target",
             on=(CLASSES,),
         ),
-        Row(
-            torch.ones(4),
-            NotImplementedError,
-            "got one with 'mean_logit' in outputs, expected one of them",
-            also={"outputs": ["mean_logit"]},
-            on=FLOORED,
-        ),
-        Row(
-            torch.ones(4),
-            ValueError,
-            "got one without a target, expected None",
-            also={"target": None, "outputs": ["lse"]},
-            on=FLOORED,
-        ),
+        with_mean_logit(torch.ones(4), "one"),
+        without_target(torch.ones(4), "one"),
     ],
     "top_k": [
-        Row(1.0, TypeError, "got 1.0 (float), expected an integer", on=(*FLOORED, CLASSES)),
-        Row(True, TypeError, "got True (bool), expected an integer", on=FLOORED),
-        Row(-1, ValueError, "got -1, expected an integer from 0 to 32", on=(*FLOORED, CLASSES)),
-        Row(33, ValueError, "got 33, expected an integer from 0 to 32", on=FLOORED),
+        *of_type(INTEGER, 1.0, True, on=(*FLOORED, CLASSES)),
+        *among(f"{INTEGER} from 0 to 32", -1, 33, on=(*FLOORED, CLASSES)),
         Row(32, ValueError, "got 32 with 10 classes, expected at most 10", on=FLOORED),
         Row(
             1,
             NotImplementedError,
             "got 1 with kept_classes, expected 0, or no kept_classes",
-            also={"kept_classes": INDICES},
-            on=FLOORED,
+            {"kept_classes": INDICES},
+            FLOORED,
         ),
     ],
     "kept_classes": [
-        Row(1, TypeError, f"got 1 (int), {OPTIONAL}"),
-        Row(INDICES.float(), TypeError, "got dtype torch.float32, expected integers", on=FLOORED),
-        Row(INDICES.to_sparse(), TypeError, SPARSE, on=FLOORED),
-        Row(INDICES[0], ValueError, "got shape (3,), expected (4, K), K from 1 to 255", on=FLOORED),
-        Row(INDICES[:, :0], ValueError, "got shape (4, 0), expected (4, K)", on=FLOORED),
-        Row(
-            torch.zeros(4, 256).long(),
-            ValueError,
-            "got shape (4, 256), expected (4, K), K from 1 to 255",
-            on=FLOORED,
+        *of_type(OPTIONAL, 1),
+        Row(INDICES.float(), TypeError, f"got dtype torch.float32, {INTEGERS}", on=FLOORED),
+        *misplaced(INDICES, "got device meta, expected that of target, ", on=FLOORED),
+        *(
+            Row(x, ValueError, f"got shape {shape}, expected (4, K), K from 1 to 255", on=FLOORED)
+            for x, shape in (
+                (INDICES[0], "(3,)"),
+                (INDICES[:, :0], "(4, 0)"),
+                (torch.zeros(4, 256).long(), "(4, 256)"),
+            )
         ),
-        Row(
-            torch.zeros(4, 3, device="meta").long(),
-            ValueError,
-            "got device meta, expected that of target, ",
-            on=FLOORED,
+        *(
+            Row(
+                INDICES,
+                NotImplementedError,
+                f"got some with {other}, expected one of them",
+                also,
+                on,
+            )
+            for other, also, on in (
+                ("target_indices", {}, [CLASSES]),
+                ("logit_floor", {"logit_floor": torch.ones(4)}, FLOORED),
+            )
         ),
-        Row(
-            INDICES,
-            NotImplementedError,
-            "got some with target_indices, expected one of them",
-            on=(CLASSES,),
-        ),
-        Row(
-            INDICES,
-            NotImplementedError,
-            "got some with logit_floor, expected one of them",
-            also={"logit_floor": torch.ones(4)},
-            on=FLOORED,
-        ),
-        Row(
-            INDICES,
-            NotImplementedError,
-            "got some with 'mean_logit' in outputs, expected one of them",
-            also={"outputs": ["mean_logit"]},
-            on=FLOORED,
-        ),
-        Row(
-            INDICES,
-            ValueError,
-            "got some without a target, expected None",
-            also={"target": None, "outputs": ["lse"]},
-            on=FLOORED,
-        ),
+        with_mean_logit(INDICES, "some"),
+        without_target(INDICES, "some"),
     ],
     "denominator": [
-        Row("x", TypeError, f"got 'x' (str), {NUMBER}, a tensor or None"),
-        Row(True, TypeError, f"got True (bool), {NUMBER}, a tensor or None"),
-        Row(2 + 1j, TypeError, f"got (2+1j) (complex), {NUMBER}, a tensor or None"),
-        Row(-1, ValueError, "got -1, expected a finite number, 0 or more", but=OPERATORS),
-        Row(NAN, ValueError, "got nan, expected a finite number, 0 or more", but=OPERATORS),
+        *of_type(REAL, "x", True, 2 + 1j),
+        *among("expected a finite number, 0 or more", -1, NAN, but=OPERATORS),
         Row(2**2000, ValueError, BEYOND_FLOATS, but=OPERATORS),
         Row(torch.tensor(2 + 1j), TypeError, "got dtype torch.complex64, expected a real one"),
         Row(torch.tensor(2.0).to_sparse(), TypeError, SPARSE),
@@ -536,22 +483,15 @@ WRONG: dict[str, list[Row]] = {
             torch.tensor(2.0),
             ValueError,
             """got one with reduction='sum', expected "mean\"""",
-            also={"reduction": "sum"},
+            {"reduction": "sum"},
         ),
     ],
     "accumulate_into": [
-        Row(
-            SUMS,
-            NotImplementedError,
-            f"got one with {OF_ALL}",
-            also={"target": DENSE},
-            on=LOSSES,
-        ),
-        Row(3, TypeError, f"got 3 (int), {OPTIONAL}"),
+        of_all(SUMS, "one"),
+        *of_type(OPTIONAL, 3),
+        *misplaced(SUMS),
         Row(SUMS.half(), TypeError, "got dtype torch.float16, expected torch.float32"),
-        Row(SUMS.to_sparse(), TypeError, SPARSE),
         Row(nested(SUMS), TypeError, NESTED),
-        Row(SUMS.to("meta"), ValueError, ELSEWHERE),
         Row(SUMS[:5], ValueError, "got shape (5, 8), expected (10, 8)"),
         Row(
             torch.zeros(8, 10).t(),
@@ -559,14 +499,12 @@ WRONG: dict[str, list[Row]] = {
             "got strides (1, 10), expected a contiguous tensor",
         ),
         Row(trained(10, 8), ValueError, f"{TRAINED} accumulate_into.detach()"),
-        Row(weight, ValueError, OF_WEIGHT, but=("module",)),
-        Row(memory, ValueError, OF_WEIGHT, but=("module",)),
-        Row(later_rows, ValueError, OF_WEIGHT, but=("module",)),
+        *(Row(x, ValueError, OF_WEIGHT, but=("module",)) for x in (weight, memory, later_rows)),
         Row(
             SUMS,
             ValueError,
             "got a buffer for a linear_weight that does not require grad, expected None",
-            also={"linear_weight": W},
+            {"linear_weight": W},
             but=("loss without gradients",),
         ),
         Row(
@@ -578,32 +516,26 @@ WRONG: dict[str, list[Row]] = {
         ),
     ],
     "grad_output": [
-        Row("1", TypeError, f"got '1' (str), {NUMBER}, a tensor or None", IN_SUMS),
-        Row(NAN, ValueError, "got nan, expected a finite number", IN_SUMS, but=OPERATORS),
-        Row(
-            10**400,
-            ValueError,
-            BEYOND_FLOATS,
-            IN_SUMS,
-            but=OPERATORS,
-        ),
+        *of_type(REAL, "1", also=IN_SUMS),
+        *among("expected a finite number", NAN, also=IN_SUMS, but=OPERATORS),
+        Row(10**400, ValueError, BEYOND_FLOATS, IN_SUMS, but=OPERATORS),
         Row(torch.tensor(True), TypeError, "got dtype torch.bool, expected a real one", IN_SUMS),
         Row(torch.ones(2), ValueError, "got shape (2,), expected () or (1,)", IN_SUMS),
         Row(torch.ones((), device="meta"), ValueError, ELSEWHERE, IN_SUMS),
         Row(trained(), ValueError, f"{TRAINED} grad_output.detach()", IN_SUMS),
         Row(torch.ones(()), ValueError, "got one without accumulate_into, expected None"),
-        Row(
-            torch.ones(()),
-            ValueError,
-            """got one with reduction='none', expected "mean" or "sum\"""",
-            IN_SUMS | {"reduction": "none"},
-        ),
-        Row(
-            torch.ones(()),
-            ValueError,
-            """got one with reduction='outputs', expected "mean" or "sum\"""",
-            IN_SUMS,
-            on=("operator of log_probs",),
+        *(
+            Row(
+                torch.ones(()),
+                ValueError,
+                f"""got one with reduction='{name}', expected "mean" or "sum\"""",
+                IN_SUMS | also,
+                on,
+            )
+            for name, also, on in (
+                ("none", {"reduction": "none"}, ()),
+                ("outputs", {}, ["operator of log_probs"]),
+            )
         ),
     ],
     "accum_dtype": [
@@ -614,29 +546,23 @@ WRONG: dict[str, list[Row]] = {
             "bfloat16 any more; a smaller `workspace` takes less memory",
             on=REMOVED_FROM,
         ),
-        Row(None, TypeError, "got None (NoneType), expected no such argument: ", on=REMOVED_FROM),
+        *of_type("expected no such argument: ", None, on=REMOVED_FROM),
     ],
-    "z_los": [
-        Row(0.1, TypeError, "got 0.1 (float), expected no such argument", on=REMOVED_FROM),
-    ],
+    "z_los": of_type("expected no such argument", 0.1, on=REMOVED_FROM),
     "reduction": [
-        Row(None, TypeError, f"got None (NoneType), {STRING}"),
-        Row("avg", ValueError, "got 'avg', expected one of ('mean', 'sum', 'none')"),
-        Row("batchmean", ValueError, "got 'batchmean', expected one of ('mean', 'sum', 'none')"),
+        *of_type(STRING, None),
+        *among("expected one of ('mean', 'sum', 'none')", "avg", "batchmean"),
     ],
     "ignore_index": [
         Row(
             -1,
             ValueError,
             "got -1 without a target, expected None: all tokens count",
-            also={"target": None, "outputs": ["lse"]},
-            on=("log_probs",),
+            {"target": None, "outputs": ["lse"]},
+            ["log_probs"],
         ),
-        Row("3", TypeError, f"got '3' (str), {INTEGER}"),
-        Row(True, TypeError, f"got True (bool), {INTEGER}"),
-        Row(1.5, TypeError, f"got 1.5 (float), {INTEGER}"),
-        Row(2**63, ValueError, f"got {2**63}, {INTEGER} of 64 bits", but=OPERATORS),
-        Row(-(2**63) - 1, ValueError, f"got {-(2**63) - 1}, {INTEGER} of 64 bits", but=OPERATORS),
+        *of_type(INTEGER, "3", True, 1.5),
+        *among(f"{INTEGER} of 64 bits", 2**63, -(2**63) - 1, but=OPERATORS),
         Row(
             3,
             ValueError,
@@ -648,99 +574,55 @@ WRONG: dict[str, list[Row]] = {
             ValueError,
             "got 3 with probabilities, which have none, expected None; a token whose "
             "token_weights are 0 is ignored",
-            also={"target": DENSE},
-            on=LOSSES,
+            {"target": DENSE},
+            LOSSES,
         ),
     ],
     "label_smoothing": [
-        Row(None, TypeError, f"got None (NoneType), {NUMBER}"),
-        Row("x", TypeError, f"got 'x' (str), {NUMBER}"),
+        *of_type(NUMBER, None, "x", True),
         Row(np.zeros(3), TypeError, f"got array([0., 0., 0.]) (ndarray), {NUMBER}"),
-        Row(True, TypeError, f"got True (bool), {NUMBER}"),
-        Row(-0.1, ValueError, f"got -0.1, {NUMBER} from 0 to 1"),
-        Row(1.1, ValueError, f"got 1.1, {NUMBER} from 0 to 1"),
-        Row(NAN, ValueError, f"got nan, {NUMBER} from 0 to 1"),
-        Row(
-            0.1,
-            NotImplementedError,
-            "got 0.1 with softcap=3.0, which cutefce does not serve together; expected one of them",
-            also={"softcap": 3.0},
-        ),
+        *among(f"{NUMBER} from 0 to 1", -0.1, 1.1, NAN),
+        Row(0.1, NotImplementedError, f"got 0.1 with softcap=3.0, {TOGETHER}", {"softcap": 3.0}),
     ],
     "z_loss": [
-        Row(None, TypeError, f"got None (NoneType), {NUMBER}"),
-        Row("0", TypeError, f"got '0' (str), {NUMBER}"),
-        Row(True, TypeError, f"got True (bool), {NUMBER}"),
-        Row(-1.0, ValueError, "got -1.0, expected a finite number, 0 or more"),
-        Row(INF, ValueError, "got inf, expected a finite number, 0 or more"),
+        *of_type(NUMBER, None, "0", True),
+        *among("expected a finite number, 0 or more", -1.0, INF),
         Row(10**400, ValueError, f"{LARGE_INTEGER}, 0 or more", but=OPERATORS),
     ],
     "logit_scale": [
-        Row(None, TypeError, f"got None (NoneType), {NUMBER}"),
-        Row("x", TypeError, f"got 'x' (str), {NUMBER}"),
-        Row(True, TypeError, f"got True (bool), {NUMBER}"),
-        Row(0.0, ValueError, "got 0.0, expected a finite number other than 0"),
-        Row(NAN, ValueError, "got nan, expected a finite number other than 0"),
+        *of_type(NUMBER, None, "x", True),
+        *among("expected a finite number other than 0", 0.0, NAN),
         Row(10**400, ValueError, f"{LARGE_INTEGER} other than 0", but=OPERATORS),
-        Row(
-            (1, 2, 3),
-            ValueError,
-            "got a sequence of 3, expected a number, or two",
-            on=("divergence",),
-        ),
         Row((1.0, 0.0), ValueError, "got 0.0, expected a finite number other", on=("divergence",)),
     ],
     "softcap": [
-        Row("x", TypeError, f"got 'x' (str), {NUMBER} or None"),
-        Row(True, TypeError, f"got True (bool), {NUMBER} or None"),
-        Row(0.0, ValueError, "got 0.0, expected a finite number above 0, or None"),
-        Row(-1.0, ValueError, "got -1.0, expected a finite number above 0, or None"),
-        Row(INF, ValueError, "got inf, expected a finite number above 0, or None"),
+        *of_type(f"{NUMBER} or None", "x", True),
+        *among(f"{POSITIVE}, or None", 0.0, -1.0, INF),
         Row(10**400, ValueError, f"{LARGE_INTEGER} above 0, or None", but=OPERATORS),
-        Row(
-            (None, -1.0), ValueError, "got -1.0, expected a finite number above", on=("divergence",)
-        ),
+        Row((None, -1.0), ValueError, f"got -1.0, {POSITIVE}", on=("divergence",)),
     ],
     "gradient": [
-        Row(
-            "sampled",
-            NotImplementedError,
-            f"got 'sampled' with {OF_ALL}",
-            also={"target": DENSE},
-            on=LOSSES,
-        ),
-        Row(3, TypeError, f"got 3 (int), {STRING}"),
-        Row("some", ValueError, "got 'some', expected one of ('exact', 'sampled')"),
+        of_all("sampled", "'sampled'"),
+        *of_type(STRING, 3),
+        *among("expected one of ('exact', 'sampled')", "some"),
     ],
     "samples": [
-        Row(20.0, TypeError, f"got 20.0 (float), {INTEGER}"),
-        Row("many", TypeError, f"got 'many' (str), {INTEGER}"),
-        Row(True, TypeError, f"got True (bool), {INTEGER}"),
-        Row(15, ValueError, f"got 15, {INTEGER} from 16 to 4096"),
-        Row(4097, ValueError, f"got 4097, {INTEGER} from 16 to 4096"),
+        *of_type(INTEGER, 20.0, "many", True),
+        *among(f"{INTEGER} from 16 to 4096", 15, 4097),
     ],
     "workspace": [
-        Row(2.5, TypeError, f"got 2.5 (float), {BYTES}"),
-        Row(True, TypeError, f"got True (bool), {BYTES}"),
-        Row([1], TypeError, f"got [1] (list), {BYTES}"),
-        Row({}, TypeError, f"got {{}} (dict), {BYTES}"),
-        Row(b"max", TypeError, f"got b'max' (bytes), {BYTES}"),
-        Row("huge", ValueError, f"got 'huge', {SOME_BYTES}"),
+        *of_type(BYTES, 2.5, True, [1], {}, b"max"),
+        *among(SOME_BYTES, "huge", -1),
+        *among(SOME_BYTES, 2**63, 2**70, but=OPERATORS),
         Row("m" * 41, ValueError, f"got a value of type str, {SOME_BYTES}"),
-        Row(-1, ValueError, f"got -1, {SOME_BYTES}"),
         *(
-            Row(size, ValueError, f"got {said}, {SOME_BYTES}", but=OPERATORS)
-            for size, said in {
-                2**63: "9223372036854775808",
-                2**70: "1180591620717411303424",
-                10**400: "an integer of 1329 bits",
-                -(10**5000): "an integer of 16610 bits",
-            }.items()
+            Row(x, ValueError, f"got an integer of {bits} bits, {SOME_BYTES}", but=OPERATORS)
+            for x, bits in ((10**400, 1329), (-(10**5000), 16610))
         ),
         Row([10**5000], TypeError, f"got a value of type list, {BYTES}"),
     ],
-    "return_lse": BOOLS,
-    "return_overlap": BOOLS,
+    "return_lse": of_type(BOOL, "yes", 1, None),
+    "return_overlap": of_type(BOOL, None),
     "options": [
         Row(
             {"chunk": 4},
@@ -749,32 +631,27 @@ WRONG: dict[str, list[Row]] = {
         ),
     ],
     "outputs": [
-        Row(None, TypeError, "got None (NoneType), expected a sequence of strings"),
-        Row("entropy", TypeError, "got 'entropy' (str), expected a sequence of strings"),
+        *of_type("expected a sequence of strings", None, "entropy"),
         Row(
             ["perplexity"],
             ValueError,
             "got 'perplexity', expected some of ('lse', 'entropy', ",
             but=OPERATORS,
         ),
-        Row(
-            ["is_top1"],
-            NotImplementedError,
-            "got 'is_top1' with target_indices, which is about one target; expected 'argmax'",
-            on=(CLASSES,),
-        ),
-        Row(
-            ["rank"],
-            NotImplementedError,
-            "got 'rank' with target_indices, which is about one target; expected 'argmax'",
-            on=(CLASSES,),
+        *(
+            Row(
+                [name],
+                NotImplementedError,
+                f"got '{name}' with target_indices, which is about one target; expected 'argmax'",
+                on=(CLASSES,),
+            )
+            for name in ("is_top1", "rank")
         ),
         Row(
             ["mean_logit"],
             NotImplementedError,
-            "got 'mean_logit' with softcap=3.0, which cutefce does not serve together; expected "
-            "one of them",
-            also={"softcap": 3.0},
+            f"got 'mean_logit' with softcap=3.0, {TOGETHER}",
+            {"softcap": 3.0},
             but=OPERATORS,
         ),
         Row(
@@ -782,113 +659,76 @@ WRONG: dict[str, list[Row]] = {
             ValueError,
             "got 'rank' without a target, expected some of ('lse', 'entropy', 'sum_p_squared', "
             "'mean_logit', 'argmax')",
-            also={"target": None},
-            on=("log_probs",),
+            {"target": None},
+            ["log_probs"],
         ),
         Row(
             ["argmax"],
             ValueError,
             f"got 'argmax' with {2**24 + 1} classes, expected at most 2^24",
-            also={"linear_weight": torch.empty(2**24 + 1, 8, device="meta")},
+            {"linear_weight": torch.empty(2**24 + 1, 8, device="meta")},
             but=OPERATORS,
         ),
     ],
     "group": [
-        Row(
-            "a name", TypeError, "got 'a name' (str), expected a ProcessGroup that this rank is in"
-        ),
+        *of_type("expected a ProcessGroup that this rank is in", "a name"),
         Row(
             GroupMember.NON_GROUP_MEMBER,
             TypeError,
             "got -100 (int), expected a ProcessGroup that this rank is in",
         ),
-        Row(
-            "nobody",
-            ValueError,
-            "got 'nobody', expected the name of a process group that this rank is in",
-            on=OPERATORS,
-        ),
+        *among("expected the name of a process group that this rank is in", "nobody", on=OPERATORS),
     ],
     "shards": [
-        Row(
-            [5, 5],
-            NotImplementedError,
-            f"got [5, 5] with {OF_ALL}",
-            also={"target": DENSE},
-            on=("loss", "loss without gradients", "operator"),
-        ),
-        Row(3, TypeError, "got 3 (int), expected a sequence of integers or None"),
+        of_all([5, 5], "[5, 5]"),
+        *of_type("expected a sequence of integers or None", 3),
         Row(
             [5.0, 5.0],
             TypeError,
-            "got 5.0 (float) among them, expected integers",
+            f"got 5.0 (float) among them, {INTEGERS}",
             but=DIVERGENCES,
         ),
         Row([5, 5], ValueError, "got [5, 5] without a group, expected a group"),
     ],
     "sequence_parallel": [
-        Row(
-            True,
-            NotImplementedError,
-            f"got True with {OF_ALL}",
-            also={"target": DENSE},
-            on=("loss", "loss without gradients", "operator"),
-        ),
-        Row(1, TypeError, "got 1 (int), expected a bool"),
+        of_all(True, "True"),
+        *of_type(BOOL, 1),
         Row(True, ValueError, "got True without a group, expected a group"),
     ],
     # those of the module
-    "in_features": [
-        Row(2.5, TypeError, f"got 2.5 (float), {INTEGER}"),
-        Row(0, ValueError, "got 0, expected 1 or more"),
-    ],
-    "num_classes": [
-        Row(2.5, TypeError, f"got 2.5 (float), {INTEGER}"),
-        Row(True, TypeError, f"got True (bool), {INTEGER}"),
-        Row(-3, ValueError, "got -3, expected 1 or more"),
-    ],
+    "in_features": [*of_type(INTEGER, 2.5), *among("expected 1 or more", 0)],
+    "num_classes": [*of_type(INTEGER, 2.5, True), *among("expected 1 or more", -3)],
     "out_features": [
-        Row(3, TypeError, "got 3 (int), expected a tuple of integers"),
-        Row((3, "4"), TypeError, "got '4' among them, expected integers"),
+        *of_type("expected a tuple of integers", 3),
+        Row((3, "4"), TypeError, f"got '4' among them, {INTEGERS}"),
         Row((3, 0), ValueError, "got 0, expected 1 or more"),
     ],
     "bias": [
-        Row(torch.ones(10), TypeError, "got a value of type Tensor, expected a bool"),
-        *BOOLS,
+        Row(torch.ones(10), TypeError, f"got a value of type Tensor, {BOOL}"),
+        *of_type(BOOL, None),
     ],
     # those of other functions
-    "enabled": BOOLS,
-    "evaluation": BOOLS,
+    "enabled": of_type(BOOL, None),
+    "evaluation": of_type(BOOL, None),
     "divergence": [
-        Row(None, TypeError, f"got None (NoneType), {STRING}"),
-        Row(
-            "kl", ValueError, "got 'kl', expected one of ('forward_kl', 'reverse_kl', 'jsd', 'tv')"
-        ),
+        *of_type(STRING, None),
+        *among("expected one of ('forward_kl', 'reverse_kl', 'jsd', 'tv')", "kl"),
     ],
     "beta": [
-        Row("0.5", TypeError, f"got '0.5' (str), {NUMBER} or None", also={"divergence": "jsd"}),
-        Row(1.5, ValueError, f"got 1.5, {NUMBER} from 0 to 1"),
-        Row(NAN, ValueError, f"got nan, {NUMBER} from 0 to 1"),
-        Row(
-            0.5,
-            ValueError,
-            "got 0.5 with divergence='forward_kl', expected None, or divergence='jsd'",
-        ),
-        Row(
-            0,
-            ValueError,
-            "got 0 with divergence='reverse_kl', expected None, or divergence='jsd'",
-            also={"divergence": "reverse_kl"},
-        ),
-        Row(
-            0.5,
-            ValueError,
-            "got 0.5 with divergence='tv', expected None, or divergence='jsd'",
-            also={"divergence": "tv"},
+        *of_type(f"{NUMBER} or None", "0.5", also={"divergence": "jsd"}),
+        *among(f"{NUMBER} from 0 to 1", 1.5, NAN),
+        *(
+            Row(
+                beta,
+                ValueError,
+                f"got {beta} with divergence='{name}', expected None, or divergence='jsd'",
+                {"divergence": name},
+            )
+            for beta, name in ((0.5, "forward_kl"), (0, "reverse_kl"), (0.5, "tv"))
         ),
     ],
     "student_input": [
-        Row([1.0], TypeError, f"got [1.0] (list), {TENSOR}"),
+        *of_type(TENSOR, [1.0]),
         Row(H.long(), TypeError, f"got dtype torch.int64, {FLOATS}"),
         Row(H.to_sparse(), TypeError, SPARSE),
         Row(
@@ -898,13 +738,12 @@ WRONG: dict[str, list[Row]] = {
         ),
     ],
     "student_weight": [
-        Row(None, TypeError, f"got None (NoneType), {TENSOR}"),
-        Row(W.to_sparse(), TypeError, SPARSE),
+        *of_type(TENSOR, None),
+        *misplaced(W, NOT_OF_STUDENT),
         Row(W[:0], ValueError, f"got shape (0, 8), {ROWS}"),
-        Row(W.to("meta"), ValueError, NOT_OF_STUDENT),
     ],
     "teacher_input": [
-        Row(None, TypeError, f"got None (NoneType), {TENSOR}"),
+        *of_type(TENSOR, None),
         Row(
             H,
             ValueError,
@@ -920,17 +759,17 @@ WRONG: dict[str, list[Row]] = {
             TypeError,
             "got dtype torch.float64 beside a student_input of torch.float32, expected both or "
             "none to be float64",
-            also={"teacher_weight": W[:, :6].double()},
+            {"teacher_weight": W[:, :6].double()},
         ),
         Row(
             H[:, :6].to("meta"),
             ValueError,
             NOT_OF_STUDENT,
-            also={"teacher_weight": W[:, :6].to("meta")},
+            {"teacher_weight": W[:, :6].to("meta")},
         ),
     ],
     "teacher_weight": [
-        Row(None, TypeError, f"got None (NoneType), {TENSOR}"),
+        *of_type(TENSOR, None),
         Row(
             W[:, :6].bfloat16(),
             TypeError,
@@ -941,107 +780,63 @@ WRONG: dict[str, list[Row]] = {
         Row(W[:9, :6], ValueError, "got 9 rows, expected 10, the classes of student_weight"),
         Row(W[:, :6].to("meta"), ValueError, NOT_OF_STUDENT),
     ],
-    "student_bias": [
-        Row([1.0], TypeError, f"got [1.0] (list), {OPTIONAL}"),
-        Row(torch.ones(10).long(), TypeError, f"got dtype torch.int64, {FLOATS}"),
-        Row(torch.ones(10, device="meta"), ValueError, NOT_OF_STUDENT),
-    ],
+    "student_bias": [*of_type(OPTIONAL, [1.0]), *floats(10, NOT_OF_STUDENT, trains=True)],
     "teacher_bias": [
-        Row(
-            eight_bits(10),
-            TypeError,
-            f"got dtype torch.float8_e4m3fn, {FLOATS}",
-        ),
-        Row(torch.ones(10).to_sparse(), TypeError, SPARSE),
+        *floats(10, NOT_OF_STUDENT, trains=True),
         Row(torch.ones(9), ValueError, "got shape (9,), expected (10,)"),
     ],
 }
 """The rows of each argument, which begin the message."""
 
+
+def outside(x: Tensor, said: str, *on: str, **also: Any) -> Row:
+    """Return the row of classes of which one is none."""
+    return Row(x, IndexError, f"got {said}", also, on)
+
+
+PROBABILITY = "expected numbers from 0 to "
 WRONG_VALUES: dict[str, list[Row]] = {
     "target": [
-        Row(Y + 8, IndexError, "got 10 at token 2, expected 0 <= target < 10", on=INDEXED),
-        Row(
-            Y + 8,
-            IndexError,
-            "got 10, expected 0 <= target < 10",
-            also={"kept_classes": INDICES},
-            on=FLOORED,
-        ),
-        Row(
-            Y - 1,
-            IndexError,
-            "got -1 at token 0, expected 0 <= target < 10 or ignore_index=-100",
-            on=INDEXED,
-        ),
+        outside(Y + 8, "10 at token 2, expected 0 <= target < 10", *INDEXED),
+        outside(Y + 8, "10, expected 0 <= target < 10", *FLOORED, kept_classes=INDICES),
+        outside(Y - 1, "-1 at token 0, expected 0 <= target < 10 or ignore_index=-100", *INDEXED),
     ],
-    "kept_classes": [
-        Row(
-            INDICES + 10,
-            IndexError,
-            "got 10, expected -1 or 0 <= class < 10",
-            on=FLOORED,
-        ),
-    ],
+    "kept_classes": [outside(INDICES + 10, "10, expected -1 or 0 <= class < 10", *FLOORED)],
     "target_indices": [
-        Row(
-            INDICES + 10,
-            IndexError,
-            "got 10 at token 0, k = 0 with probability 1.0, expected 0 <= index < 10",
-            also={"target_probs": PROBS},
-            on=(SOFT_LOSS,),
+        *(
+            outside(
+                INDICES + index,
+                f"{index} at token 0, k = 0 with probability 1.0, expected 0 <= index < 10",
+                SOFT_LOSS,
+                target_probs=PROBS,
+            )
+            for index in (10, -100)
         ),
-        Row(
-            INDICES - 100,
-            IndexError,
-            "got -100 at token 0, k = 0 with probability 1.0, expected 0 <= index < 10",
-            also={"target_probs": PROBS},
-            on=(SOFT_LOSS,),
-        ),
-        Row(
-            INDICES + 10,
-            IndexError,
-            "got 10 at token 0, k = 0, expected 0 <= index < 10 or ignore_index=-100",
-            on=(CLASSES,),
-        ),
-        Row(
-            INDICES[:, :1] - 1,
-            IndexError,
-            "got -1 at token 0, k = 0, expected 0 <= index < 10 or ignore_index=-100",
-            on=(CLASSES,),
+        *(
+            outside(
+                INDICES[:, :1] + index,
+                f"{index} at token 0, k = 0, expected 0 <= index < 10 or ignore_index=-100",
+                CLASSES,
+            )
+            for index in (10, -1)
         ),
     ],
     "target_probs": [
-        Row(
-            -PROBS,
-            ValueError,
-            "got -1.0 at token 0, k = 0, expected numbers from 0 to ",
-            on=(SOFT_LOSS,),
-        ),
-        Row(
-            PROBS * NAN,
-            ValueError,
-            "got nan at token 0, k = 0, expected numbers from 0 to ",
-            on=(SOFT_LOSS,),
-        ),
-        Row(
-            PROBS * INF,
-            ValueError,
-            "got inf at token 0, k = 0, expected numbers from 0 to ",
-            on=(SOFT_LOSS,),
-        ),
-        Row(
-            PROBS.double() * 1e300,
-            ValueError,
-            "got 1e+300 at token 0, k = 0, expected numbers from 0 to ",
-            on=(SOFT_LOSS,),
+        *(
+            Row(
+                PROBS.double() * number,
+                ValueError,
+                f"got {number} at token 0, k = 0, {PROBABILITY}",
+                on=(SOFT_LOSS,),
+            )
+            for number in (-1.0, NAN, INF, 1e300)
         ),
         Row(
             PROBS.index_put((torch.tensor(3), torch.tensor(2)), torch.tensor(-2.0)),
             ValueError,
-            "got -2.0 at token 3, k = 2, expected numbers from 0 to ",
-            also={"token_weights": torch.tensor([0.0, 0, 1, 1])},
-            on=(SOFT_LOSS,),
+            f"got -2.0 at token 3, k = 2, {PROBABILITY}",
+            {"token_weights": torch.tensor([0.0, 0, 1, 1])},
+            [SOFT_LOSS],
         ),
     ],
 }

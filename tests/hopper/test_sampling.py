@@ -13,7 +13,6 @@ pytest.importorskip("cutlass")
 
 from cutefce.cute_kernels.arch import arch_named
 from cutefce.cute_kernels.config import GemmConfig
-from cutefce.cute_kernels.kernel_set import kernel_set
 from cutefce.cute_kernels.spec.gemm import ProjectExpSpec
 from cutefce.cute_kernels.spec.sampling import (
     ListSamplesSpec,
@@ -60,14 +59,6 @@ def test_rows_that_do_not_count_have_no_entries(given: tuple[int, bool]) -> None
     assert not sampled.counts[count:].any() and (sampled.entries[count:] == -1).all()
     if count:
         assert 5 < sampled.counts[:count].mean() < 17
-
-
-@pytest.mark.parametrize("tokens", [1, 130, 192, 300, 384, 1100, 8192])
-def test_tall_and_swapped_tiles_do_not_sample(tokens: int) -> None:
-    """Tall ones would spill registers."""
-    exact = kernel_set(ARCH, "bfloat16", ARCH.default_configs(tokens, 4096, 132))
-    config = exact.sampled_sums.config
-    assert config.tile_m <= 128 and not config.swaps and config in ARCH.listed["exps"]
 
 
 def test_overflowing_rows_write_no_more_than_their_slots() -> None:

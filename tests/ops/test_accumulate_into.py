@@ -288,23 +288,6 @@ def test_dx_is_rounded_once_with_nothing_beside(small_tiles: PortableTiles, devi
     assert errors[1] <= 1.01 * errors[0]
 
 
-def test_a_plan_says_where_dw_is_added() -> None:
-    h = torch.empty(2048, 256, dtype=torch.bfloat16, requires_grad=True)
-    w = torch.empty(32000, 256, dtype=torch.bfloat16, requires_grad=True)
-    plans = {}
-    for sums in (torch.float32, torch.bfloat16):
-        buffer = torch.empty(w.shape, dtype=sums)
-        for given in (None, 0.5, torch.tensor([0.5])):
-            options: dict[str, Any] = {"accumulate_into": buffer, "grad_output": given}
-            plan = cutefce.plan(h, w, workspace="min", **options)
-            plans[sums, given is not None] = plan
-            assert plan.adds_in_forward == ("caller's buffer" in str(plan))
-    assert plans[torch.float32, True].adds_in_forward
-    assert not plans[torch.float32, False].adds_in_forward
-    # a buffer of 16 bits is not added to by GEMMs
-    assert plans[torch.bfloat16, True] == plans[torch.bfloat16, False]
-
-
 def test_ranks_have_the_same_chunks_whatever_their_buffers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

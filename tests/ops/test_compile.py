@@ -14,7 +14,11 @@ from torch.export import Dim, export
 
 import cutefce
 from bench.harness.timing import peak_bytes
+from cutefce.cute_kernels.config import PortableTiles
 from cutefce.ops.operators import operators, saved
+from tests.support.divergence import Heads, heads
+from tests.support.options import LOSSES, OptionsCase
+from tests.support.outputs import OUTPUTS, ValuesCase, values_case
 from tests.support.reference import are_same, random_case
 from tests.support.stand_in_gpu import served_by_kernels
 from tests.support.steps import WORKSPACES, gradients, have_same_bits, operands
@@ -23,7 +27,6 @@ from tests.support.tiers import rest_slow
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 BUDGETS = [None, "min", 1 << 30, "max"]
-MARKED = {"automatic": False, "marked": True}
 DYNAMIC = {"min": 2, "max": 1 << 20}
 
 
@@ -32,6 +35,61 @@ def no_graphs() -> Iterator[None]:
     torch.compiler.reset()
     yield
     torch.compiler.reset()
+
+
+def of_values(names: list[str], classes: int | None) -> Callable[..., Any]:
+    return lambda *sizes, **how: values_case(names, classes, *sizes, outputs=OUTPUTS, **how)
+
+
+def of_divergences(tokens: int, hidden: int, vocab: int, device: str) -> Heads:
+    return heads(tokens, (hidden, 12), vocab, device=device)
+
+
+FACTORS = ["linear_bias", "logit_scale", "temperature (N,)"]
+TOGETHER = "class indices, smoothing and all factors"
+CALLS: dict[str, Callable[..., Any]] = {
+    TOGETHER: LOSSES[TOGETHER],
+    "log-probabilities and the largest ones": of_values([], None),
+    "divergences": of_divergences,
+    **{name: make for name, make in LOSSES.items() if "factors" in name or name == "plain"},
+    "log-probabilities of transformed logits": of_values(FACTORS, None),
+    "log-probabilities of classes": of_values(FACTORS, 5),
+    "outputs without a class": of_values([], 0),
+}
+"""What draws the arguments of a call, by its sizes and a device."""
+DEFAULT = 3
+"""The first of these are not slow."""
+
+
+def results_of(x: Any, *leaves: Tensor) -> list[Tensor]:
+    """Return what a call with these leaves returns, one of which comes from another step."""
+    h, *others = leaves
+    if isinstance(x, OptionsCase):
+        return [x.loss((h * 2, *others))]
+    if isinstance(x, Heads):
+        w, teacher, teacher_w = others
+        given: dict[str, Any] = {"divergence": "jsd", "beta": 0.3, "return_overlap": True}
+        found: Any = cutefce.linear_divergence(h * 2, w, teacher, teacher_w, x.target, **given)
+    else:
+        found = x.values((h * 2, *others), top_k=3)
+    return [value for value in found if value is not None]
+
+
+@pytest.mark.parametrize("draw", rest_slow(CALLS, DEFAULT))
+def test_compiled_calls_equal_eager_ones(
+    draw: Callable[..., Any], small_tiles: PortableTiles, device: str
+) -> None:
+    """Calls of any number of tokens, compiled once."""
+    backend = "aot_eager" if device == "cpu" else "inductor"
+    compiled = torch.compile(results_of, fullgraph=True, dynamic=True, backend=backend)
+    for tokens in (40, 70, 31):
+        x, found = draw(tokens, 16, 333, device=device), []
+        leaves = (x.own if isinstance(x, ValuesCase) else x).leaves
+        for function in (results_of, compiled):
+            values = function(x, *leaves)
+            total = torch.stack([v.square().sum() for v in values if v.requires_grad]).sum()
+            found.append([*values, *torch.autograd.grad(total, leaves)])
+        torch.testing.assert_close(*found)
 
 
 def token_counts(count: int, most: int) -> list[int]:
@@ -74,52 +132,37 @@ def graphs(
     return int(counter.frame_count)
 
 
-KINDS: dict[str, tuple[int | str | None, torch.dtype]] = {
-    **{f"workspace {budget}": (budget, torch.bfloat16) for budget in BUDGETS},
-    **{str(dtype): (None, dtype) for dtype in DTYPES[1:]},
+KINDS: dict[str, tuple[int | str | None, torch.dtype, tuple[int, int]]] = {
+    f"workspace {budget}, {'large' if head[0] > 40 else 'small'} head": (budget, dtype, head)
+    for head, dtype in (((128256, 4096), torch.bfloat16), ((40, 8), torch.bfloat16))
+    for budget in BUDGETS
 }
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("marked", MARKED.values(), ids=MARKED)
-@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
-def test_no_more_graphs_than_torch(
-    kind: tuple[int | str | None, torch.dtype], marked: bool
-) -> None:
-    workspace, dtype = kind
-    w = torch.randn(40, 8, dtype=dtype).requires_grad_()
-
-    def make(tokens: int) -> tuple[Tensor, ...]:
-        case = random_case(tokens, 8, 40, dtype=dtype, ignored=0)
-        return case.h.requires_grad_(), w, case.y
-
-    def ours(h: Tensor, w: Tensor, y: Tensor) -> Tensor:
-        return cutefce.linear_cross_entropy(h, w, y, workspace=workspace)
-
-    sizes = token_counts(60, 32768)
-    assert graphs(ours, sizes, make, marked) <= graphs(torch_loss, sizes[:10], make, marked)
+KINDS |= {f"{dtype}": (None, dtype, (40, 8)) for dtype in DTYPES[1:]}
+"""Workspaces, dtypes and sizes; large heads have no memory, and small ones results."""
 
 
 @pytest.mark.parametrize("marked", rest_slow({"marked": True, "automatic": False}))
-@pytest.mark.parametrize("workspace", rest_slow(BUDGETS))
-def test_no_more_graphs_than_torch_for_large_heads(
-    workspace: int | str | None, marked: bool
+@pytest.mark.parametrize("kind", rest_slow(KINDS))
+def test_no_more_graphs_than_torch(
+    kind: tuple[int | str | None, torch.dtype, tuple[int, int]], marked: bool
 ) -> None:
-    w = torch.empty(128256, 4096, dtype=torch.bfloat16, device="meta").requires_grad_()
+    workspace, dtype, (vocab, hidden) = kind
+    how: dict[str, Any] = {"dtype": dtype, "device": "meta" if vocab > 40 else "cpu"}
+    w = torch.zeros(vocab, hidden, **how).requires_grad_()
 
     def make(tokens: int) -> tuple[Tensor, ...]:
-        h = torch.empty(tokens, 4096, dtype=torch.bfloat16, device="meta").requires_grad_()
-        return h, w, torch.empty(tokens, dtype=torch.long, device="meta")
+        h = torch.zeros(tokens, hidden, **how).requires_grad_()
+        return h, w, torch.zeros(tokens, dtype=torch.long, device=how["device"])
 
     def small(tokens: int) -> tuple[Tensor, ...]:
-        case = random_case(tokens, 8, 40, ignored=0)
+        case = random_case(tokens, 8, 40, dtype=dtype, ignored=0)
         return case.h.requires_grad_(), case.w.requires_grad_(), case.y
 
     def ours(h: Tensor, w: Tensor, y: Tensor) -> Tensor:
         return cutefce.linear_cross_entropy(h, w, y, workspace=workspace)
 
-    sizes = token_counts(60, 32768)
-    assert graphs(ours, sizes, make, marked) <= graphs(torch_loss, sizes[:10], small, marked)
+    sizes, of_ours = token_counts(60, 32768), make if vocab > 40 else small
+    assert graphs(ours, sizes, of_ours, marked) <= graphs(torch_loss, sizes[:10], small, marked)
 
 
 def of_some_tokens(loss: Loss) -> Callable[..., Tensor]:

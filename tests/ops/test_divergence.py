@@ -8,7 +8,6 @@ from torch import Tensor
 
 import cutefce
 from cutefce.ops.divergence import lower
-from cutefce.ops.divergence.checks import checked_call
 from tests.support.divergence import (
     FORMS,
     NAMES,
@@ -151,19 +150,6 @@ def test_overlaps(
     assert found.loss.requires_grad and not found.overlap.requires_grad
     if form == "total variation" and reduction == "none":
         assert torch.equal(torch.where(counts, 1 - found.loss, 0), found.overlap)
-
-
-@pytest.mark.parametrize("beta", [0.0, 0.25, 1.0])
-def test_total_variation_reads_no_beta(beta: float, device: str) -> None:
-    """One that its operator gets, which checks none."""
-    given: dict[str, Any] = {"divergence": "tv", "reduction": "sum"}
-    case = heads(33, (16, 24), 128, dtype=torch.float16, device=device)
-    call = checked_call(case.tensors, case.target, given)
-    arguments = call.arguments | {"beta": beta}
-    loss, _ = torch.ops.cutefce.divergence(*case.tensors, call.target, **arguments)
-    got = loss.detach(), *torch.autograd.grad(loss, case.leaves)
-    for a, b in zip(got, ours(case, **given), strict=True):
-        torch.testing.assert_close(a, b)
 
 
 @pairwise(wanted=[[0], [1], [2], [3], [0, 3], [1, 2]], workspace=["max", "min"])

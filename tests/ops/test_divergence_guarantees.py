@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch import Tensor
 
 import cutefce
 from tests.support.divergence import (
@@ -16,7 +15,7 @@ from tests.support.divergence import (
     planned,
 )
 from tests.support.reference import distance
-from tests.support.tiers import pairwise, rest_slow
+from tests.support.tiers import pairwise
 
 
 @pairwise(
@@ -84,39 +83,6 @@ def test_a_backward_without_what_was_kept_computes_it_again(plan: str, device: s
             again = torch.autograd.grad(loss, case.leaves)
     for a, b in zip(kept_factors, again, strict=True):
         torch.testing.assert_close(a, b)
-
-
-@pytest.mark.parametrize("reduction", rest_slow(["mean", "none"]))
-@pytest.mark.parametrize("workspace", rest_slow(["max", "min"]))
-def test_compiled_calls_are_those_of_eager(workspace: str, reduction: str, device: str) -> None:
-    torch.compiler.reset()
-
-    def step(*given: Tensor) -> Tensor:
-        h_s, w_s, h_t, w_t, y = given
-        loss, overlap = cutefce.linear_divergence(
-            h_s,
-            w_s,
-            h_t,
-            w_t,
-            y,
-            divergence="jsd",
-            beta=0.3,
-            reduction=reduction,
-            return_overlap=True,
-            workspace=workspace,
-        )
-        return (loss * overlap if loss.ndim else loss + overlap.mean()).sum()
-
-    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
-    for tokens in (60, 41, 7):
-        case = heads(tokens, (16, 12), 133, device=device)
-        results = []
-        for function in (step, compiled):
-            loss = function(*case.tensors, case.target)
-            results.append([loss.detach(), *torch.autograd.grad(loss, case.leaves)])
-        for a, b in zip(*results, strict=True):
-            assert torch.equal(a, b)
-    torch.compiler.reset()
 
 
 def test_autocast_is_that_of_linear(device: str) -> None:

@@ -122,18 +122,6 @@ def test_plans_print_what_they_take() -> None:
     assert str(plan).endswith("no plan takes as little as the workspace of 0 bytes")
 
 
-def test_tensors_on_meta_are_planned_for_a_gpu() -> None:
-    h = torch.empty(8, 1024, 4096, dtype=torch.bfloat16, device="meta", requires_grad=True)
-    w = torch.empty(131072, 4096, dtype=torch.bfloat16, device="meta", requires_grad=True)
-    plan = cutefce.plan_divergence(h, w, h.detach(), w.detach())
-    assert plan.kept == 8192 and plan.is_one_pass and plan.aliased == 0
-    # factors, and dX's sums; scaled hidden states are in the memory of dX
-    least = 8192 * 131072 * 2 + 8192 * 4096 * 4
-    assert least <= plan.workspace_bytes <= 9 << 28
-    with pytest.raises(ValueError, match="target: got one on meta"):
-        cutefce.plan_divergence(h, w, h, w, torch.empty(8, 1024, dtype=torch.long, device="meta"))
-
-
 def memory_of(case: Heads, form: dict[str, Any]) -> tuple[int, int]:
     """Return the peak bytes of a step beyond inputs and gradients, and what its plan predicts."""
     is_every = bool((case.target != -100).all())

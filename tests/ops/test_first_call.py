@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 import torch
 
-import cutefce
 from cutefce.cute_kernels.arch import arch_named
 from cutefce.cute_kernels.jit import build
 from cutefce.cute_kernels.jit import cache as jit_cache
@@ -13,31 +12,25 @@ from cutefce.cute_kernels.process_cache import reset
 from cutefce.cute_kernels.spec.kernel import KernelSpec
 from tests.support import kernel_models
 from tests.support.layouts import SMALL_TILES
+from tests.support.options import LOSSES
+from tests.support.outputs import values_case
 
-N, D, V = 600, 64, 3000
+SIZES = 600, 64, 3000
 CALLS: dict[str, dict[str, Any]] = {
-    "plain": {},
     "everything kept": {"workspace": "max"},
     "least memory": {"workspace": "min"},
     "chunks": {"workspace": 1 << 20},
     "losses of tokens": {"reduction": "none"},
-    "label smoothing": {"label_smoothing": 0.1},
-    "z-loss": {"z_loss": 1e-3, "token_weights": torch.rand(N)},
-    "logit map": {"softcap": 20.0, "logit_scale": 0.5, "linear_bias": torch.randn(V)},
-    "soft targets": {
-        "target_indices": torch.randint(V, (N, 4)),
-        "target_probs": torch.full((N, 4), 0.25),
-    },
     "samples": {"gradient": "sampled", "samples": 16},
-    "weights of classes": {"weight": torch.rand(V), "denominator": 7.0},
-    "temperatures": {"temperature": torch.rand(N) + 0.5},
-    "buffer": {"accumulate_into": torch.zeros(V, D)},
+    "buffer": {"accumulate_into": torch.zeros(SIZES[2], SIZES[1])},
     "buffer, known upstream": {
-        "accumulate_into": torch.zeros(V, D),
+        "accumulate_into": torch.zeros(SIZES[2], SIZES[1]),
         "grad_output": 1.0,
         "workspace": 1 << 20,
     },
 }
+"""Arguments of plain losses, beside which there are those of each option and kind of target."""
+MAKE = {name: make for name, make in LOSSES.items() if "probabilities" not in name}
 
 
 class Launches:
@@ -70,8 +63,9 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> tuple[Launches, list[KernelSpec]]:
 
 def test_a_forward_alone_compiles_what_it_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     launches, built = serve(monkeypatch)
-    h, w, y = torch.randn(N, D).bfloat16(), torch.randn(V, D).bfloat16(), torch.randint(V, (N,))
-    cutefce.linear_cross_entropy(h, w, y)
+    x = LOSSES["plain"](*SIZES, dtype=torch.bfloat16)
+    with torch.no_grad():
+        x.loss(x.leaves)
     assert built and set(built) == set(launches.launched)
 
 
@@ -81,32 +75,20 @@ def test_log_probabilities_compile_what_they_launch(
     outputs: tuple[str, ...], classes: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launches, built = serve(monkeypatch)
-    h, w = torch.randn(N, D).bfloat16().requires_grad_(), torch.randn(V, D).bfloat16()
-    w.requires_grad_()
-    given: dict[str, Any] = {"target": torch.randint(V, (N,))}
-    if classes:
-        given = {"target_indices": torch.randint(V, (N, classes))}
-    found = cutefce.linear_log_probs(h, w, **given, outputs=outputs)
-    loss = found.log_probs.sum()
-    if found.entropy is not None:
-        loss = loss + found.entropy.sum()
-    loss.backward()
+    x = values_case([], classes, *SIZES, outputs=outputs, dtype=torch.bfloat16)
+    x.total(x.values(x.own.leaves)).backward()
     assert built and set(built) == set(launches.launched)
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", [*MAKE, *CALLS])
 def test_a_call_compiles_what_it_launches(
     name: str, frozen: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launches, built = serve(monkeypatch)
-    h, w = torch.randn(N, D).bfloat16().requires_grad_(), torch.randn(V, D).bfloat16()
-    more = dict(CALLS[name])
-    w.requires_grad_(not frozen or "accumulate_into" in more)
-    y = None if "target_probs" in more else torch.randint(V, (N,))
-    if "linear_bias" in more:
-        more["linear_bias"] = more["linear_bias"].bfloat16()
-    loss = cutefce.linear_cross_entropy(h, w, y, **more)
-    loss.sum().backward()
+    x, more = MAKE.get(name, MAKE["plain"])(*SIZES, dtype=torch.bfloat16), CALLS.get(name, {})
+    leaves = x.leaves
+    leaves[1].requires_grad_(not frozen or "accumulate_into" in more)
+    x.loss(leaves, **more).sum().backward()
     assert built, "the call had all kernels"
     assert set(built) == set(launches.launched)

@@ -1,7 +1,6 @@
 """What the host launches for a step, and in which order, on models of the kernels."""
 
 import functools
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -11,75 +10,21 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import cutefce
-from cutefce.cute_kernels.arch import arch_named
 from cutefce.cute_kernels.config import PortableTiles
-from cutefce.cute_kernels.spec.gemm import GradGemmSpec
 from cutefce.cute_kernels.spec.kernel import KernelSpec
-from tests.support.kernel_models import model_of, serve_calls
-from tests.support.layouts import Layout, pinned
-
-FORWARD = "SelectRows MoveRows TargetLogit ProjectExp ReducePartials"
-REPAIR = "ProjectExp"
-"""Of stored exponentials whose reference was too far from the logits, which the device knows."""
-BEFORE_DW = "RowCoefficients SortTargets MoveRows"
-STEPS: dict[str, tuple[str | int | Layout, str, str, str, str]] = {
-    "a plain step": (
-        "max",
-        "hw",
-        f"{FORWARD} {REPAIR}",
-        f"{BEFORE_DW} GradHidden GradWeight ScaleAddRows",
-        f"{BEFORE_DW} GradHidden GradWeight ScaleAddRows",
-    ),
-    "in little memory": (
-        0,
-        "hw",
-        FORWARD,
-        f"{BEFORE_DW}( ProjectExp GradHidden GradWeight)+ KeptSums",
-        f"{BEFORE_DW}( ProjectExp GradHidden GradWeight)+ KeptSums",
-    ),
-    "a frozen head": (
-        "max",
-        "h",
-        f"{FORWARD} {REPAIR}",
-        "RowCoefficients GradHidden ScaleAddRows",
-        "RowCoefficients GradHidden ScaleAddRows",
-    ),
-    "a frozen head in chunks": (
-        Layout(in_chunks=True, kept=336, low_bits=4),
-        "h",
-        f"{FORWARD} {REPAIR} GradHidden KeptSums",
-        "RowCoefficients KeptSums",
-        f"{FORWARD} {REPAIR} GradHidden KeptSums RowCoefficients KeptSums",
-    ),
-    "a frozen head in little memory": (
-        0,
-        "h",
-        FORWARD,
-        "RowCoefficients MoveRows( ProjectExp GradHidden)+ KeptSums",
-        "RowCoefficients MoveRows( ProjectExp GradHidden)+ KeptSums",
-    ),
-    "frozen hidden states": (
-        "max",
-        "w",
-        f"{FORWARD} {REPAIR}",
-        f"{BEFORE_DW} GradWeight",
-        f"{BEFORE_DW} GradWeight",
-    ),
-}
-"""Workspace or layout, what is trained, and the launches of a forward and of two backwards.
-
-Each has a regular expression, in which windows repeat.
-"""
-
+from tests.support.backends import KERNELS
+from tests.support.kernel_models import model_of
 
 Noted = list[KernelSpec]
 """What was launched."""
 
 
-@pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch, small_tiles: PortableTiles) -> Callable[..., Noted]:
-    """Return a function that serves calls by models of kernels, and returns what they launch."""
-    pytest.importorskip("cutlass")
+@pytest.mark.parametrize("name", ["kernels of sm_90a", "kernels of sm_90a, all rows"])
+@pytest.mark.parametrize("workspace", ["min", 40 << 10, "max"])
+def test_every_step_launches_the_kernels_of_the_first(
+    workspace: int | str, name: str, small_tiles: PortableTiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In its order, so that a CUDA graph may be captured after one eager step."""
     noted: Noted = []
 
     def recorded(kernel: KernelSpec) -> Callable[..., None]:
@@ -89,59 +34,9 @@ def launched(monkeypatch: pytest.MonkeyPatch, small_tiles: PortableTiles) -> Cal
 
         return launch
 
-    def serve(arch: str = "sm_90a", selects: bool = True) -> Noted:
-        how: dict[str, Any] = {"selects": selects, "replacement": recorded}
-        serve_calls(monkeypatch, arch_named(arch), small_tiles, **how)
-        return noted
-
-    return serve
-
-
-def operands(trained: str = "hw") -> tuple[Tensor, Tensor, Tensor]:
-    h = torch.randn(150, 64, dtype=torch.bfloat16, requires_grad="h" in trained)
-    w = torch.randn(333, 64, dtype=torch.bfloat16, requires_grad="w" in trained)
-    return h, w, torch.randint(333, (150,))
-
-
-def name_of(kernel: KernelSpec) -> str:
-    if isinstance(kernel, GradGemmSpec):
-        return f"Grad{kernel.wrt.capitalize()}"
-    return type(kernel).__name__.removesuffix("Spec")
-
-
-@pytest.mark.parametrize(
-    ("workspace", "trained", "forward", "backward", "again"), STEPS.values(), ids=STEPS
-)
-def test_launches_of_steps(
-    workspace: str | int | Layout,
-    trained: str,
-    forward: str,
-    backward: str,
-    again: str,
-    launched: Callable[..., Noted],
-) -> None:
-    """A second backward computes again only what was not stored, or is overwritten."""
-    noted, (h, w, y) = launched(), operands(trained)
-    if isinstance(workspace, Layout):
-        with pinned(workspace):
-            loss = cutefce.linear_cross_entropy(h, w, y)
-    else:
-        loss = cutefce.linear_cross_entropy(h, w, y, workspace=workspace)
-    assert re.fullmatch(forward, " ".join(map(name_of, noted)))
-    for expected in (backward, again):
-        noted.clear()
-        loss.backward(retain_graph=True)
-        names = " ".join(map(name_of, noted))
-        assert re.fullmatch(expected, names), names
-
-
-@pytest.mark.parametrize("selects", [False, True], ids=["all rows", "selected rows"])
-@pytest.mark.parametrize("workspace", ["min", 40 << 10, "max"])
-def test_every_step_launches_the_kernels_of_the_first(
-    workspace: int | str, selects: bool, launched: Callable[..., Noted]
-) -> None:
-    """In its order, so that a CUDA graph may be captured after one eager step."""
-    noted, given = launched(selects=selects), operands()
+    KERNELS[name].serve(monkeypatch, small_tiles, replacement=recorded)
+    h, w = (torch.randn(rows, 64).bfloat16().requires_grad_() for rows in (150, 333))
+    given = h, w, torch.randint(333, (150,))
 
     def loss(*given: Tensor) -> Tensor:
         found: Tensor = cutefce.linear_cross_entropy(*given, workspace=workspace)

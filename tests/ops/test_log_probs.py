@@ -333,32 +333,6 @@ def test_hooks_unpack_what_is_saved_once(device: str) -> None:
     assert unpacked and len(set(unpacked)) == len(unpacked)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("names", [FACTORS, []], ids=["factors", "plain"])
-@pytest.mark.parametrize("classes", [None, 5, 0], ids=["a class", "5 classes", "no class"])
-def test_compiled_equals_eager(
-    classes: int | None, names: list[str], small_tiles: PortableTiles, device: str
-) -> None:
-    def step(x: ValuesCase, *leaves: Tensor) -> list[Tensor]:
-        values = x.values((leaves[0] * 2, *leaves[1:]))
-        return [value for value in values if value is not None]
-
-    torch.compiler.reset()
-    backend = "aot_eager" if device == "cpu" else "inductor"
-    compiled = torch.compile(step, fullgraph=True, dynamic=True, backend=backend)
-    for tokens in (40, 70):
-        x = values_case(names, classes, tokens, 16, 333, outputs=OUTPUTS, device=device)
-        results = []
-        for function in (step, compiled):
-            leaves = x.own.leaves
-            values = function(x, *leaves)
-            floats = [value for value in values if value.requires_grad]
-            total = torch.stack([value.square().sum() for value in floats]).sum()
-            results.append([*values, *torch.autograd.grad(total, leaves)])
-        for eager, fast in zip(*results, strict=True):
-            torch.testing.assert_close(fast, eager)
-
-
 def test_compiled_entropy_with_softcap_is_detached(device: str) -> None:
     """A graph has gradients of all its outputs; that of this one is refused."""
     x = options_case(["softcap"], 30, 16, 100, device=device)

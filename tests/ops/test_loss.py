@@ -11,11 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import cutefce
-from cutefce.cute_kernels import process_cache
-from cutefce.ops.operators import plans
-from cutefce.ops.program.plan import Plan, plan
 from tests.support.reference import (
-    assert_as_accurate,
     ours,
     random_case,
 )
@@ -135,20 +131,3 @@ def test_out_of_range_targets_are_nan_on_a_gpu() -> None:
     bad[[4, 7]] = True
     assert bool(got.loss.isnan().eq(bad).all()) and bool(got.dx[bad].isnan().all())
     assert bool(torch.isfinite(got.dx[~bad]).all()) and bool(got.dw.isnan().any())
-
-
-def test_default_plans_are_cached(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = random_case(11, 8, 30)
-    process_cache.reset()
-    made: list[Any] = []
-
-    def count(*arguments: Any) -> Plan:
-        made.append(arguments)
-        return plan(*arguments)
-
-    monkeypatch.setattr(plans, "plan", count)
-    ours(case)
-    once = len(made)
-    ours(case)
-    assert len(made) == once > 0
-    assert_as_accurate(ours(case), case)

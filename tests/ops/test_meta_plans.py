@@ -76,6 +76,8 @@ def test_a_plan_of_a_divergence_is_that_of_a_gpu(divergence: str) -> None:
     form |= {"divergence": divergence}
     heads = h, w, h.detach(), w.detach()
     assert cutefce.plan_divergence(*heads, **form) == want
+    with pytest.raises(ValueError, match="target: got one on meta"):
+        cutefce.plan_divergence(*heads, empty(8, TOKENS // 8, dtype=torch.long, grad=False))
 
 
 def test_calls_on_meta_have_shapes_alone() -> None:

@@ -24,7 +24,6 @@ from tests.support.options import (
     TARGETS,
     TOGETHER,
     OptionsCase,
-    assert_compiled_equals_eager,
     assert_results_as_accurate,
     exact,
     losses_of_logits,
@@ -513,12 +512,6 @@ def test_a_module_shows_its_options() -> None:
 
 
 MOST = {name: make for name, make in LOSSES.items() if "factors" in name}
-
-
-@pytest.mark.parametrize("make", rest_slow(MOST | {"plain": LOSSES["plain"]}, default=2))
-def test_compiled_equals_eager(make: Make, small_tiles: PortableTiles, device: str) -> None:
-    cases = (make(tokens, 16, 333, device=device) for tokens in (40, 70, 31))
-    assert_compiled_equals_eager(cases, device)
 
 
 # one of each schema is not slow: of a number of bytes, and of a name

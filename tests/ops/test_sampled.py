@@ -16,11 +16,8 @@ from cutefce.cute_kernels.config import PortableTiles
 from cutefce.ops.interface import call
 from cutefce.ops.interface.arguments import LossOptions, Sharding, StepOptions, TensorOptions
 from cutefce.ops.operators import saved
-from cutefce.ops.operators.seed import draw_seed
 from cutefce.ops.primitives import dispatch
-from cutefce.ops.rows.targets import Targets
 from cutefce.ops.sampling import sample_sizes
-from cutefce.ops.sampling.estimate_classes import estimate_classes, places_of
 from cutefce.ops.sampling.random_bits import random_bits, row_states
 from tests.support import sampled as model
 from tests.support.backends import KERNELS, Backend
@@ -113,35 +110,6 @@ def test_bits_are_uniform_and_independent(seed: tuple[int, int]) -> None:
     for dim, size in ((1, 8192), (0, 256)):
         spread = few.sum(dim).double().var() / (size * 63 / 64**2)
         assert abs(float(spread) - 1) < 5 * (2 / few.shape[1 - dim]) ** 0.5
-
-
-def test_estimates_are_of_frequent_targets_and_of_drawn_classes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Every other class is drawn equally often; shifted numbers, as ranks have, change nothing."""
-    model.estimate_of(13, monkeypatch)
-    total, first = 40, 7
-    y = torch.tensor([39, 20, 20, 39, 39, 2, -100, 11, 3, 3])
-    options, drawn_classes = LossOptions(), []
-    strata = torch.arange(9) * 36 / 9
-    for _ in range(400):
-        tensors = TensorOptions(seed=draw_seed(y))
-        chosen = estimate_classes(Targets(y, total, options, tensors), total)
-        assert chosen[:4].tolist() == [2, 3, 20, 39]
-        drawn_classes.append(chosen[4:])
-        others = drawn_classes[-1] - torch.searchsorted(chosen[:4], drawn_classes[-1])
-        assert bool(((others >= strata) & (others < strata + 4)).all()), "one of each stratum"
-        frequent, drawn = places_of(y, chosen[:4]), places_of(y, chosen[4:])
-        assert frequent.tolist() == [3, 2, 2, 3, 3, 0, -1, -1, 1, 1]
-        assert all(at < 0 or drawn_classes[-1][at] == c for at, c in zip(drawn, y, strict=True))
-        ignored = LossOptions(ignore_index=-1000)
-        own = Targets(torch.where(y < 0, -1000, y - first), 9, ignored, tensors, first=first)
-        assert torch.equal(estimate_classes(own, total), chosen)
-    counts = torch.cat(drawn_classes).bincount(minlength=total)
-    others = torch.ones(total, dtype=torch.bool).index_fill_(0, chosen[:4], False)
-    assert not counts[~others].any()
-    expected = 400 * 9 / 36
-    assert bool(((counts[others] - expected).abs() < 5 * expected**0.5).all())
 
 
 @pairwise(
@@ -259,19 +227,6 @@ CASES: dict[str, Callable[[], Tensor]] = {
     ),
     "far above targets": lambda: 100 * torch.randn(40, 200, dtype=torch.float64),
 }
-
-
-def test_lse_decides_where_estimates_are_lower(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    x = options_case(["linear_bias", "softcap"], *SHAPE, dtype=dtype)
-    want = drawn(x)
-    model.change_estimates(lambda lse: lse - np.log(GREAT), monkeypatch)
-    got = drawn(x)
-    assert torch.equal(got[0], want[0])
-    ulp = torch.finfo(dtype).eps
-    for a, b in zip(got[1:], want[1:], strict=True):  # estimates may be lse, or below by rounding
-        assert float((a - b).double().norm()) <= ulp * float(b.double().norm())
 
 
 @pytest.mark.parametrize("samples", [16, 2048])

@@ -151,13 +151,6 @@ def leaked_tensors(h: Tensor, w: Tensor, y: Tensor, want: Results) -> None:
         assert torch.equal(without_gradients(h, w, left[0]), want[0])
 
 
-def second_derivatives(h: Tensor, w: Tensor, y: Tensor, want: Results) -> None:
-    (dx,) = torch.autograd.grad(-loss_of(h, w, y), h, create_graph=True)
-    assert torch.equal(dx, want[1])
-    with pytest.raises(NotImplementedError, match="second derivatives"):
-        dx.sum().backward()
-
-
 def tracer(h: Tensor, w: Tensor, y: Tensor, want: Results) -> None:
     traced = make_fx(without_gradients)(h, w, y)
     assert "cutefce.loss_forward.default" in {str(node.target) for node in traced.graph.nodes}
@@ -176,7 +169,6 @@ CONTEXTS = {
         anomaly_detection,
         memory_that_begins_as_nan,
         leaked_tensors,
-        second_derivatives,
         tracer,
     )
 }

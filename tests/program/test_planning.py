@@ -8,8 +8,6 @@ import pytest
 import torch
 
 import cutefce
-from cutefce.autotune_cache.defaults import window_configs
-from cutefce.cute_kernels.problem import Problem
 from cutefce.ops.budgets import MAXIMUM, MINIMUM
 from cutefce.ops.program.fastest import FREE, WORTH
 from cutefce.ops.program.layout import Layout, most_aliased
@@ -144,15 +142,6 @@ def test_no_layout_is_better_than_the_plan(draws: range) -> None:
                 assert time <= 1.02 * min(fitting)
 
 
-@pytest.mark.parametrize("draws", rest_slow(DRAWS))
-def test_plans_of_random_problems_grow(draws: range) -> None:
-    for seed in draws:
-        draw = random.Random(seed)
-        p = random_problem(draw, draw.choice([None, "sm_90a"]))
-        size = max(sum(p.gradient_bytes().values()), MIB)
-        grows(p, range(0, 2 * size, size // 4))
-
-
 H, W = (torch.empty(n, 4096, dtype=torch.bfloat16, device="meta") for n in (8192, 131072))
 PRODUCTS = 6 * 8192 * 4096 * 131072 / GPU.flops
 
@@ -185,14 +174,6 @@ def test_a_frozen_head_takes_two_products_in_little_memory(
     assert found.seconds <= most * PRODUCTS
 
 
-def test_windows_inside_chunks_need_kernels_that_skip_rows() -> None:
-    for arch in ("sm_90a", "sm_100a"):
-        of_gpu = ON_HOPPER | {"arch": arch}
-        p = LossProblem(8192, 4096, 131072, **of_gpu, grad_weight=False, selects=True)
-        layouts = [plan(p, mib * MIB).layout for mib in (80, 140, 300)]
-        assert any(x.in_chunks and x.window < p.vocab for x in layouts) == (arch == "sm_90a")
-
-
 def test_a_buffer_whose_upstream_gradient_is_known_needs_no_sums() -> None:
     p = LossProblem(*SIZES[1], **ON_HOPPER, selects=True, into=4, upstream=Upstream.KNOWN)
     products = 6 * p.tokens * p.hidden * p.vocab / GPU.flops
@@ -221,16 +202,3 @@ def test_a_sampled_plan_above_a_budget_says_what_helps() -> None:
     text = str(cutefce.plan(h, w, gradient="sampled", workspace=1))
     assert text.endswith("predicted; fewer samples take less, another workspace does not")
     assert "fewer" not in str(cutefce.plan(h, w, gradient="sampled"))
-
-
-@pytest.mark.parametrize("vocab", [1, 7, 8, 1000, 1025, 32001, 50257, 151669])
-@pytest.mark.parametrize(
-    ("device", "arch"), [("cpu", None), ("cuda", None), ("xpu", None), ("cuda", "sm_90a")]
-)
-def test_windows_are_legal_and_no_wider_than_the_vocabulary(
-    vocab: int, device: str, arch: str | None
-) -> None:
-    for config in window_configs(Problem(512, 64, vocab, "bfloat16", device, arch=arch)):
-        assert config.window % config.tile_columns == 0
-        assert config.tile_columns % config.reference_block == 0
-        assert config.reference_block <= vocab + 7

@@ -152,15 +152,10 @@ def pinned_plan(plan: Plan) -> AbstractContextManager[None]:
     return _planned_by(lambda *_, **__: plan)
 
 
-def predicted(
-    layout: Layout, h: Tensor, w: Tensor, sharding: Sharding | None = None, **tensors: Any
-) -> Plan:
-    """Return the plan of a mean loss with h (N, D) and w (V, D), which train what requires it.
-
-    `tensors` are fields of `TensorOptions`.
-    """
+def predicted(layout: Layout, h: Tensor, w: Tensor) -> Plan:
+    """Return the plan of a mean loss with h (N, D) and w (V, D), which train what requires it."""
     step = StepOptions(MAXIMUM, h.requires_grad, w.requires_grad, False)
-    records = step, LossOptions(), TensorOptions(**tensors), sharding or Sharding()
+    records = step, LossOptions(), TensorOptions(), Sharding()
     y = torch.empty(len(h), dtype=torch.long, device=h.device)
     return plan_of(layout, loss_problem(LossCall(h, w, y, *records)), h.device)
 

@@ -1,6 +1,6 @@
 """What calls with options are compared with: every formula from all logits, in any dtype."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -332,27 +332,3 @@ def _references(x: OptionsCase, more: dict[str, Any]) -> tuple[tuple[Tensor, ...
     if x.case.h.dtype == torch.float64:
         return truth, truth, truth
     return truth, unfused(x, rounded=True, **more), unfused(x, rounded=False, **more)
-
-
-def assert_compiled_equals_eager(cases: Iterable[OptionsCase], device: str) -> None:
-    """Compare losses and gradients of calls of any number of tokens, compiled once, with eager."""
-
-    def step(h: Tensor, w: Tensor, y: Tensor, options: dict[str, Any]) -> Tensor:
-        given: dict[str, Any] = {"target": y} | options
-        loss: Tensor = cutefce.linear_cross_entropy(h * 2, w, **given)
-        return loss + 1
-
-    torch.compiler.reset()
-    backend = "aot_eager" if device == "cpu" else "inductor"
-    compiled = torch.compile(step, fullgraph=True, dynamic=True, backend=backend)
-    for x in cases:
-        results = []
-        for function in (step, compiled):
-            leaves = x.leaves
-            options = x.with_leaves(leaves)
-            if "target_indices" in options:
-                options["target"] = None
-            loss = function(leaves[0], leaves[1], x.case.y, options)
-            results.append([loss, *torch.autograd.grad(loss, leaves)])
-        for eager, fast in zip(*results, strict=True):
-            torch.testing.assert_close(fast, eager)
