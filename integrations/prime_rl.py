@@ -21,7 +21,7 @@ def enable() -> None:
 
     Raises:
         ImportError: if prime-rl is not installed.
-        RuntimeError: if it is enabled already, or a forward has other parameters.
+        RuntimeError: if a forward has other parameters.
     """
     for head in HEADS:
         hooks.replace(f"{head}.forward", forward, tested=TESTED)
