@@ -2,15 +2,15 @@
 
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
 
-from cutefce.integrations.deferral import einops_backend
 from cutefce.integrations.deferral.head import DeferringLinear
-from cutefce.integrations.deferral.logits import make_outputs
+from cutefce.integrations.deferral.logits import DeferredLogits, make_outputs
 from cutefce.integrations.deferral.report import Counts, DeferralReport
 from cutefce.integrations.options import checked_options
 from cutefce.ops import torch_compat
@@ -61,7 +61,10 @@ def defer(
     heads = [*_heads(owner, model)]
     for head in heads:
         _check_head(head)
-    einops_backend.register()
+    with suppress(ImportError, AttributeError):
+        from einops import _backends
+
+        _backends._type2backend[DeferredLogits] = _backends.get_backend(torch.empty(0))
     for head in heads:
         _defer_head(head, evaluation, loss_options)
     if owner not in heads and make_outputs not in owner._forward_hooks.values():
