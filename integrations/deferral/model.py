@@ -58,7 +58,7 @@ def defer(
     check_types(evaluation=evaluation)
     loss_options = checked_options(gradient, samples, workspace, **removed)
     owner = _owner(model)
-    heads = [*_heads(owner, model)]
+    heads = [*_heads(owner)]
     for head in heads:
         _check_head(head)
     with suppress(ImportError, AttributeError):
@@ -127,41 +127,30 @@ def _deferred(model: nn.Module) -> list[DeferringLinear]:
 
 def _check_module(model: Any) -> None:
     if not isinstance(model, nn.Module):
-        got = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
-        raise TypeError(f"model: got {got}, expected an nn.Module")
+        raise TypeError(f"model: got {model!r}, expected an nn.Module")
 
 
-def _owner(model: nn.Module) -> nn.Module:
+def _owner(model: Any) -> Any:
     """Return the module with `get_output_embeddings` of a model, or the head that it is."""
     _check_module(model)
-    owner: Any = model
+    owner = model
     while not isinstance(owner, nn.Linear) and not hasattr(type(owner), "get_output_embeddings"):
         inner = getattr(owner, "module", None)  # of DDP, DeepSpeed's engine and the like
-        if not isinstance(inner, nn.Module):
+        if isinstance(inner, nn.Module):
+            owner = inner
+        elif hasattr(owner, "get_output_embeddings"):
             break
-        owner = inner
-    if not isinstance(owner, nn.Linear) and not hasattr(owner, "get_output_embeddings"):
-        raise TypeError(
-            f"model: got {type(model).__name__}, expected one with get_output_embeddings, or "
-            "its head, an nn.Linear"
-        )
-    found: nn.Module = owner
-    return found
+        else:
+            raise TypeError(
+                f"model: got {type(model).__name__}, expected one with get_output_embeddings, or "
+                "its head, an nn.Linear"
+            )
+    return owner
 
 
-def _heads(owner: Any, model: nn.Module) -> Iterator[Any]:
+def _heads(owner: Any) -> Iterator[Any]:
     """Yield the output embeddings of a module, without their adapters."""
-    head: Any = owner if isinstance(owner, nn.Linear) else owner.get_output_embeddings()
-    if head is None:
-        raise TypeError(
-            f"model: got {type(model).__name__} without output embeddings, expected a causal "
-            "language model, or its head, an nn.Linear"
-        )
-    if isinstance(head, nn.ModuleList):
-        raise TypeError(
-            f"model: got {type(model).__name__} with {len(head)} heads, expected one; call defer "
-            "on each head"
-        )
+    head = owner if isinstance(owner, nn.Linear) else owner.get_output_embeddings()
     while isinstance(getattr(head, "base_layer", None), nn.Module):
         head = head.base_layer  # of an adapter of peft
     copies = getattr(head, "modules_to_save", None)
@@ -178,9 +167,7 @@ def _check_head(head: Any) -> None:
     weight: Any = getattr(head, "weight", None)
     if type(head) not in (nn.Linear, DeferringLinear) or not _has_own_forward(head):
         got = f"{type(head).__module__}.{type(head).__name__}"
-        if isinstance(head, nn.Linear):
-            is_another = type(head).forward is not nn.Linear.forward or "forward" in head.__dict__
-            got += " with another forward" if is_another else ", a subclass of nn.Linear"
+        got += " with another forward" * ("forward" in getattr(head, "__dict__", ()))
     elif not torch_compat.is_dtensor(weight) and type(weight) not in PLAIN_TYPES:
         got = f"a weight of {type(weight).__name__}"
     elif weight.dtype not in DTYPES:
