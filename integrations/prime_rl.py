@@ -41,10 +41,8 @@ def forward(
     Raises:
         ValueError: without labels or temperature.
     """
-    for name, given in {"labels": labels, "temperature": temperature}.items():
-        if given is None:
-            raise ValueError(f"{name}: got None, expected a tensor (b, s)")
-    assert labels is not None
+    if labels is None or temperature is None:
+        raise ValueError("labels, temperature: got None, expected tensors (b, s)")
     found = linear_log_probs(
         hidden_states,
         self.weight,

@@ -48,13 +48,11 @@ def replace(
         ImportError: if the distribution is not installed, or the module cannot be imported.
         RuntimeError: if it does not have these parameters.
     """
-    check_version(tested)
     owner, last, current = _find(path)
     if hasattr(current, _MARK):
         return
     wanted = [*inspect.signature(replacement).parameters]
-    used = [name for name in wanted if name != "own"]
-    names = check_parameters(path, used, tested, unused)
+    names = check(path, [name for name in wanted if name != "own"], tested, unused)
 
     @functools.wraps(replacement)
     def call(*arguments: Any, **named: Any) -> Any:
@@ -96,16 +94,22 @@ def _find(path: str) -> tuple[Any, str, Any]:
     return owner, last, getattr(owner, last)
 
 
-def check_parameters(
-    path: str, parameters: Sequence[str], tested: str, unused: Sequence[str] | None = ()
+def check(
+    path: str,
+    parameters: Sequence[str],
+    tested: str,
+    unused: Sequence[str] | None = (),
+    version: str | None = None,
 ) -> list[str]:
-    """Return the names of the parameters of what is at `path`.
+    """Return the names of the parameters of what is at `path`, and warn of another version.
 
     Those of the `apply` of an autograd function are its `forward`'s, after the context.
 
     Raises:
+        ImportError: if the distribution is not installed, or the module cannot be imported.
         RuntimeError: unless they are `parameters`, in order, and `unused` anywhere between.
     """
+    check_version(tested, version)
     owner, last, current = _find(path)
     function = owner if last == "apply" else getattr(current, "__self__", None)
     is_function = isinstance(function, type) and issubclass(function, Function)
