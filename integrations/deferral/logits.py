@@ -36,14 +36,6 @@ class DeferredLogits(LogitsRecord):
             self.leave_memory()
         return getattr(logits, name)
 
-    def __dlpack__(self, **options: Any) -> Any:
-        if self.requires_grad:
-            raise RuntimeError(
-                "logits: got a conversion that would lose their gradient, as by torch.as_tensor; "
-                "expected logits + 0"
-            )
-        return self.ask("__dlpack__", **options)
-
     def __repr__(self) -> str:
         return f"DeferredLogits(shape={tuple(self.shape)}, dtype={self.dtype})"
 
@@ -107,7 +99,7 @@ CASTS = {
 OTHERS = (
     *("eq", "ne", "lt", "le", "gt", "ge", "neg", "pos", "abs", "invert", "setitem", "iter"),
     *("contains", "bool", "int", "float", "complex", "index", "array", "format"),
-    *("reduce_ex", "dlpack_device"),
+    *("reduce_ex", "dlpack", "dlpack_device"),
 )
 
 
