@@ -46,9 +46,8 @@ class CutefceLoss(ChunkedCrossEntropy):
         workspace: int | str | None = None,
         **removed: Any,
     ) -> None:
-        hooks.check_version(TESTED)
         path = "nemo_automodel.components.loss.chunked_ce:ChunkedCrossEntropy.forward"
-        hooks.check_parameters(path, [*signature(CutefceLoss.forward).parameters], TESTED)
+        hooks.check(path, [*signature(CutefceLoss.forward).parameters], TESTED)
         super().__init__(compile=False, ignore_index=ignore_index, reduction=reduction)
         self.softcap: float | None = None
         self.loss_options = checked_options(gradient, samples, workspace, **removed)

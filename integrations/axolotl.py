@@ -61,5 +61,5 @@ class CutefcePlugin(BasePlugin):
         set_options(**options)
         cutefce.defer(model, **options)
         if cfg.get("kd_trainer"):
-            fused = axolotl_kd.fused_linear_topk_kl
-            hooks.replace(axolotl_kd.PATH, fused, tested=TESTED, is_repeated=True)
+            fused, unused = axolotl_kd.fused_linear_topk_kl, ("compiled", "chunk_size")
+            hooks.replace(axolotl_kd.PATH, fused, tested=TESTED, unused=unused)

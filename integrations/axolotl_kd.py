@@ -25,17 +25,14 @@ def fused_linear_topk_kl(
     ignore_index: int = -100,
     temperature: float = 1.0,
     beta: float = 0.0,
-    compiled: bool = False,
-    chunk_size: int = 1024,
     compute_ce_loss: bool = True,
     normalize_topk: bool | None = True,
 ) -> Tensor:
     """Return the sum () of tokens' forward KL over stored classes, and of their cross entropy.
 
-    More than eight parameters: they are Axolotl's, of which `compiled` and `chunk_size` change
-    nothing.  Axolotl's own function serves another `beta` than 0, `normalize_topk`, and more
-    classes than soft targets may have.  The divergence's value, not its gradient, is times the
-    square of the temperature, as Axolotl has it.
+    More than eight parameters: they are Axolotl's, whose own function serves another `beta` than
+    0, `normalize_topk`, and more classes than soft targets may have.  The divergence's value, not
+    its gradient, is times the square of the temperature, as Axolotl has it.
 
     Args:
         student_input: (B, T, D) hidden states.
@@ -50,8 +47,6 @@ def fused_linear_topk_kl(
         ignore_index: label of a token without cross entropy.
         temperature: divisor of the student's logits in the divergence.
         beta: 0, the forward KL.
-        compiled: not used.
-        chunk_size: not used.
         compute_ce_loss: whether there is a cross entropy.
         normalize_topk: whether the student's probabilities are normalized over the K classes.
     """

@@ -29,10 +29,12 @@ def enable() -> None:
 
     Raises:
         ImportError: if Liger is not installed.
-        RuntimeError: if it is enabled already, or a function of Liger has other parameters.
+        RuntimeError: if a function of Liger has other parameters.
     """
-    hooks.replace(LOSS, fused_linear_cross_entropy, tested=TESTED)
-    hooks.replace(JSD, fused_linear_jsd, tested=TESTED)
+    # sums are float32, and memory is planned
+    unused = "accum_dtype", "chunk_mem_const"
+    hooks.replace(LOSS, fused_linear_cross_entropy, tested=TESTED, unused=unused)
+    hooks.replace(JSD, fused_linear_jsd, tested=TESTED, unused=("compiled", "chunk_size"))
 
 
 def fused_linear_cross_entropy(
@@ -47,16 +49,13 @@ def fused_linear_cross_entropy(
     reduction: str = "mean",
     softcap: float | None = None,
     return_z_loss: bool = False,
-    accum_dtype: torch.dtype | None = None,
     use_token_scaling: bool = False,
     return_token_accuracy: bool = False,
     return_predicted_tokens: bool = False,
-    chunk_mem_const: int = 1,
 ) -> Any:
     """Return the loss of input (N, D) and weight (V, D), or Liger's `CrossEntropyOutput` with it.
 
-    More than eight parameters: they are Liger's, and mean what they mean there.  `accum_dtype` and
-    `chunk_mem_const` change nothing: sums are float32, and memory is planned.
+    More than eight parameters: they are Liger's, and mean what they mean there.
 
     Raises:
         NotImplementedError: for `use_token_scaling`, and for `label_smoothing` with accuracy,
@@ -141,14 +140,12 @@ def fused_linear_jsd(
     beta: float = 0.5,
     ignore_index: int = -100,
     temperature: float = 1.0,
-    compiled: bool = True,
-    chunk_size: int = 1024,
     return_soft_hard_loss: bool = False,
 ) -> Any:
     """Return the loss (), or with `return_soft_hard_loss` also its parts () without gradients.
 
-    More than eight parameters: they are Liger's, of which `compiled` and `chunk_size` change
-    nothing.  Liger's own function serves a teacher of more classes.
+    More than eight parameters: they are Liger's, whose own function serves a teacher of more
+    classes.
 
     Args:
         student_input: (N, D_s) hidden states.
@@ -163,8 +160,6 @@ def fused_linear_jsd(
         beta: the teacher's share of the mixture; 0 is the forward KL, 1 the reverse KL.
         ignore_index: label of a token that does not count.
         temperature: divisor of the logits of both sides in the divergence.
-        compiled: not used.
-        chunk_size: not used.
         return_soft_hard_loss: whether to return the divergence and the cross entropy too.
     """
     student = student_input, student_weight

@@ -24,9 +24,6 @@ from cutefce.ops.interface.api import linear_cross_entropy
 
 TESTED = "megatron-core 0.16.1 0.19.2"
 
-_HEAD = ("self", "input_", "weight", "runtime_gather_output")
-_LOSS = ("self", "labels", "logits")
-
 
 def enable(model: Any) -> None:
     """Let the loss of `model` be fused: its head defers the logits, its loss is cutefce's.
@@ -48,11 +45,12 @@ def enable(model: Any) -> None:
 
 def replace_head(model: Any, kind: "type[DeferredLogits]") -> None:
     """Do what `enable` does, with a head that returns objects of `kind`."""
-    hooks.check_version(TESTED, megatron.core.__version__)
+    version = megatron.core.__version__
     path = "megatron.core.tensor_parallel.layers:ColumnParallelLinear.forward"
-    hooks.check_parameters(path, _HEAD, TESTED)
+    parameters = "self", "input_", "weight", "runtime_gather_output"
+    hooks.check(path, parameters, TESTED, version=version)
     path = f"{LanguageModule.__module__}:LanguageModule.compute_language_model_loss"
-    hooks.check_parameters(path, _LOSS, TESTED)
+    hooks.check(path, ("self", "labels", "logits"), TESTED, version=version)
     while not isinstance(model, LanguageModule):
         if not hasattr(model, "module"):
             raise TypeError(f"model: got {type(model).__name__}, expected a LanguageModule")

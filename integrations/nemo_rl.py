@@ -31,9 +31,10 @@ def enable() -> None:
 
     Raises:
         ImportError: if NeMo-RL is not installed.
-        RuntimeError: if it is enabled already, or NeMo-RL's function has other parameters.
+        RuntimeError: if NeMo-RL's function has other parameters.
     """
-    hooks.replace(LOG_PROBS, log_probs, tested=TESTED)
+    unused = "runtime_gather_output", "inference_only", "chunk_size"
+    hooks.replace(LOG_PROBS, log_probs, tested=TESTED, unused=unused)
 
 
 def enable_distillation(model: nn.Module) -> None:
@@ -50,38 +51,29 @@ def enable_distillation(model: nn.Module) -> None:
         TypeError: if the head is not a plain `nn.Linear`.
         RuntimeError: if it is deferred already, or NeMo-RL's function has other parameters.
     """
-    hooks.replace(TOP_K, topk_log_probs, tested=TESTED, is_repeated=True)
+    hooks.replace(TOP_K, topk_log_probs, tested=TESTED, unused=["vocab_parallel_rank"])
     defer(model, **workspace_options())
 
 
 def log_probs(
     tensor_parallel_hidden_states: Tensor,
     output_weight_layer: Tensor,
-    runtime_gather_output: bool | None,
     target: Tensor,
     vocab_start_index: int,
     vocab_end_index: int,
     tp_group: dist.ProcessGroup,
-    inference_only: bool = False,
     cp_group: dist.ProcessGroup | None = None,
-    chunk_size: int | None = None,
 ) -> Tensor:
     """Return the log-probability (b, s - 1) of every token but the first of target (b, s).
-
-    More than eight parameters: they are NeMo-RL's, of which `runtime_gather_output`,
-    `inference_only` and `chunk_size` change no value.
 
     Args:
         tensor_parallel_hidden_states: (s / ranks, b, D), this rank's part of the sequence.
         output_weight_layer: (V / ranks, D), this rank's classes.
-        runtime_gather_output: not used.
         target: (b, s) token ids of all ranks' classes.
         vocab_start_index: this rank's first class.
         vocab_end_index: the class after this rank's last one, without those of padding.
         tp_group: the group of tensor and sequence parallelism.
-        inference_only: not used.
         cp_group: a group of one rank, or None.
-        chunk_size: not used.
 
     Raises:
         NotImplementedError: for context parallelism.
@@ -116,7 +108,6 @@ def topk_log_probs(
     teacher_topk_indices: Tensor,
     zero_outside_topk: bool,
     calculate_entropy: bool,
-    vocab_parallel_rank: int | None = None,
     vocab_parallel_group: dist.ProcessGroup | None = None,
     context_parallel_group: dist.ProcessGroup | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -132,7 +123,6 @@ def topk_log_probs(
         zero_outside_topk: whether the student's are of all classes; else they are normalized over
             the K classes, as the teacher's are.
         calculate_entropy: whether the last result is wanted.
-        vocab_parallel_rank: not used.
         vocab_parallel_group: a group of tensor parallelism.
         context_parallel_group: a group of context parallelism.
     """

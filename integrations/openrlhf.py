@@ -32,21 +32,21 @@ def enable() -> None:
 
     Raises:
         ImportError: if OpenRLHF is not installed.
-        RuntimeError: if it is enabled already, or a function of OpenRLHF has other parameters.
+        RuntimeError: if a function of OpenRLHF has other parameters.
     """
     hooks.replace(LOG_PROBS, log_probs_from_logits, tested=TESTED, importers="openrlhf")
     hooks.replace(ENTROPY, compute_entropy, tested=TESTED, importers="openrlhf")
-    hooks.replace(ACTOR, make_actor, tested=TESTED)
+    hooks.replace(ACTOR, make_actor, tested=TESTED, unused=None)
 
 
-def make_actor(actor: Any, *arguments: Any, own: Callable[..., None], **named: Any) -> None:
+def make_actor(self: Any, *, own: Callable[[], None]) -> None:
     """Do what the `__init__` of an actor does, and defer the logits of its model.
 
     Raises:
         TypeError: for a model whose head is not a plain `nn.Linear`.
     """
-    own(actor, *arguments, **named)
-    defer(actor.model, evaluation=True, **loss_options())
+    own()
+    defer(self.model, evaluation=True, **loss_options())
 
 
 def log_probs_from_logits(
@@ -63,10 +63,12 @@ def log_probs_from_logits(
     if temperature != 1.0:
         logits.div_(temperature)
     found = log_probs_of(logits, labels)
-    return own(made_all(LOG_PROBS, logits), labels) if found is None else found.log_probs
+    if found is not None:
+        return found.log_probs
+    return own(logits=made_all(LOG_PROBS, logits), temperature=1.0)
 
 
 def compute_entropy(logits: Any, *, own: Callable[..., Tensor]) -> Tensor:
     """Return the entropies (...) of logits (..., V), in nats; `own` is OpenRLHF's function."""
     found = entropy_of(logits)
-    return own(made_all(ENTROPY, logits)) if found is None else found
+    return own(logits=made_all(ENTROPY, logits)) if found is None else found

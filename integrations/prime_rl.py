@@ -21,7 +21,7 @@ def enable() -> None:
 
     Raises:
         ImportError: if prime-rl is not installed.
-        RuntimeError: if it is enabled already, or a forward has other parameters.
+        RuntimeError: if a forward has other parameters.
     """
     for head in HEADS:
         hooks.replace(f"{head}.forward", forward, tested=TESTED)
@@ -41,10 +41,8 @@ def forward(
     Raises:
         ValueError: without labels or temperature.
     """
-    for name, given in {"labels": labels, "temperature": temperature}.items():
-        if given is None:
-            raise ValueError(f"{name}: got None, expected a tensor (b, s)")
-    assert labels is not None
+    if labels is None or temperature is None:
+        raise ValueError("labels, temperature: got None, expected tensors (b, s)")
     found = linear_log_probs(
         hidden_states,
         self.weight,

@@ -30,38 +30,24 @@ def enable() -> None:
 
     Raises:
         ImportError: if SkyRL or Megatron-Core is not installed.
-        RuntimeError: if it is enabled already, or a function of SkyRL has other parameters.
+        RuntimeError: if a function of SkyRL has other parameters.
     """
-    hooks.replace(LOG_PROBS, log_probs, tested=TESTED)
-    hooks.replace(ENTROPY, entropies, tested=TESTED, importers="skyrl")
+    # the indices tell what the group does, and memory is planned
+    unused = "backend", "vocab_start_index", "vocab_end_index", "chunk_size", "inference_only"
+    hooks.replace(LOG_PROBS, log_probs, tested=TESTED, unused=unused)
+    hooks.replace(ENTROPY, entropies, tested=TESTED, importers="skyrl", unused=["chunk_size"])
 
 
 def log_probs(
-    backend: str,
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    vocab_start_index: int,
-    vocab_end_index: int,
-    chunk_size: int,
-    tp_group: dist.ProcessGroup,
-    inference_only: bool,
+    hidden: Tensor, weight: Tensor, target: Tensor, tp_group: dist.ProcessGroup
 ) -> Tensor:
     """Return the log-probabilities (B, S) of target, in float32.
 
-    More than eight parameters: they are SkyRL's, of which `backend`, `chunk_size` and
-    `inference_only` change no value, and the indices tell what the group does.
-
     Args:
-        backend: not used.
         hidden: (B, S, D), gathered from the ranks of sequence parallelism.
         weight: (V / ranks, D), this rank's classes.
         target: (B, S) token ids of all ranks' classes.
-        vocab_start_index: not used.
-        vocab_end_index: not used.
-        chunk_size: not used.
         tp_group: the group of tensor parallelism.
-        inference_only: not used.
 
     Raises:
         NotImplementedError: for hidden states of several ranks that need a gradient and are not
@@ -74,7 +60,6 @@ def entropies(
     hidden: Tensor,
     lm_head_weight: Tensor,
     tp_group: dist.ProcessGroup,
-    chunk_size: int | None = None,
     temperature: float = 1.0,
 ) -> Tensor:
     """Return the entropies (B, S), in nats and float32; unlike SkyRL's, with gradients.
@@ -83,7 +68,6 @@ def entropies(
         hidden: as of `log_probs`.
         lm_head_weight: the same.
         tp_group: the same.
-        chunk_size: not used.
         temperature: divisor of the logits.
     """
     options = {"outputs": ("entropy",), "temperature": temperature}

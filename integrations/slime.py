@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from cutefce.integrations import megatron
@@ -33,20 +32,21 @@ def enable() -> None:
 
     Raises:
         ImportError: if slime is not installed.
-        RuntimeError: if it is enabled already, or a function of slime has other parameters.
+        RuntimeError: if a function of slime has other parameters.
     """
-    hooks.replace(VALUES, log_probs_and_entropy, tested=TESTED, importers="slime")
-    hooks.replace(PROVIDER, model_provider, tested=TESTED, importers="slime")
+    values, unused = log_probs_and_entropy, ["tp_group", "chunk_size"]
+    hooks.replace(VALUES, values, tested=TESTED, importers="slime", unused=unused)
+    hooks.replace(PROVIDER, model_provider, tested=TESTED, importers="slime", unused=["args"])
 
 
 def model_provider(
-    args: Any, role: str = "actor", *, own: Callable[..., Callable[..., Any]]
+    role: str = "actor", *, own: Callable[[], Callable[..., Any]]
 ) -> Callable[..., Any]:
     """Return slime's function that makes a model, whose logits are deferred unless it is a critic.
 
     That raises what `cutefce.integrations.megatron.enable` raises.
     """
-    make = own(args, role)
+    make = own()
     if role == "critic":
         return make
 
@@ -62,9 +62,7 @@ def model_provider(
 def log_probs_and_entropy(
     logits: Any,
     tokens: Tensor,
-    tp_group: dist.ProcessGroup,
     with_entropy: bool = False,
-    chunk_size: int = -1,
     log_prob_keep_mask: Tensor | None = None,
     with_entropy_grad: bool = True,
     *,
@@ -72,22 +70,18 @@ def log_probs_and_entropy(
 ) -> Values:
     """Return log-probabilities (T, 1) and entropies (T,), or None for these, in float32.
 
-    The parameters are slime's.
+    The parameters are slime's, but for `tp_group` and `chunk_size`.
 
     Args:
         logits: (T, V / ranks), deferred or not.
         tokens: (T,) token ids of all ranks' classes.
-        tp_group: the group of tensor parallelism.
         with_entropy: whether entropies are wanted.
-        chunk_size: not used for deferred logits.
         log_prob_keep_mask: (T, V / ranks) the classes that count, or None.
         with_entropy_grad: whether entropies have a gradient.
         own: slime's function, for other logits and for masks.
     """
     if not isinstance(logits, Logits) or log_prob_keep_mask is not None:
-        made = logits.logits() if isinstance(logits, Logits) else logits
-        masked = log_prob_keep_mask, with_entropy_grad
-        return own(made, tokens, tp_group, with_entropy, chunk_size, *masked)
+        return own(logits=logits.logits() if isinstance(logits, Logits) else logits)
     weight, options = megatron.head_options(logits.head, logits.weight)
     found = linear_log_probs(
         logits.hidden,

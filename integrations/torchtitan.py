@@ -5,8 +5,6 @@ On the command line:
     --override.imports cutefce.integrations.torchtitan.fused_loss
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from inspect import signature
 from typing import Any
@@ -89,10 +87,17 @@ class FusedLoss(ChunkedLossWrapper):
             )
             return loss
 
-        with spmd.no_typecheck(), forward_replaced(head, loss_of):
-            loss = head(pred)  # FSDP2 has the whole weight there, and only there
-            if global_valid_tokens is not None:
-                loss = loss / global_valid_tokens
+        own = vars(head).get("forward")  # that of a parallelized module
+        head.forward = loss_of  # inside its hooks
+        try:
+            with spmd.no_typecheck():
+                loss = head(pred)  # FSDP2 has the whole weight there, and only there
+                if global_valid_tokens is not None:
+                    loss = loss / global_valid_tokens
+        finally:
+            del head.forward
+            if own is not None:
+                head.forward = own
         if spmd.is_type_checking():
             spmd.assert_type(loss, {"dp": spmd.P, "cp": spmd.P, "tp": spmd.I})
         return loss, {}
@@ -114,19 +119,6 @@ def logit_options(head: Any) -> dict[str, Any]:
     )
 
 
-@contextmanager
-def forward_replaced(module: nn.Module, forward: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Replace the forward of `module` itself, inside its hooks."""
-    own = module.__dict__.get("forward")
-    module.forward = forward
-    try:
-        yield
-    finally:
-        del module.forward
-        if own is not None:  # that of a parallelized module
-            module.forward = own
-
-
 @override(target=ChunkedLossWrapper.Config)
 def fused_loss(config: ChunkedLossWrapper.Config) -> FusedLoss.Config:
     """Return the configuration of a `FusedLoss` instead of that of a `ChunkedLossWrapper`.
@@ -138,8 +130,7 @@ def fused_loss(config: ChunkedLossWrapper.Config) -> FusedLoss.Config:
         raise NotImplementedError(
             f"loss: got {type(config).__qualname__}, expected ChunkedLossWrapper.Config"
         )
-    hooks.check_version(TESTED)
     path = "torchtitan.components.loss:ChunkedLossWrapper.__call__"
-    hooks.check_parameters(path, [*signature(FusedLoss.__call__).parameters], TESTED)
+    hooks.check(path, [*signature(FusedLoss.__call__).parameters], TESTED)
     derived: FusedLoss.Config = derive(config, FusedLoss.Config)
     return derived

@@ -10,6 +10,7 @@ SFT, DPO, KTO, GRPO and RLOO take their values from `linear_log_probs`, distilla
 capped logits, the gradient of their entropy, and a weight that ZeRO-3 partitions.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -45,9 +46,9 @@ def enable() -> None:
 
     Raises:
         ImportError: if TRL is not installed.
-        RuntimeError: if it is enabled already, or a function of TRL has other parameters.
+        RuntimeError: if a function of TRL has other parameters.
     """
-    hooks.replace(LOG_PROBS, log_probs, tested=TESTED)
+    hooks.replace(LOG_PROBS, log_probs, tested=TESTED, unused=["chunk_size"])
     hooks.replace(DISTILLATION, divergence_loss, tested=TESTED)
 
 
@@ -65,7 +66,7 @@ def enable_gkd(model: nn.Module, teacher: nn.Module) -> None:
     """
     defer(model, **workspace_options())
     defer(teacher, evaluation=True)
-    hooks.replace(GKD, generalized_jsd_loss, tested=TESTED, is_repeated=True)
+    hooks.replace(GKD, generalized_jsd_loss, tested=TESTED)
 
 
 def log_probs(
@@ -74,7 +75,6 @@ def log_probs(
     bias: Tensor | None,
     targets: Tensor,
     temperature: float,
-    chunk_size: int,
     final_logit_softcapping: float | None = None,
     logit_scale: float = 1.0,
     outputs: Sequence[str] = (*OUTPUTS,),
@@ -83,20 +83,19 @@ def log_probs(
 ) -> Values:
     """Return log-probabilities (N,) of targets (N,), and the values that `outputs` names.
 
-    More than eight parameters: they are TRL's, and TRL's own function, `own`.
+    More than eight parameters: they are TRL's, but for `chunk_size`, and TRL's own function, `own`.
     """
-    operands = hidden, weight, bias
-    rest = targets, temperature, chunk_size, final_logit_softcapping, logit_scale
     if hasattr(weight, "ds_id"):
         raise hooks.NotServedError
+    w = weight
     if not torch.is_autocast_enabled(hidden.device.type):
-        weight = weight.to(torch.promote_types(weight.dtype, hidden.dtype))  # cast_lm_head_to_fp32
+        w = w.to(torch.promote_types(w.dtype, hidden.dtype))  # cast_lm_head_to_fp32
     names = {given: name for given, name in OUTPUTS.items() if given in outputs}
     is_capped = final_logit_softcapping is not None
     has_own_mean = is_capped and names.pop("mean_logits", None) is not None
     found = linear_log_probs(
         hidden,
-        weight,
+        w,
         targets,
         outputs=(*names.values(),),
         linear_bias=None if bias is None else bias * logit_scale,  # TRL scales it too
@@ -108,27 +107,27 @@ def log_probs(
     entropy, mean, squares = found.entropy, found.mean_logit, found.sum_p_squared
     if has_own_mean:
         with torch.no_grad():
-            mean = own(*operands, *rest, ("mean_logits",))[3]
+            mean = own(outputs=("mean_logits",))[3]
     if is_capped and entropy is not None:
         entropy = EntropyOfOwn.apply(  # type: ignore[no-untyped-call]
-            lambda *leaves: own(*leaves, *rest, ("entropy",))[1], entropy.detach(), *operands
+            functools.partial(own, outputs=("entropy",)), entropy.detach(), hidden, weight, bias
         )
     return found.log_probs, entropy, None if squares is None else squares.log(), mean, found.is_top1
 
 
 class EntropyOfOwn(torch.autograd.Function):
-    """Entropies (N,) whose gradient is that of another function of the operands.
+    """Entropies (N,) whose gradient is that of TRL's own function of the operands.
 
     It runs in the backward, if a gradient arrives there.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, function: Callable[..., Tensor], entropy: Tensor, *operands: Tensor | None
+        ctx: Any, own: Callable[..., Values], entropy: Tensor, *operands: Tensor | None
     ) -> Tensor:
         """Return `entropy`."""
         device = entropy.device.type
-        ctx.function = function
+        ctx.own = own
         ctx.autocast = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
         ctx.save_for_backward(*operands)
         return entropy.view_as(entropy)
@@ -142,7 +141,8 @@ class EntropyOfOwn(torch.autograd.Function):
         needed = [x.requires_grad_() for x, is_asked in pairs if is_asked and x is not None]
         device, dtype, enabled = ctx.autocast
         with torch.enable_grad(), torch.autocast(device, dtype, enabled=enabled):
-            entropy = ctx.function(*operands)
+            hidden, weight, bias = operands
+            entropy = ctx.own(hidden=hidden, weight=weight, bias=bias)[1]
         found = iter(torch.autograd.grad(entropy, needed, gradient))
         return None, None, *(next(found) if is_asked else None for is_asked in asked)
 

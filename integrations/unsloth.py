@@ -10,6 +10,7 @@ such as quantized ones, or not in 16 bits or float32; a softcap with label smoot
 logits, or with the gradient of an entropy; a teacher on another device.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -35,11 +36,11 @@ def enable() -> None:
 
     Raises:
         ImportError: if Unsloth is not installed, or not imported before.
-        RuntimeError: if it is enabled already, or a function of Unsloth has other parameters.
+        RuntimeError: if a function of Unsloth has other parameters.
     """
-    for function in (fused_linear_cross_entropy, fused_linear_logprobs, fused_linear_jsd):
+    for function, unused in UNUSED.items():
         path = f"{MODULE}:{function.__name__}"
-        hooks.replace(path, function, tested=TESTED, importers="unsloth")
+        hooks.replace(path, function, tested=TESTED, importers="unsloth", unused=unused)
 
 
 def fused_linear_cross_entropy(
@@ -49,20 +50,16 @@ def fused_linear_cross_entropy(
     targets: Tensor,
     *,
     divisor: Tensor | float,
-    scaling: Tensor | float | None = None,
     ignore_index: int = IGNORED,
     logit_scale_multiply: float = 0.0,
     logit_scale_divide: float = 0.0,
     logit_softcapping: float = 0.0,
     label_smoothing: float = 0.0,
     logits_bias: Tensor | None = None,
-    fp32_head_grad: bool = False,
-    rows_per_chunk: int | None = None,
 ) -> Tensor:
     """Return the sum of the losses over `divisor`, () in float32.
 
-    More than eight parameters: they are Unsloth's.  `scaling`, of a GradScaler, changes nothing:
-    gradients are multiplied by what `backward` gets before they are rounded to 16 bits.
+    More than eight parameters: they are Unsloth's.
 
     Args:
         hidden: (..., D) hidden states.
@@ -70,15 +67,12 @@ def fused_linear_cross_entropy(
         bias: (V,) or None, added before the scale.
         targets: (...) class indices, or `ignore_index`.
         divisor: a number or a tensor of one element; 0 counts as 1.
-        scaling: not used.
         ignore_index: target of a token that does not count.
         logit_scale_multiply: factor of the logits, 0 for none.
         logit_scale_divide: their divisor, 0 for none.
         logit_softcapping: their bound, 0 for none.
         label_smoothing: share of the target's probability that all classes get.
         logits_bias: a constant with V elements that is added to the bias.
-        fp32_head_grad: not used: sums are float32.
-        rows_per_chunk: not used: memory is planned.
     """
     if label_smoothing and logit_softcapping:
         raise hooks.NotServedError
@@ -118,9 +112,7 @@ def fused_linear_logprobs(
     return_mean_logits: bool = False,
     return_log_sum_sq_probs: bool = False,
     return_is_top1: bool = False,
-    rows_per_chunk: int | None = None,
     entropy_requires_grad: bool | None = True,
-    max_rows_per_chunk: int | None = None,
 ) -> Any:
     """Return log-probabilities (...), or a tuple of them and of the values asked for, as (...).
 
@@ -140,9 +132,7 @@ def fused_linear_logprobs(
         return_mean_logits: the same of Σ_v x_v / V.
         return_log_sum_sq_probs: the same of log Σ_v p_v².
         return_is_top1: the same of whether no logit is above the target's.
-        rows_per_chunk: not used.
         entropy_requires_grad: False if the entropies need no gradient.
-        max_rows_per_chunk: not used.
     """
     is_lazy = entropy_requires_grad is None
     needs_entropy = return_entropy and (is_lazy or bool(entropy_requires_grad))
@@ -203,8 +193,6 @@ def fused_linear_jsd(
     teacher_logit_scale: float = 1.0,
     teacher_logit_softcapping: float = 0.0,
     num_items_in_batch: Tensor | float | None = None,
-    scaling: Tensor | float | None = None,
-    rows_per_chunk: int | None = None,
 ) -> Tensor:
     """Return the mean divergence of a student from a frozen teacher, () in float32.
 
@@ -227,8 +215,6 @@ def fused_linear_jsd(
         teacher_logit_scale: the same.
         teacher_logit_softcapping: the same.
         num_items_in_batch: divisor of the sum, None for the number of tokens that count.
-        scaling: not used, as of `fused_linear_cross_entropy`.
-        rows_per_chunk: not used.
     """
     _check(student_weight, teacher_weight)
     scales = student_logit_scale or 1.0, teacher_logit_scale or 1.0
@@ -290,3 +276,15 @@ def _operands(
     if bias is not None:
         bias = bias.reshape(-1).to(weight.device, torch.float32) * scale
     return rows, weight, bias
+
+
+UNUSED: dict[Callable[..., Any], list[str]] = {
+    fused_linear_cross_entropy: ["scaling", "fp32_head_grad", "rows_per_chunk"],
+    fused_linear_logprobs: ["rows_per_chunk", "max_rows_per_chunk"],
+    fused_linear_jsd: ["scaling", "rows_per_chunk"],
+}
+"""Functions, and parameters of Unsloth's that change no result.
+
+Memory is planned, sums are float32, and gradients are multiplied by what `backward` gets, as of a
+GradScaler, before they are rounded to 16 bits.
+"""

@@ -35,7 +35,7 @@ def enable() -> None:
 
     Raises:
         ImportError: if verl is not installed.
-        RuntimeError: if it is enabled already, or a function of verl has other parameters.
+        RuntimeError: if a function of verl has other parameters.
     """
     path = "verl.models.transformers.monkey_patch:patch_forward_with_backends"
     hooks.replace(path, patch_forward_with_backends, tested=TESTED)
@@ -47,11 +47,11 @@ def patch_forward_with_backends(
     use_fused_kernels: bool = False,
     fused_kernels_backend: str | None = None,
     *,
-    own: Callable[..., None],
+    own: Callable[[], None],
 ) -> None:
     """Do what verl's function does, and let the forward that it sets keep the head's options."""
     before = type(model).forward
-    own(model, use_fused_kernels, fused_kernels_backend)
+    own()
     if not use_fused_kernels or fused_kernels_backend != "triton":
         return
     fused = type(model).forward

@@ -11,7 +11,6 @@ loss.py        torch.nn.functional.cross_entropy of deferred logits
 divergence.py  linear_divergence of a student's and a teacher's deferred logits
 log_probs.py   linear_log_probs and entropies of deferred logits
 report.py      counts of fused losses and of fallbacks
-einops_backend.py  deferred logits among the tensors of einops
 """
 
 from cutefce.integrations.deferral.model import defer as defer

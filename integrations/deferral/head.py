@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from cutefce.integrations.deferral import runners
-from cutefce.integrations.deferral.head_call import Compute, HeadCall, is_here
+from cutefce.integrations.deferral.head_call import Compute, HeadCall, Memory, is_here
 from cutefce.integrations.deferral.logits import DeferredLogits
 from cutefce.integrations.deferral.report import Counts
 from cutefce.ops import torch_compat
@@ -54,8 +54,8 @@ class DeferringLinear(nn.Linear):
         if is_autocasting(input.device.type) and input.dtype != torch.float64:
             input = input.to(torch.get_autocast_dtype(input.device.type))
         call = HeadCall(self, input)
-        last = input.ndim - 1
-        logits: Any = DeferredLogits(call, input, last, (0, call.classes), (), input.dtype)
+        classes, dtype = (0, call.classes), input.dtype
+        logits: Any = DeferredLogits(call, input, input.ndim - 1, classes, (), dtype, Memory())
         return logits  # type: ignore[no-any-return]
 
     def _is_asked(self, input: Tensor) -> bool:

@@ -46,12 +46,6 @@ class HeadCall:
         self.is_in_function = self.grad and torch_compat.is_in_autograd_function()
         self.engine: Any = runners.deepspeed_engine() if self.grad else None
         """DeepSpeed's engine that runs the model."""
-        self.made: list[tuple[int, Tensor, int]] = []
-        """Logits that were made: the number of their memory, themselves, their version then."""
-        self.changed: set[int] = set()
-        """Numbers of memories whose logits were changed in place before they were made."""
-        self.copies = 0
-        """Numbers of memories in use, beside that of the head's own logits, which is 0."""
         self.is_fused = self.is_watched = False
         """Whether a loss was computed without logits, and whether their gradient is watched."""
 
@@ -82,28 +76,15 @@ class HeadCall:
             )
         self.is_watched = True
 
-    def copy(self, memory: int) -> int:
-        """Return the number of new memory, for a copy of logits of `memory`.
-
-        Raises:
-            RuntimeError: if these have changed, which the copy would not see.
-        """
-        self.check_others(memory, None)
-        self.copies += 1
-        return self.copies
-
-    def evaluate(self, compute: Compute, hidden: Tensor, memory: int) -> Tensor:
+    def evaluate(self, compute: Compute, hidden: Tensor) -> Tensor:
         """Return `compute` of hidden states that are taken from the call's, weight and bias.
-
-        `memory` is the number of that of the logits.
 
         Raises:
             RuntimeError: if what logits are made of has changed since, or is not here.
         """
         for name, x, state in self.watched:
             if state is not None and not torch.compiler.is_compiling():
-                self._check(state == _state(x), name)
-        self.check_others(memory, None)
+                _check(state == _state(x), name)
         self.check_function()
         is_late = self._is_behind_engine()
         with outside_autocast(hidden.device.type):
@@ -153,26 +134,36 @@ class HeadCall:
             )
         return True
 
-    def check_others(self, memory: int, own: Tensor | None) -> None:
-        """Raise RuntimeError if logits of the same memory, but for `own`, have changed since."""
+
+class Memory:
+    """The memory that torch's logits would have, and views of them; a copy has its own."""
+
+    def __init__(self) -> None:
+        self.is_changed = False
+        """Whether something was written that those who have this memory do not see."""
+        self.made: list[tuple[Tensor, int]] = []
+        """Logits that were made, and their version then."""
+
+    def check(self, own: Tensor | None = None) -> None:
+        """Raise RuntimeError if logits of the memory, but for `own`, have changed since."""
         is_same = torch.compiler.is_compiling() or all(
-            other != memory or x is own or _version(x) == version for other, x, version in self.made
+            x is own or _version(x) == version for x, version in self.made
         )
-        is_same &= memory not in self.changed
-        self._check(is_same, "others that may share their memory")
+        _check(is_same and not self.is_changed, "others that may share their memory")
 
-    def note_made(self, memory: int, logits: Tensor) -> None:
+    def note_made(self, logits: Tensor) -> None:
         """Watch logits that were made for changes that others of their memory do not see."""
-        self.made.append((memory, logits, _version(logits)))
+        self.made.append((logits, _version(logits)))
 
-    def _check(self, is_same: bool, what: str) -> None:
-        if not is_same:
-            raise RuntimeError(
-                f"logits: got a use of deferred ones after {what} changed (in place, or its "
-                "requires_grad), expected it before, since they are computed when they are used: "
-                "use them earlier, as a metric before optimizer.step(); or keep logits + 0, or "
-                "call cutefce.undefer(model)"
-            )
+
+def _check(is_same: bool, what: str) -> None:
+    if not is_same:
+        raise RuntimeError(
+            f"logits: got a use of deferred ones after {what} changed (in place, or its "
+            "requires_grad), expected it before, since they are computed when they are used: "
+            "use them earlier, as a metric before optimizer.step(); or keep logits + 0, or "
+            "call cutefce.undefer(model)"
+        )
 
 
 def _check_engine(engine: Any, gradient: Tensor) -> None:

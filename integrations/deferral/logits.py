@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from cutefce.integrations.deferral import runners
 from cutefce.integrations.deferral.head_call import WATCHING
 from cutefce.integrations.deferral.loss import cross_entropy
-from cutefce.integrations.deferral.record import RECORDED, LogitsRecord, made_all
+from cutefce.integrations.deferral.record import BINARY, RECORDED, LogitsRecord, is_write, made_all
 from cutefce.integrations.support.nested import replaced
 from cutefce.ops import torch_compat
 
@@ -32,15 +32,9 @@ class DeferredLogits(LogitsRecord):
         logits = self.tensor(name)
         if name in WATCHING:
             self.call.watch(name)
+        if is_write(name):
+            self.leave_memory()
         return getattr(logits, name)
-
-    def __dlpack__(self, **options: Any) -> Any:
-        if self.requires_grad:
-            raise RuntimeError(
-                "logits: got a conversion that would lose their gradient, as by torch.as_tensor; "
-                "expected logits + 0"
-            )
-        return self.ask("__dlpack__", **options)
 
     def __repr__(self) -> str:
         return f"DeferredLogits(shape={tuple(self.shape)}, dtype={self.dtype})"
@@ -63,7 +57,10 @@ class DeferredLogits(LogitsRecord):
             is_recorded = name in RECORDED and func is getattr(torch, name, None)
             if name in WATCHING or (is_recorded and not kwargs.keys() & OWN_NAMES):
                 return getattr(first, name)(*rest, **kwargs)
-        return func(*made_all(name, args), **made_all(name, kwargs))
+        result = func(*made_all(name, args), **made_all(name, kwargs))
+        changed = args[:1] if is_write(name) or kwargs.get("inplace") else ()
+        replaced((changed, kwargs.get("out")), cls, cls.leave_memory)
+        return result
 
 
 def make_outputs(model: nn.Module, arguments: Any, outputs: Any) -> Any:
@@ -99,11 +96,10 @@ CASTS = {
     "half": torch.float16,
     "bfloat16": torch.bfloat16,
 }
-BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor")
 OTHERS = (
     *("eq", "ne", "lt", "le", "gt", "ge", "neg", "pos", "abs", "invert", "setitem", "iter"),
     *("contains", "bool", "int", "float", "complex", "index", "array", "format"),
-    *("reduce_ex", "dlpack_device"),
+    *("reduce_ex", "dlpack", "dlpack_device"),
 )
 
 

@@ -2,15 +2,15 @@
 
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
 
-from cutefce.integrations.deferral import einops_backend
 from cutefce.integrations.deferral.head import DeferringLinear
-from cutefce.integrations.deferral.logits import make_outputs
+from cutefce.integrations.deferral.logits import DeferredLogits, make_outputs
 from cutefce.integrations.deferral.report import Counts, DeferralReport
 from cutefce.integrations.options import checked_options
 from cutefce.ops import torch_compat
@@ -58,14 +58,18 @@ def defer(
     check_types(evaluation=evaluation)
     loss_options = checked_options(gradient, samples, workspace, **removed)
     owner = _owner(model)
-    heads = [*_heads(owner, model)]
+    heads = [*_heads(owner)]
     for head in heads:
         _check_head(head)
-    einops_backend.register()
+    with suppress(ImportError, AttributeError):
+        from einops import _backends
+
+        _backends._type2backend[DeferredLogits] = _backends.get_backend(torch.empty(0))
     for head in heads:
-        _defer_head(head, evaluation, loss_options)
+        head.__class__ = DeferringLinear
+        head.counts, head.in_evaluation, head.loss_options = Counts(), evaluation, loss_options
+        _set_forward(head, DeferringLinear)
     if owner not in heads and make_outputs not in owner._forward_hooks.values():
-        owner.register_forward_pre_hook(defer_copies)
         owner.register_forward_hook(make_outputs, prepend=True)
 
 
@@ -83,10 +87,9 @@ def undefer(model: nn.Module) -> None:
         if type(head) is DeferringLinear:
             head.__class__ = nn.Linear  # type: ignore[assignment]
     for module in model.modules():
-        for hooks in (module._forward_pre_hooks, module._forward_hooks):
-            for key, hook in [*hooks.items()]:
-                if hook in (defer_copies, make_outputs):
-                    del hooks[key]
+        for key, hook in [*module._forward_hooks.items()]:
+            if hook is make_outputs:
+                del module._forward_hooks[key]
 
 
 def deferral_report(model: nn.Module) -> DeferralReport:
@@ -98,25 +101,6 @@ def deferral_report(model: nn.Module) -> DeferralReport:
     """
     counts: Counter[str] = sum((head.counts.found for head in _deferred(model)), Counter())
     return DeferralReport(counts.pop("", 0), dict(counts))
-
-
-def defer_copies(model: Any, arguments: Any) -> None:
-    """Defer the copies of a deferred head that adapters of peft made since: a forward pre-hook.
-
-    Most are copies of the head, and deferred as it is; one with a tied weight is made anew.
-    """
-    head = None if torch.compiler.is_compiling() else model.get_output_embeddings()
-    copies, own = getattr(head, "modules_to_save", None), getattr(head, "original_module", None)
-    if isinstance(copies, nn.ModuleDict) and isinstance(own, DeferringLinear) and own.is_deferring:
-        for copy in copies.values():
-            if type(copy) is nn.Linear:
-                _defer_head(copy, own.in_evaluation, own.loss_options)
-
-
-def _defer_head(head: Any, evaluation: bool, loss_options: dict[str, Any]) -> None:
-    head.__class__ = DeferringLinear
-    head.counts, head.in_evaluation, head.loss_options = Counts(), evaluation, loss_options
-    _set_forward(head, DeferringLinear)
 
 
 def _set_forward(head: Any, kind: type[nn.Linear]) -> None:
@@ -143,41 +127,30 @@ def _deferred(model: nn.Module) -> list[DeferringLinear]:
 
 def _check_module(model: Any) -> None:
     if not isinstance(model, nn.Module):
-        got = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
-        raise TypeError(f"model: got {got}, expected an nn.Module")
+        raise TypeError(f"model: got {model!r}, expected an nn.Module")
 
 
-def _owner(model: nn.Module) -> nn.Module:
+def _owner(model: Any) -> Any:
     """Return the module with `get_output_embeddings` of a model, or the head that it is."""
     _check_module(model)
-    owner: Any = model
+    owner = model
     while not isinstance(owner, nn.Linear) and not hasattr(type(owner), "get_output_embeddings"):
         inner = getattr(owner, "module", None)  # of DDP, DeepSpeed's engine and the like
-        if not isinstance(inner, nn.Module):
+        if isinstance(inner, nn.Module):
+            owner = inner
+        elif hasattr(owner, "get_output_embeddings"):
             break
-        owner = inner
-    if not isinstance(owner, nn.Linear) and not hasattr(owner, "get_output_embeddings"):
-        raise TypeError(
-            f"model: got {type(model).__name__}, expected one with get_output_embeddings, or "
-            "its head, an nn.Linear"
-        )
-    found: nn.Module = owner
-    return found
+        else:
+            raise TypeError(
+                f"model: got {type(model).__name__}, expected one with get_output_embeddings, or "
+                "its head, an nn.Linear"
+            )
+    return owner
 
 
-def _heads(owner: Any, model: nn.Module) -> Iterator[Any]:
+def _heads(owner: Any) -> Iterator[Any]:
     """Yield the output embeddings of a module, without their adapters."""
-    head: Any = owner if isinstance(owner, nn.Linear) else owner.get_output_embeddings()
-    if head is None:
-        raise TypeError(
-            f"model: got {type(model).__name__} without output embeddings, expected a causal "
-            "language model, or its head, an nn.Linear"
-        )
-    if isinstance(head, nn.ModuleList):
-        raise TypeError(
-            f"model: got {type(model).__name__} with {len(head)} heads, expected one; call defer "
-            "on each head"
-        )
+    head = owner if isinstance(owner, nn.Linear) else owner.get_output_embeddings()
     while isinstance(getattr(head, "base_layer", None), nn.Module):
         head = head.base_layer  # of an adapter of peft
     copies = getattr(head, "modules_to_save", None)
@@ -194,9 +167,7 @@ def _check_head(head: Any) -> None:
     weight: Any = getattr(head, "weight", None)
     if type(head) not in (nn.Linear, DeferringLinear) or not _has_own_forward(head):
         got = f"{type(head).__module__}.{type(head).__name__}"
-        if isinstance(head, nn.Linear):
-            is_another = type(head).forward is not nn.Linear.forward or "forward" in head.__dict__
-            got += " with another forward" if is_another else ", a subclass of nn.Linear"
+        got += " with another forward" * ("forward" in getattr(head, "__dict__", ()))
     elif not torch_compat.is_dtensor(weight) and type(weight) not in PLAIN_TYPES:
         got = f"a weight of {type(weight).__name__}"
     elif weight.dtype not in DTYPES:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cutefce.integrations.deferral.head_call import Compute, HeadCall, is_inference_mode
+from cutefce.integrations.deferral.head_call import Compute, HeadCall, Memory, is_inference_mode
 from cutefce.integrations.deferral.indexing import row_sizes, select
 from cutefce.integrations.support.nested import replaced
 from cutefce.ops import torch_compat
@@ -27,6 +27,10 @@ That of "add" is a tensor (V,) of the classes of the logits, on the hidden state
 """
 RECORDED: list[str] = []
 """The names of the methods that are recorded."""
+BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor")
+"""Names of operators."""
+WRITES = {"__setitem__", *(f"__i{word}__" for word in BINARY)}
+"""Operators that change a tensor in place."""
 
 
 def recorded(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -63,8 +67,7 @@ class LogitsRecord:
     class_range: tuple[int, int]
     steps: tuple[Step, ...]
     recorded_dtype: torch.dtype
-    memory: int = 0
-    """Number of the memory that torch's logits would have; a copy has its own."""
+    memory: Memory
     place: torch.device | None = None
     """Where they were moved to; None for the device of the hidden states."""
     made: Tensor | None = None
@@ -155,7 +158,8 @@ class LogitsRecord:
     def evaluate(self, compute: Compute) -> Tensor:
         """Return `compute` of the hidden states (..., D), and of the head's weight and bias."""
         hidden = self.states.movedim(self.class_dim, -1)
-        return self.call.evaluate(compute, hidden, self.memory)
+        self.memory.check()
+        return self.call.evaluate(compute, hidden)
 
     def tensor(self, reason: str) -> Tensor:
         """Return the logits, as the head and the model would have made them.
@@ -170,11 +174,11 @@ class LogitsRecord:
             mode = torch.inference_mode(False) if is_left else nullcontext()
             with mode, torch.set_grad_enabled(self.call.grad):
                 made = self.evaluate(self._compute).movedim(-1, self.class_dim)
-            self.call.note_made(self.memory, made)
+            self.memory.note_made(made)
             self.call.counts.add(reason)
             self.made = made
         else:
-            self.call.check_others(self.memory, self.made)
+            self.memory.check(self.made)
         return self.made
 
     def _compute(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -193,7 +197,15 @@ class LogitsRecord:
     def ask(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """Return what the method `name` of the logits themselves returns."""
         args, kwargs = made_all(name, args), made_all(name, kwargs)
-        return getattr(self.tensor(name), name)(*args, **kwargs)
+        result = getattr(self.tensor(name), name)(*args, **kwargs)
+        if is_write(name):
+            self.leave_memory()
+        return result
+
+    def leave_memory(self) -> None:
+        """Have memory of its own after a change, and others that had the same not used again."""
+        self.memory.is_changed = True
+        self.memory = Memory()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self.hidden) in memo:  # of one who then replaces the fields
@@ -244,9 +256,9 @@ class LogitsRecord:
         return moved
 
     def _step(self, name: str, value: Any = None, **changes: Any) -> Any:
-        memory, own = self.call.copy(self.memory), self.derived()  # with a cast among its steps
-        result: Any = own.derived(steps=(*own.steps, (name, value)), memory=memory, **changes)
-        return result
+        self.memory.check()
+        own = self.derived()  # with a cast among its steps
+        return own.derived(steps=(*own.steps, (name, value)), memory=Memory(), **changes)
 
     def _scale(self, name: str, number: Any) -> Any:
         if isinstance(number, Tensor) and _is_readable(number):
@@ -304,11 +316,11 @@ class LogitsRecord:
     __imul__, __itruediv__ = mul_, div_
 
     def _become(self, changed: Any) -> Any:
-        """Be what a step in place has made; others that may share the memory are not used again."""
+        """Be what a step in place has made."""
         if changed is not None:
-            self.call.changed.add(self.memory)
+            self.leave_memory()
             self.hidden, self.recorded_dtype = changed.hidden, changed.recorded_dtype
-            self.steps, self.memory = changed.steps, changed.memory
+            self.steps = changed.steps
         return changed if changed is None else self
 
     @recorded
@@ -323,7 +335,8 @@ class LogitsRecord:
 
     @recorded
     def clone(self) -> Any:
-        return self.derived(memory=self.call.copy(self.memory))
+        self.memory.check()
+        return self.derived(memory=Memory())
 
     # rows and classes
     @recorded
@@ -412,6 +425,12 @@ class LogitsRecord:
         if self._dim(dim) in (None, self.class_dim):
             return None
         return tuple(self.derived(hidden=x) for x in cut(count, dim))
+
+
+def is_write(name: str) -> bool:
+    """Whether the method or function `name` changes its first argument in place."""
+    is_method = name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
+    return is_method or name in WRITES
 
 
 def made_all(reason: str, value: Any) -> Any:

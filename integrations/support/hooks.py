@@ -26,13 +26,13 @@ def replace(
     *,
     tested: str,
     importers: str = "",
-    is_repeated: bool = False,
+    unused: Sequence[str] | None = (),
 ) -> None:
-    """Replace a function of a framework by one with the same parameters.
+    """Replace a function of a framework by one with the same parameters, but for `unused`.
 
-    If `replacement` raises NotServedError, the one that was there is called instead.  It is also
-    what the replacement gets as `own`, if it has such a parameter.  One with `*arguments` and
-    `**named` hands on all of them, whatever they are called.
+    If `replacement` raises NotServedError, the one that was there is called instead.  That is also
+    what the replacement gets as `own`, if it has such a parameter: a function that repeats the call
+    with other values of the parameters that it is given by name.  A second call changes nothing.
 
     Args:
         path: where its users look it up, as "package.module:name" or "package.module:Class.name".
@@ -41,44 +41,42 @@ def replace(
             "trl 1.16.0".  Another version warns once.
         importers: what the names of modules begin with, in lower case, that may have imported the
             function by name; it is replaced there too.
-        is_repeated: whether it may have been replaced before, by the same function.
+        unused: parameters that change no result, which the replacement does not get; None stands
+            for all that it does not have.
 
     Raises:
         ImportError: if the distribution is not installed, or the module cannot be imported.
-        RuntimeError: if it was replaced before, or does not have these parameters.
+        RuntimeError: if it does not have these parameters.
     """
-    check_version(tested)
-    owner, last, current = _find(path, tested)
-    if getattr(current, _MARK, False):
-        if is_repeated:
-            return
-        raise RuntimeError(f"{path}: the integration is enabled already")
-    parameters = inspect.signature(replacement).parameters
-    if not any(x.kind is x.VAR_POSITIONAL for x in parameters.values()):
-        check_parameters(path, [name for name in parameters if name != "own"], tested)
+    owner, last, current = _find(path)
+    if hasattr(current, _MARK):
+        return
+    wanted = [*inspect.signature(replacement).parameters]
+    names = check(path, [name for name in wanted if name != "own"], tested, unused)
 
     @functools.wraps(replacement)
     def call(*arguments: Any, **named: Any) -> Any:
         is_fused = True
 
-        def own(*given: Any, **more: Any) -> Any:
+        def own(**changes: Any) -> Any:
             nonlocal is_fused
             is_fused = False
-            return current(*given, **more)
+            given = [changes.pop(name, x) for name, x in zip(names, arguments, strict=False)]
+            return current(*given, *arguments[len(names) :], **(named | changes))
 
+        given = dict(zip(names, arguments, strict=False)) | named | {"own": own}
         try:
-            result = replacement(
-                *arguments, **({"own": own} if "own" in parameters else {}), **named
-            )
+            result = replacement(**{name: given[name] for name in wanted if name in given})
         except NotServedError:
             pass  # its errors are not caused by this one
         else:
             note_call(path, is_fused=is_fused)
             return result
+        result = own()
         note_call(path, is_fused=False)
-        return current(*arguments, **named)
+        return result
 
-    setattr(call, _MARK, True)
+    vars(call).update({_MARK: True, "__signature__": inspect.signature(current)})
     is_static = isinstance(vars(owner).get(last), staticmethod)
     setattr(owner, last, staticmethod(call) if is_static else call)
     for module, found in [*sys.modules.items()] if importers else []:
@@ -87,37 +85,42 @@ def replace(
                 setattr(found, name, call)
 
 
-def _find(path: str, tested: str) -> tuple[Any, str, Any]:
+def _find(path: str) -> tuple[Any, str, Any]:
     """Return the owner of what is at `path`, its name there, and itself."""
     module, _, name = path.partition(":")
     *owners, last = name.split(".")
-    try:
-        owner = import_module(module)
-    except ImportError as error:
-        raise ImportError(f"{module}: cannot be imported, expected {tested}: {error}") from error
+    owner = import_module(module)
     owner = attrgetter(".".join(owners))(owner) if owners else owner
-    current = getattr(owner, last, None)
-    if current is None:
-        raise RuntimeError(f"{path}: not found, expected that of {tested}")
-    return owner, last, current
+    return owner, last, getattr(owner, last)
 
 
-def check_parameters(path: str, parameters: Sequence[str], tested: str) -> None:
-    """Raise RuntimeError unless the parameters of what is at `path` have these names, in order.
+def check(
+    path: str,
+    parameters: Sequence[str],
+    tested: str,
+    unused: Sequence[str] | None = (),
+    version: str | None = None,
+) -> list[str]:
+    """Return the names of the parameters of what is at `path`, and warn of another version.
 
     Those of the `apply` of an autograd function are its `forward`'s, after the context.
+
+    Raises:
+        ImportError: if the distribution is not installed, or the module cannot be imported.
+        RuntimeError: unless they are `parameters`, in order, and `unused` anywhere between.
     """
-    owner, last, current = _find(path, tested)
+    check_version(tested, version)
+    owner, last, current = _find(path)
     function = owner if last == "apply" else getattr(current, "__self__", None)
-    if isinstance(function, type) and issubclass(function, Function):
-        path = f"{function.__module__}:{function.__qualname__}.forward"
-        current, parameters = function.forward, ("ctx", *parameters)
-    found = [*inspect.signature(current).parameters]
-    if found != [*parameters]:
+    is_function = isinstance(function, type) and issubclass(function, Function)
+    forward: Any = getattr(function, "forward", None) if is_function else current
+    names = [*inspect.signature(forward).parameters][is_function:]
+    if unused is not None and [x for x in names if x not in unused] != [*parameters]:
         raise RuntimeError(
-            f"{path}: got parameters ({', '.join(found)}), expected those of {tested}, "
-            f"({', '.join(parameters)})"
+            f"{path}: got parameters ({', '.join(names)}), expected those of {tested}, "
+            f"({', '.join((*parameters, *unused))})"
         )
+    return names
 
 
 def check_version(tested: str, found: str | None = None) -> None:
@@ -131,10 +134,7 @@ def check_version(tested: str, found: str | None = None) -> None:
         ImportError: if none is installed.
     """
     distribution, *versions = tested.split()
-    try:
-        found = (found or metadata.version(distribution)).partition("+")[0]  # not its commit
-    except metadata.PackageNotFoundError:
-        raise ImportError(f"{distribution}: not installed, expected {tested}") from None
+    found = (found or metadata.version(distribution)).partition("+")[0]  # not its commit
     if found not in versions:
         with_ = ", ".join(versions)
         text = f"{distribution}: got version {found}; the integration was tested with {with_}"

@@ -1,5 +1,6 @@
 """defer: what changed after the head's call is refused where the logits are made later."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ from torch.nn import functional as F
 
 import cutefce
 from tests.support.deferral import TARGETS, TOKENS, Model, V, ce
+from tests.support.tiers import rest_slow
 
 LATE = "logits: got a use of deferred ones after"
 SHARED = f"{LATE} others that may share their memory changed"
@@ -154,3 +156,52 @@ def test_views_of_logits_that_were_scaled_in_place_are_refused() -> None:
         with pytest.raises(RuntimeError, match=SHARED):
             use(early)
     assert cutefce.deferral_report(model) == cutefce.DeferralReport(2, {})
+
+
+def written(logits: Any) -> Any:
+    logits[..., 0] = -5.0
+    return logits
+
+
+def added(logits: Any) -> Any:
+    logits += torch.arange(V) / 9
+    return logits
+
+
+def given_out(logits: Any) -> Any:
+    with torch.no_grad():
+        return torch.mul(logits, 3, out=logits)
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "set": written,
+    "added": added,
+    "method": lambda x: x.sub_(1),
+    "recorded": lambda x: x.mul_(2),
+    "function": lambda x: F.relu(x, inplace=True),
+    "function's name": torch.relu_,
+    "out": given_out,
+}
+
+
+@pytest.mark.parametrize("place", rest_slow(["view", "base", "own"], default=2))
+@pytest.mark.parametrize("name", rest_slow([*CHANGES]))
+def test_a_change_in_a_compiled_graph_is_seen_or_refused(name: str, place: str) -> None:
+    """Of logits and of their views, as without a graph."""
+    model, change = Model(), CHANGES[name]
+
+    def loss() -> Any:
+        logits: Any = model(TOKENS)
+        view = logits[:, :-1]
+        change(view if place == "view" else logits)
+        return ce(view, TARGETS[:, :-1]) if place == "base" else ce(logits, TARGETS)
+
+    wanted = loss().detach()
+    cutefce.defer(model)
+    torch.compiler.reset()
+    run = torch.compile(loss, backend="aot_eager")
+    if place == "own":
+        torch.testing.assert_close(run(), wanted)
+        return
+    with pytest.raises(RuntimeError, match=SHARED):
+        run()

@@ -160,7 +160,7 @@ def test_a_scripted_loss_takes_logits_plus_0() -> None:
 def test_a_conversion_that_loses_the_gradient_is_refused(convert: Any) -> None:
     model = Model()
     cutefce.defer(model, evaluation=True)
-    with pytest.raises(RuntimeError, match=r"logits: got a conversion .* logits \+ 0"):
+    with pytest.raises((RuntimeError, BufferError), match="export tensors that require grad"):
         convert(model(TOKENS))
     with torch.no_grad():
         assert convert(model(TOKENS)).shape == (2, 6, V)

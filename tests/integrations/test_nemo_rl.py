@@ -74,13 +74,11 @@ def values_on_a_rank(count: int, first_class: int | None = None) -> list[Tensor]
     values = integration.log_probs(
         rows,
         classes,
-        None,
         target,
         vocab_start_index=first,
         vocab_end_index=first + len(classes),
         tp_group=tp,
         cp_group=group(1) if rank == 0 else None,
-        chunk_size=4,
     )
     return [values.detach(), *gradients(values, [rows, classes])]
 
@@ -104,7 +102,7 @@ def test_other_classes_are_named(two: Ranks) -> None:
 def context_parallel() -> None:
     pair: Any = group(2)
     hidden, weight, target = inputs()
-    integration.log_probs(hidden, weight, None, target, 0, 62, pair, cp_group=pair)
+    integration.log_probs(hidden, weight, target, 0, 62, pair, cp_group=pair)
 
 
 def test_context_parallelism_is_named(two: Ranks) -> None:

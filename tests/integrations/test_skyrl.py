@@ -99,7 +99,7 @@ def test_values_and_gradients_are_those_of_skyrl(count: int, packed: bool, two: 
 def not_gathered() -> None:
     hidden, weight, tokens = inputs()
     states = hidden.transpose(0, 1).requires_grad_()
-    integration.log_probs("torch", states, weight, tokens[None], 0, V, 4, group(2), False)
+    integration.log_probs(states, weight, tokens[None], group(2))
 
 
 def test_states_that_were_not_gathered_are_named(two: Ranks) -> None:
@@ -111,8 +111,9 @@ def other_dtypes() -> list[Tensor]:
     """Return log-probabilities of a float32 weight beside states in bfloat16, ours and SkyRL's."""
     hidden, weight, tokens = inputs()
     states = hidden.transpose(0, 1).bfloat16()
-    given = "torch", states, weight, tokens[None], 0, V, 4, group(1), True
-    return [integration.log_probs(*given), OWN[NAMES[0]](*given)]
+    given = states, weight, tokens[None]
+    own = OWN[NAMES[0]]("torch", *given, 0, V, 4, group(1), True)
+    return [integration.log_probs(*given, group(1)), own]
 
 
 def test_the_dtype_of_the_weight_decides(two: Ranks) -> None:
@@ -122,7 +123,7 @@ def test_the_dtype_of_the_weight_decides(two: Ranks) -> None:
 
 def sampled_on_a_rank() -> None:
     hidden, weight, tokens = inputs()
-    given = "torch", hidden.transpose(0, 1), weight, tokens[None], 0, V, 4, group(1), False
+    given = hidden.transpose(0, 1), weight, tokens[None], group(1)
     with sampled_calls(integration, "linear_log_probs"):
         integration.log_probs(*given)
 

@@ -212,8 +212,6 @@ def other_uses() -> None:
         losses = model(tokens, positions, mask, labels=labels)
         torch.testing.assert_close(losses, own(tokens, positions, mask, labels=labels))
         assert type(critic().output_layer) is torch.nn.Linear
-        with pytest.raises(RuntimeError, match="enabled already"):
-            integration.enable()
 
 
 def test_what_is_not_fused_is_that_of_logits(two: Ranks) -> None:
