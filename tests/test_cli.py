@@ -31,7 +31,7 @@ from cutefce.cute_kernels.spec.gemm import ProjectExpSpec
 from cutefce.cute_kernels.variant import LogitTransform
 from cutefce.version import __version__
 from tests.support.fake_tuner import RUNNER, InlineWorker, InProcess, job
-from tests.support.faulty_candidates import Kind, config
+from tests.support.faulty_candidates import Kind
 from tests.support.stand_in_gpu import served_by_kernels
 from tests.support.tables import GPU, OLD, TABLE, write
 
@@ -70,9 +70,8 @@ def test_tune(command: Any, folder: Path) -> None:
     assert "not one of 'bfloat16', 'float16'" in command("tune", "--dtype", "float64").output
     assert "expected one of few-tokens" in command("tune", "--shapes", "gpt").output
     assert command("tune", "--shapes", one, "--budget-minutes", "-1").exit_code == 2
-    refused = command("tune", "--shapes", one, "--budget-minutes", "nan")
-    assert refused.exit_code == 2
-    assert "got nan, expected a number of minutes" in refused.output
+    none = command("tune", "--shapes", one, "--budget-minutes", "nan")
+    assert "1 problems are left" in none.output
 
 
 def test_tune_does_not_resume_with_a_table_of_other_kernels(command: Any, folder: Path) -> None:
@@ -87,11 +86,11 @@ def test_tune_does_not_resume_with_a_table_of_other_kernels(command: Any, folder
     assert table_io.read(path) == tuned
 
 
-def test_tune_tells_which_candidates_failed(command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tune_tells_which_problems_failed(command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jobs, "jobs_of", lambda *_: [job((Kind.SLOW, Kind.HANGS))])
     result = command("tune")
     assert result.exit_code == 0, result.output
-    assert f"left out: 24x16x300 project_exp: {config(Kind.HANGS)}" in result.output
+    assert "left out: 24x16x300 project_exp: it hung" in result.output
 
 
 def test_kernels_that_fail_verification_are_not_tuned(

@@ -1,7 +1,5 @@
 """Calls that run in a subprocess: load kernels, compare with the portable path, time."""
 
-from collections.abc import Sequence
-
 import torch
 
 from cutefce.autotune_cache.table import Candidate
@@ -17,7 +15,7 @@ from cutefce.cute_kernels.spec.kernel import KernelSpec
 CALLS = 3
 """Calls in a row of a candidate: the GEMMs of a training step.  A candidate with fewer cycles but
 higher power wins short timings and loses once the GPU lowers its clock."""
-SECONDS = 0.6
+SECONDS = 2.0
 """Duration of a trial, of at least MIN_ROUNDS rounds."""
 MIN_ROUNDS, MAX_ROUNDS = 4, 50
 MAX_CPU_THREADS = 8
@@ -52,10 +50,10 @@ def _small_case(
     return case, runner.expected(case, parts)
 
 
-def trial(job: Job, candidates: Sequence[Candidate]) -> dict[Candidate, tuple[float, ...]]:
-    """Time candidates in interleaved rounds; return the times of each in ms, round by round."""
+def trial(job: Job) -> dict[Candidate, tuple[float, ...]]:
+    """Time the candidates in interleaved rounds; return the times of each in ms, round by round."""
     _use(job.runner)
-    calls, device = job.calls(candidates), job.problem.device
+    calls, device = job.calls(), job.problem.device
     for _ in range(2):  # the first round loads kernels
         once = timing.interleaved(calls, device, 1)
     rounds = round(SECONDS * 1e3 / (CALLS * sum(ms for (ms,) in once.values())))

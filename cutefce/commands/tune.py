@@ -1,6 +1,8 @@
 """`cutefce tune`: finds the fastest configurations on this machine's GPU."""
 
+import functools
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import click
@@ -24,14 +26,7 @@ from cutefce.commands.common import (
     this_gpu,
     winners,
 )
-from cutefce.cute_kernels.jit.subprocess_worker import SubprocessWorker
-
-
-def _check_minutes(context: click.Context, option: click.Parameter, given: float) -> float:
-    """Refuse what is no time."""
-    if not given >= 0:
-        raise click.BadParameter(f"got {given}, expected a number of minutes")
-    return given
+from cutefce.cute_kernels.jit.subprocess_worker import SubprocessWorker, WorkerError
 
 
 @click.command(short_help="Find the fastest configurations on this GPU.")
@@ -39,10 +34,9 @@ def _check_minutes(context: click.Context, option: click.Parameter, given: float
 @dtype_option
 @click.option(
     "--budget-minutes",
-    type=float,
+    type=click.FloatRange(min=0),
     default=10.0,
     show_default=True,
-    callback=_check_minutes,
     help="Time after which no further problem is begun.",
 )
 @click.option(
@@ -84,38 +78,48 @@ def tune(
         for job in todo:
             console.print(f"{job}: {'; '.join(map(describe, job.candidates))}")
         return
+    failures: dict[Job, str] = {}
     try:
         with console.status("verifying the kernels"):
             require_passed(verification.verify_once(runner.Runner(gpu, device), dtype), gpu, dtype)
         with SubprocessWorker() as process:
-            work = tuner.Tuner(path, header, process)
-            left = _run(console, todo, work, end)
+            tune_one = functools.partial(tuner.tune, process=process, path=path, header=header)
+            left = _run(console, todo, tune_one, failures, end)
     except (OSError, RuntimeError) as error:  # no subprocess, or the file cannot be written
         raise click.ClickException(str(error)) from error
     entries = tuner.read_done(path, header).entries
     console.print(winners((gpu, job.key, entries[job.key]) for job in jobs if job.key in entries))
-    for (job, candidate), reason in work.failures.items():
-        console.print(f"left out: {job}: {describe(candidate)}: {printable(reason)}")
+    for job, reason in failures.items():
+        console.print(f"left out: {job}: {printable(reason)}")
     console.print(f"written: {path}")
     if left:
         console.print(f"{left} problems are left; to continue, run the same command with --resume")
 
 
-def _run(console: Console, jobs: list[Job], work: tuner.Tuner, end: float) -> int:
-    """Compile, then tune one problem after another until the time is over.
+def _run(
+    console: Console,
+    jobs: list[Job],
+    tune_one: Callable[[Job], object],
+    failures: dict[Job, str],
+    end: float,
+) -> int:
+    """Compile, then tune one problem after another until the time is over; note why some fail.
 
     Return how many are left.
     """
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
-        tuning = progress.add_task("", total=sum(len(job.candidates) for job in jobs))
+        tuning = progress.add_task("", total=len(jobs))
         verification.compile_all(
             (kernel for job in jobs for kernel in job.kernels()),
             lambda step: progress.update(tuning, description=step),
         )
         for done, job in enumerate(jobs):
-            if time.monotonic() > end:
+            if not time.monotonic() <= end:
                 return len(jobs) - done
-            progress.update(tuning, description=str(job))
-            work.tune(job, lambda: progress.advance(tuning))
+            progress.update(tuning, description=str(job), completed=done)
+            try:
+                tune_one(job)
+            except WorkerError as error:
+                failures[job] = str(error)
     return 0
