@@ -55,7 +55,7 @@ def test_tune(command: Any, folder: Path) -> None:
     one, two = "24x16x300", "24x16x700"
     dry = command("tune", "--shapes", one, "--dry-run")
     assert dry.exit_code == 0
-    assert "1 of 1 problems to tune, in 2 trials" in dry.output
+    assert "1 of 1 problems to tune" in dry.output
     assert not path.exists()
     assert command("tune", "--shapes", one, "--budget-minutes", "0").output.count("are left") == 1
     first = command("tune", "--shapes", one)
@@ -81,7 +81,7 @@ def test_tune_does_not_resume_with_a_table_of_other_kernels(command: Any, folder
     assert "0 of 1 problems" in command(*arguments).output
     tuned = table_io.read(path)
     write(path, dataclasses.replace(tuned, versions=OLD))
-    with pytest.warns(UserWarning, match="moved the tuned table"):
+    with pytest.warns(UserWarning, match="moved a tuned table"):
         assert "1 of 1 problems" in command(*arguments).output
     assert table_io.read(path) == tuned
 
@@ -111,9 +111,9 @@ def test_no_gpu_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
         assert "GPU: got no CUDA device, expected compute capability 9.0" in result.output
 
 
-@pytest.mark.parametrize(("hip", "got"), [(None, "compute capability 8.0"), ("6.4", "one of AMD")])
+@pytest.mark.parametrize("hip", [None, "6.4"])
 def test_a_gpu_without_kernels_is_an_error(
-    hip: str | None, got: str, monkeypatch: pytest.MonkeyPatch
+    hip: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One of AMD reports a capability that NVIDIA's have."""
     monkeypatch.setattr(torch.version, "hip", hip)
@@ -121,9 +121,10 @@ def test_a_gpu_without_kernels_is_an_error(
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     capability = (9, 0) if hip else (8, 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "MI300X")
     result = CliRunner().invoke(main, ["verify"])
     assert result.exit_code == 1
-    assert f"GPU: got {got}, expected compute capability 9.0" in result.output
+    assert "GPU: got MI300X, expected compute capability 9.0" in result.output
 
 
 def test_cache_commands(folder: Path, tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ def read_done(path: Path, header: Table) -> Table:
     """Return the file's table if `header` can be added to it, else `header`."""
     try:
         return table_io.read_like(path, header)
-    except (OSError, ValueError):
+    except OSError:
         return header
 
 

@@ -72,8 +72,7 @@ def tune(
     done = tuner.read_done(path, header).entries if resume else {}
     todo = [job for job in jobs if job.key not in done]
     console = make_console()
-    trials = sum(len(job.candidates) for job in todo)
-    console.print(f"{gpu.name}: {len(todo)} of {len(jobs)} problems to tune, in {trials} trials")
+    console.print(f"{gpu.name}: {len(todo)} of {len(jobs)} problems to tune")
     if dry_run:
         for job in todo:
             console.print(f"{job}: {'; '.join(map(describe, job.candidates))}")
@@ -85,7 +84,7 @@ def tune(
         with SubprocessWorker() as process:
             tune_one = functools.partial(tuner.tune, process=process, path=path, header=header)
             left = _run(console, todo, tune_one, failures, end)
-    except (OSError, RuntimeError) as error:  # no subprocess, or the file cannot be written
+    except RuntimeError as error:  # no subprocess
         raise click.ClickException(str(error)) from error
     entries = tuner.read_done(path, header).entries
     console.print(winners((gpu, job.key, entries[job.key]) for job in jobs if job.key in entries))
