@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from cutefce.cute_kernels.jit import cache, compiler
-from cutefce.cute_kernels.jit.notices import CompilingNotice
+from cutefce.cute_kernels.jit.notices import compiling
 from cutefce.cute_kernels.jit.subprocess_worker import SubprocessWorker, WorkerError
 from cutefce.cute_kernels.spec.kernel import KernelSpec
 
@@ -62,13 +62,12 @@ def build(
                     process.ask(functools.partial(compile_one, kernel), BUILD_SECONDS)
                 except (WorkerError, RuntimeError) as error:
                     failed[kernel] = f"compiling {type(kernel).__name__}: {error}"
-                notice.advance()
+                count()
                 advance()
 
     builders = max(1, min(os.cpu_count() or 1, MAX_BUILDERS, len(kernels)))
     arch = kernels[0].arch if kernels else ""
-    notice = CompilingNotice(len(kernels), arch)
-    with notice, ThreadPoolExecutor(builders) as pool:
+    with compiling(len(kernels), arch) as count, ThreadPoolExecutor(builders) as pool:
         try:
             list(pool.map(compile_waiting, range(builders)))
         except BaseException:  # an interrupt waits for no kernel
