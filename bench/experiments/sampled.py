@@ -58,10 +58,6 @@ BLOCK = 1024
 class Row:
     """One implementation at one shape; times are medians of interleaved runs."""
 
-    tokens: int
-    hidden: int
-    vocab: int
-    data: str
     implementation: str
     median_ms: float
     quartiles_ms: tuple[float, float]
@@ -108,8 +104,7 @@ def run(shape: Shape, device: str, repeats: int | None, data: str) -> list[Row]:
     rows = []
     for name, time in times.items():
         ratio = time.median_ms / times[GEMMS].median_ms
-        sizes = shape.tokens, shape.hidden, shape.vocab
-        row = *sizes, data, name, time.median_ms, time.quartiles_ms, ratio
+        row = name, time.median_ms, time.quartiles_ms, ratio
         if name == GEMMS:
             rows.append(Row(*row))
             continue

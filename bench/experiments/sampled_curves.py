@@ -48,8 +48,6 @@ DIGITS = 5
 class Row:
     """One training; losses in nats per token."""
 
-    gradient: str
-    seed: int
     plan: str
     parameters: int
     hidden: int
@@ -118,8 +116,6 @@ def run(name: str, seed: int, sizes: Sizes) -> list[Row]:
             losses.append(round(torch.stack(each).mean().item(), DIGITS))
     return [
         Row(
-            gradient=name,
-            seed=seed,
             plan=_plan(name, sizes, corpus.vocab),
             parameters=sum(x.numel() for x in model.parameters()),
             hidden=sizes.hidden,
