@@ -10,5 +10,5 @@ timing.py     interleaved timing
 tuner.py      one tuning run
 worker.py     what runs in the subprocess of both
 
-`cutefce` has calls verify by `verify.verify_call`.
+`cutefce` has calls verify by `verify.verify_once`.
 """

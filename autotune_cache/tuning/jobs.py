@@ -17,9 +17,7 @@ from cutefce.autotune_cache.tuning.shapes import Sizes
 from cutefce.autotune_cache.tuning.timing import Call
 from cutefce.cute_kernels.config import KernelConfigs
 from cutefce.cute_kernels.integers import round_up
-from cutefce.cute_kernels.parts import STEP, parts_of
 from cutefce.cute_kernels.problem import Problem
-from cutefce.cute_kernels.spec.kernel import KernelSpec
 from cutefce.ops.primitives.portable_projection import Logits
 from cutefce.ops.primitives.primitives import Primitives
 from cutefce.ops.rows.kept_sums import Sums
@@ -59,11 +57,6 @@ class Job:
         if self.kernel == "grad_hidden":
             changed["grad_hidden_short"] = candidate
         return dataclasses.replace(self.runner.base(), **changed)
-
-    def kernels(self) -> list[KernelSpec]:
-        """Return the kernels that trials launch."""
-        every, dtype, parts = map(self.configs, self.candidates), self.problem.dtype, parts_of(STEP)
-        return [x for configs in every for x in self.runner.kernels(dtype, configs, parts)]
 
     def calls(self) -> dict[Candidate, Call]:
         """Return the calls whose times decide: on the same random inputs, into the same memory."""

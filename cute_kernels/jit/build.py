@@ -41,14 +41,12 @@ def compile_clean(kernel: KernelSpec) -> None:
 
 def build(
     kernels: Sequence[KernelSpec],
-    advance: Callable[[], None] = lambda: None,
     compile_one: Callable[[KernelSpec], Any] = compile_into_folder,
 ) -> dict[KernelSpec, str]:
     """Compile kernels in subprocesses; return those that failed, with the reasons.
 
     Args:
         kernels: What to compile.
-        advance: Called after each kernel.
         compile_one: Compiles a kernel in the subprocess, which has no torch.
     """
     failed: dict[KernelSpec, str] = {}
@@ -63,7 +61,6 @@ def build(
                 except (WorkerError, RuntimeError) as error:
                     failed[kernel] = f"compiling {type(kernel).__name__}: {error}"
                 count()
-                advance()
 
     builders = max(1, min(os.cpu_count() or 1, MAX_BUILDERS, len(kernels)))
     arch = kernels[0].arch if kernels else ""

@@ -1,13 +1,10 @@
 """`cutefce tune`: finds the fastest configurations on this machine's GPU."""
 
-import functools
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import click
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
 
 from cutefce.autotune_cache import lookup, table_io
 from cutefce.autotune_cache.tuning import jobs as tuned
@@ -27,6 +24,7 @@ from cutefce.commands.common import (
     winners,
 )
 from cutefce.cute_kernels.jit.subprocess_worker import SubprocessWorker, WorkerError
+from cutefce.cute_kernels.parts import STEP, parts_of
 
 
 @click.command(short_help="Find the fastest configurations on this GPU.")
@@ -68,7 +66,8 @@ def tune(
     is_shown = dry_run and not has_gpu()
     gpu, device = (lookup.shipped_tables()[0].gpu, "cuda") if is_shown else this_gpu()
     header, path = tuner.header_for(gpu), output_dir / table_io.file_name(gpu)
-    jobs = tuned.jobs_of(runner.Runner(gpu, device), shapes, dtype)
+    own = runner.Runner(gpu, device)
+    jobs = tuned.jobs_of(own, shapes, dtype)
     done = tuner.read_done(path, header).entries if resume else {}
     todo = [job for job in jobs if job.key not in done]
     console = make_console()
@@ -77,48 +76,26 @@ def tune(
         for job in todo:
             console.print(f"{job}: {'; '.join(map(describe, job.candidates))}")
         return
-    failures: dict[Job, str] = {}
+    waiting, failures = [*todo], dict[Job, str]()
     try:
-        with console.status("verifying the kernels"):
-            require_passed(verification.verify_once(runner.Runner(gpu, device), dtype), gpu, dtype)
-        with SubprocessWorker() as process:
-            tune_one = functools.partial(tuner.tune, process=process, path=path, header=header)
-            left = _run(console, todo, tune_one, failures, end)
-    except RuntimeError as error:  # no subprocess
+        with console.status("verifying the kernels") as status, SubprocessWorker() as process:
+            require_passed(verification.verify_once(own, dtype), gpu, dtype)
+            verification.compile_all(own, dtype, parts_of(STEP))
+            while waiting and time.monotonic() <= end:
+                job = waiting.pop(0)
+                status.update(Text(f"{job}; {len(waiting)} problems are left"))
+                try:
+                    tuner.tune(job, process, path, header)
+                except WorkerError as error:
+                    failures[job] = str(error)
+    except RuntimeError as error:  # no subprocess, or a kernel that does not compile
         raise click.ClickException(str(error)) from error
     entries = tuner.read_done(path, header).entries
     console.print(winners((gpu, job.key, entries[job.key]) for job in jobs if job.key in entries))
     for job, reason in failures.items():
         console.print(f"left out: {job}: {printable(reason)}")
     console.print(f"written: {path}")
-    if left:
-        console.print(f"{left} problems are left; to continue, run the same command with --resume")
-
-
-def _run(
-    console: Console,
-    jobs: list[Job],
-    tune_one: Callable[[Job], object],
-    failures: dict[Job, str],
-    end: float,
-) -> int:
-    """Compile, then tune one problem after another until the time is over; note why some fail.
-
-    Return how many are left.
-    """
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
-        tuning = progress.add_task("", total=len(jobs))
-        verification.compile_all(
-            (kernel for job in jobs for kernel in job.kernels()),
-            lambda step: progress.update(tuning, description=step),
+    if waiting:
+        console.print(
+            f"{len(waiting)} problems are left; to continue, run the same command with --resume"
         )
-        for done, job in enumerate(jobs):
-            if not time.monotonic() <= end:
-                return len(jobs) - done
-            progress.update(tuning, description=str(job), completed=done)
-            try:
-                tune_one(job)
-            except WorkerError as error:
-                failures[job] = str(error)
-    return 0

@@ -20,6 +20,7 @@ from cutefce.autotune_cache.tuning.runner import Runner
 from cutefce.commands.common import this_gpu
 from cutefce.cute_kernels.arch import arch_for
 from cutefce.cute_kernels.jit.subprocess_worker import SubprocessWorker, WorkerError
+from cutefce.cute_kernels.parts import STEP, parts_of
 from tests.support.fake_tuner import HEADER, job, tune_inline
 from tests.support.faulty_candidates import Kind, config
 from tests.support.tables import GPU, OLD, write
@@ -119,8 +120,9 @@ def test_on_a_gpu(tmp_path: Path) -> None:
     gpu, device = this_gpu()
     path = tmp_path / "table.json"
     with SubprocessWorker() as process:
-        for todo in jobs.jobs_of(Runner(gpu, device), [(1000, 512, 8000)], "bfloat16"):
-            verify.compile_all(todo.kernels(), lambda _: None)
+        runner = Runner(gpu, device)
+        verify.compile_all(runner, "bfloat16", parts_of(STEP))
+        for todo in jobs.jobs_of(runner, [(1000, 512, 8000)], "bfloat16"):
             entry = tuner.tune(todo, process, path, tuner.header_for(gpu))
             assert entry.config in todo.candidates
             assert table_io.read(path).entries[todo.key] == entry

@@ -15,7 +15,7 @@ import torch
 
 from cutefce.autotune_cache import lookup, verdicts
 from cutefce.autotune_cache.table_io import file_name
-from cutefce.autotune_cache.tuning import verify, worker
+from cutefce.autotune_cache.tuning import runner, verify, worker
 from cutefce.autotune_cache.tuning.runner import Runner
 from cutefce.cute_kernels import cache_files, process_cache
 from cutefce.cute_kernels.arch.sm90 import Sm90
@@ -111,7 +111,7 @@ def reason(part: str = FORWARD) -> str:
 
 def defaults_are(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the architecture's default be a fake one."""
-    monkeypatch.setattr(verify, "Runner", lambda gpu, _: DefaultRunner(gpu, "cpu", kind))
+    monkeypatch.setattr(runner, "Runner", lambda gpu, _: DefaultRunner(gpu, "cpu", kind))
 
 
 @dataclass(frozen=True)
@@ -132,8 +132,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Checked]:
     """Return a list of the checks that subprocesses would run, of which all pass."""
     checks: list[Checked] = []
 
-    def all_pass(_: Runner, __: str, parts: tuple[str, ...], some: Any, ___: Any) -> str:
-        checks.extend((parts, configs) for configs in some)
+    def all_pass(own: Runner, _: str, parts: tuple[str, ...], __: Any) -> str:
+        checks.extend((parts, configs) for configs in verify._listed(own, parts))
         return ""
 
     monkeypatch.setattr(verify, "first_fault", all_pass)

@@ -47,7 +47,7 @@ def test_only_verified_kernels_are_dispatched(arch: Arch, monkeypatch: pytest.Mo
     monkeypatch.setattr(dispatch, "_missing_reason", lambda: None)
     monkeypatch.setattr(verdicts, "known", lambda *_: None)
     answers = iter((verdicts.Verdict(False, "it hung"), verdicts.Verdict(True)))
-    monkeypatch.setattr(verify, "verify_call", lambda *_: next(answers))
+    monkeypatch.setattr(verify, "verify_once", lambda *_: next(answers))
     process_cache.reset()
     call = torch.device("cuda"), "bfloat16", STEP
     obstacle = dispatch.unproven_reason(*call)
