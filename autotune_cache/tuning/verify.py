@@ -114,18 +114,16 @@ def first_fault(
             tuned = [f"{name} {getattr(configs, name) or 'cuBLAS'}" for name in TUNED]
             name = f"{dtype} in {', '.join(parts)}, {'; '.join(tuned)}"
             advance(name)
+            kernels = runner.kernels(dtype, configs, parts)
+            loads = ((functools.partial(worker.load, x), build.BUILD_SECONDS) for x in kernels)
             prepare = functools.partial(worker.prepare, runner, dtype, parts)
             check = functools.partial(worker.check_small, runner, dtype, configs, parts)
-            try:
-                for kernel in runner.kernels(dtype, configs, parts):
-                    process.ask(functools.partial(worker.load, kernel), build.BUILD_SECONDS)
-                process.ask(prepare, PREPARE_SECONDS)
-            except WorkerError as error:
-                raise RuntimeError(str(error)) from error
-            try:
-                process.ask(check, CHECK_SECONDS)
-            except WorkerError as error:
-                if not error.is_of_the_call:
-                    raise RuntimeError(str(error)) from error
-                return f"{name}: {error}"
+            requests = *loads, (prepare, PREPARE_SECONDS), (check, CHECK_SECONDS)
+            for request, seconds in requests:
+                try:
+                    process.ask(request, seconds)
+                except WorkerError as error:
+                    if request is check and error.is_of_the_call:
+                        return f"{name}: {error}"
+                    raise
     return ""

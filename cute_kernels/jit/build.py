@@ -9,7 +9,7 @@ from typing import Any
 
 from cutefce.cute_kernels.jit import cache, compiler
 from cutefce.cute_kernels.jit.notices import compiling
-from cutefce.cute_kernels.jit.subprocess_worker import SubprocessWorker, WorkerError
+from cutefce.cute_kernels.jit.subprocess_worker import SubprocessWorker
 from cutefce.cute_kernels.spec.kernel import KernelSpec
 
 BUILD_SECONDS = 300
@@ -58,7 +58,7 @@ def build(
             for kernel in waiting:
                 try:
                     process.ask(functools.partial(compile_one, kernel), BUILD_SECONDS)
-                except (WorkerError, RuntimeError) as error:
+                except RuntimeError as error:
                     failed[kernel] = f"compiling {type(kernel).__name__}: {error}"
                 count()
 

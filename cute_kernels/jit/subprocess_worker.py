@@ -39,7 +39,7 @@ ENDED_FROM_OUTSIDE = tuple(
 """Those that mean a signal of a user or a scheduler, which a job may get and go on."""
 
 
-class WorkerError(Exception):
+class WorkerError(RuntimeError):
     """A call ran out of time, ended its process, or raised; the message says which."""
 
     @property

@@ -31,7 +31,7 @@ from bench.experiments import (
 from bench.harness import cli, problems, reference
 from bench.harness.problems import Shape
 from bench.harness.records import read
-from bench.report import figures, markdown
+from bench.report import figures, sections
 from examples.corpus import Corpus
 from examples.training import Sizes
 
@@ -209,7 +209,7 @@ def test_all_runs_every_experiment_of_one_gpu() -> None:
     run = {module.command for module in (*suite.EXPERIMENTS, *suite.GPU_EXPERIMENTS)}
     apart = {"all", "quick", "parallel", "causal-lms", "report", "figures", "compare"}
     assert run == {command for name, command in main.commands.items() if name not in apart}
-    assert {name.replace("_", "-") for name in markdown.SECTIONS} == {
+    assert {name.replace("_", "-") for name in sections.SECTIONS} == {
         *(command.name for command in run),
         "parallel",
         "causal-lms",
@@ -322,7 +322,7 @@ def test_a_training_step_has_the_loss_of_the_library(tmp_path: Path) -> None:
         assert fused["peak_mib"] < library["peak_mib"]
     run(tmp_path, "report")
     text = (tmp_path / "cpu" / "report.md").read_text()
-    assert text.count("| transformers |") == 2 and "Qwen 3 0.6B of" in text
+    assert text.count("| transformers |") == 2 and "| Qwen 3 0.6B | cutefce |" in text
 
 
 def test_losses_that_differ_are_an_error() -> None:

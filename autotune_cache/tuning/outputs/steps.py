@@ -171,8 +171,8 @@ def way_outputs(
         loss, stats, dx, dw = run(*prepared(case, primitives, way), case.upstream)
         results[f"loss{way.name}"] = CheckedOutput(loss.view(-1), 1)
         if not way.ignores:  # whose order is that of the call
-            others = CheckedOutput(stats.sum_exp_others, 1, stats.sum_exp)
-            results[f"sum of the other exponentials{way.name}"] = others
+            share = stats.sum_exp_others.double() / stats.sum_exp
+            results[f"sum of the other exponentials{way.name}"] = CheckedOutput(share, 1)
         results |= gradients(way.name, dx, dw, case.h.dtype)
     return results
 
@@ -187,8 +187,7 @@ def gradients(
     floor, results = torch.finfo(dtype).smallest_normal, {}
     for name, x in (("dX", dx), ("dW", dw)):
         if x is not None:
-            rounded = x.to(dtype)
-            results[name + suffix] = CheckedOutput(rounded, 3, floor=floor, relative_to_row=True)
+            results[name + suffix] = CheckedOutput(x.to(dtype), 3, floor)
     return results
 
 
@@ -204,7 +203,7 @@ def partial_outputs(case: Case, primitives: Primitives) -> dict[str, CheckedOutp
     results = {}
     for name, x in (("partial dX of a rank", partial), ("moved rows", partial.to(case.h.dtype))):
         rows = torch.where(counts, restore_rows(selection, x), 0)
-        results[name] = CheckedOutput(rows, 1, relative_to_row=True)
+        results[name] = CheckedOutput(rows, 1)
     return results
 
 
