@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from cutefce.autotune_cache.table import TUNED, Candidate, Key, candidates, key_of
+from cutefce.autotune_cache.tuning import timing
 from cutefce.autotune_cache.tuning.cases import Case, full_case
 from cutefce.autotune_cache.tuning.outputs.steps import Way, make_targets, prepared
 from cutefce.autotune_cache.tuning.runner import Runner
@@ -21,6 +22,13 @@ from cutefce.cute_kernels.problem import Problem
 from cutefce.ops.primitives.portable_projection import Logits
 from cutefce.ops.primitives.primitives import Primitives
 from cutefce.ops.rows.kept_sums import Sums
+
+CALLS = 3
+"""Calls in a row of a candidate: the GEMMs of a training step.  A candidate with fewer cycles but
+higher power wins short timings and loses once the GPU lowers its clock."""
+SECONDS = 2.0
+"""Duration of a trial, of at least MIN_ROUNDS rounds."""
+MIN_ROUNDS, MAX_ROUNDS = 4, 50
 
 
 @dataclass(frozen=True)
@@ -71,6 +79,15 @@ class Job:
         exps = case.h.new_empty(p.tokens, columns).uniform_()
         out = Sums(case.h.new_empty(shape, dtype=dtype))
         return {x: self._call(case, exps, out, own) for x, own in every.items()}
+
+    def trial(self) -> dict[Candidate, tuple[float, ...]]:
+        """Return the times of the candidates in ms, of interleaved rounds; for a subprocess."""
+        self.runner.use()
+        calls, device = self.calls(), self.problem.device
+        for _ in range(2):  # the first round loads kernels
+            once = timing.interleaved(calls, device, 1)
+        rounds = round(SECONDS * 1e3 / (CALLS * sum(ms for (ms,) in once.values())))
+        return timing.interleaved(calls, device, min(max(rounds, MIN_ROUNDS), MAX_ROUNDS), CALLS)
 
     def _call(self, case: Case, exps: Tensor, out: Sums, own: Primitives) -> Call:
         """Return the GEMM of sums of dX, or of the final dW, from `exps` (N, V), or of the forward.

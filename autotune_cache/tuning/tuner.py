@@ -5,7 +5,6 @@ if it saves 1 %, less being noise.
 """
 
 import dataclasses
-import functools
 import statistics
 from importlib.metadata import version
 from pathlib import Path
@@ -13,7 +12,6 @@ from pathlib import Path
 from cutefce.autotune_cache import table_io
 from cutefce.autotune_cache.lookup import current_build
 from cutefce.autotune_cache.table import Candidate, Entry, Table
-from cutefce.autotune_cache.tuning import worker
 from cutefce.autotune_cache.tuning.jobs import Job
 from cutefce.cute_kernels.gpu import Gpu
 from cutefce.cute_kernels.jit.subprocess_worker import SubprocessWorker
@@ -38,7 +36,7 @@ def tune(job: Job, process: SubprocessWorker, path: Path, header: Table) -> Entr
         WorkerError: if the trial fails; the file has no entry of it then.
         RuntimeError: if no subprocess can be started.
     """
-    times = process.ask(functools.partial(worker.trial, job), TRIAL_SECONDS)
+    times = process.ask(job.trial, TRIAL_SECONDS)
     default = job.candidates[0]
 
     def ratio(candidate: Candidate) -> float:

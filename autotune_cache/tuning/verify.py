@@ -13,7 +13,6 @@ from collections.abc import Callable
 
 from cutefce.autotune_cache import verdicts
 from cutefce.autotune_cache.table import TUNED
-from cutefce.autotune_cache.tuning import worker
 from cutefce.autotune_cache.tuning.runner import Runner
 from cutefce.autotune_cache.verdicts import Verdict
 from cutefce.cute_kernels import cache_files
@@ -115,9 +114,9 @@ def first_fault(
             name = f"{dtype} in {', '.join(parts)}, {'; '.join(tuned)}"
             advance(name)
             kernels = runner.kernels(dtype, configs, parts)
-            loads = ((functools.partial(worker.load, x), build.BUILD_SECONDS) for x in kernels)
-            prepare = functools.partial(worker.prepare, runner, dtype, parts)
-            check = functools.partial(worker.check_small, runner, dtype, configs, parts)
+            loads = ((functools.partial(build.load, x), build.BUILD_SECONDS) for x in kernels)
+            prepare = functools.partial(runner.prepare, dtype, parts)
+            check = functools.partial(runner.check, dtype, configs, parts)
             requests = *loads, (prepare, PREPARE_SECONDS), (check, CHECK_SECONDS)
             for request, seconds in requests:
                 try:

@@ -23,6 +23,11 @@ def missing(kernels: Iterable[KernelSpec]) -> list[KernelSpec]:
     return [kernel for kernel in dict.fromkeys(kernels) if not cache.is_stored(kernel)]
 
 
+def load(kernel: KernelSpec) -> None:
+    """Load `kernel` in this process, or compile it if the cache folder does not have it."""
+    cache.compiled(kernel)
+
+
 def compile_into_folder(kernel: KernelSpec) -> None:
     """Compile `kernel` into the cache folder; nothing without one: who launches it compiles it."""
     with contextlib.suppress(OSError):

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from cutefce.autotune_cache.table import Table
-from cutefce.autotune_cache.tuning import tuner, worker
+from cutefce.autotune_cache.tuning import tuner
 from cutefce.cute_kernels.jit.subprocess_worker import SubprocessWorker, WorkerError
 from tests.support.faulty_candidates import FaultyJob, FaultyRunner, Kind, kind_of
 from tests.support.tables import GPU, VERSIONS
@@ -35,9 +35,8 @@ class InlineWorker(SubprocessWorker):
     """Answers at once, as a subprocess would after timing the candidates."""
 
     def ask(self, call: Any, seconds: float) -> Any:
-        assert call.func is worker.trial
         times = {}
-        for candidate in call.args[0].candidates:
+        for candidate in call.__self__.candidates:
             kind = kind_of(candidate)
             if kind not in (Kind.SLOW, Kind.FAST):
                 raise WorkerError("out of memory" if kind is Kind.LEAKS else "it hung")
