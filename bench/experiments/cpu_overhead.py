@@ -34,7 +34,7 @@ CALLS, SECONDS = 3000, 2.0
 WARM_UP_SECONDS = 0.5
 """Calls before the measured ones, in which an idle CPU reaches its clock."""
 FORWARD: dict[str, Loss] = {"": cutefce.linear_cross_entropy}
-BUDGETS = FORWARD | {f", {name}": cutefce_loss(name) for name in ("max", "min")}
+BUDGETS = FORWARD | {f", {name}": cutefce_loss(workspace=name) for name in ("max", "min")}
 """Losses of training steps, by what their budgets add to the name."""
 BATCH = 10
 """Consecutive calls before the GPU is waited for; few enough not to fill its launch queue."""

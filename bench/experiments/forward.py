@@ -96,5 +96,5 @@ def _calls(shape: Shape) -> dict[str, Call]:
         calls["cutefce, exps stored"] = with_exps_stored
     if shape.tokens <= FEW:
         calls[GEMMS] = plain_gemms(h, w, y)
-        calls[STEP] = functools.partial(gradients, cutefce_loss("max"), h, w, y)
+        calls[STEP] = functools.partial(gradients, cutefce_loss(workspace="max"), h, w, y)
     return calls

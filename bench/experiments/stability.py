@@ -24,7 +24,7 @@ SCALES = (1e-3, 1e-1, 1.0, 10.0, 1e2, 1e3)
 """Standard deviations of the logits."""
 DTYPES = ("float32", "bfloat16")
 LOSSES: tuple[Loss, Loss] = (
-    cutefce_loss(None, reduction="none"),
+    cutefce_loss(reduction="none"),
     functools.partial(unfused, reduction="none"),
 )
 

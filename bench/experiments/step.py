@@ -109,7 +109,7 @@ def run(
     plans = distinct_plans(h, w, workspaces, task.is_frozen)
     losses: dict[str, Loss | str] = {"unfused": unfused}
     budgets = WORKSPACES | SMALL_WORKSPACES
-    losses |= {f"cutefce {name}": cutefce_loss(budgets[name]) for name in plans}
+    losses |= {f"cutefce {name}": cutefce_loss(workspace=budgets[name]) for name in plans}
     losses |= dict(peers or {})
     gemms = plain_gemms(h, w, y)
     y = ignore_some(y, task.ignored_percent)
