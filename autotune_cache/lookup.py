@@ -77,14 +77,11 @@ def shipped_tables() -> tuple[Table, ...]:
 def _user_tables(gpu: Gpu) -> tuple[Table, ...]:
     """Return the user's table; nothing if there is none or, with a warning, if it is bad."""
     try:
-        path = user_folder() / file_name(gpu)
-        table = read(path)
-        table.check_matches(gpu)
-        return (table,)
+        return (read(user_folder() / file_name(gpu), gpu),)
     except FileNotFoundError:
         pass
     except CacheError as error:
         warn_once(str(error))
-    except (OSError, ValueError) as error:
-        warn_once(f"ignored the tuned table {path}: {error}")
+    except OSError as error:
+        warn_once(f"ignored the tuned table {error}")
     return ()

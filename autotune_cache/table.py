@@ -16,7 +16,7 @@ that the kernels are right.  `cutefce tune` measures the times; `cutefce verify 
 versions.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from cutefce.cute_kernels.arch.base import Arch
@@ -91,16 +91,6 @@ class Table:
         """Dtypes of the entries."""
         return sorted({key.dtype for key in self.entries})
 
-    def check_matches(self, gpu: Gpu) -> None:
-        """Raise ValueError if the table was made on another kind of GPU."""
-        for name, got, expected in (
-            ("arch", self.gpu.arch.name, gpu.arch.name),
-            ("device", self.gpu.name, gpu.name),
-            ("num_sms", self.gpu.num_sms, gpu.num_sms),
-        ):
-            if got != expected:
-                raise ValueError(f"{name}: got {got!r}, expected {expected!r}")
-
 
 def bucket(tokens: int) -> int:
     """Return the smallest power of 2, or three quarters of one, that is at least `tokens`."""
@@ -108,24 +98,15 @@ def bucket(tokens: int) -> int:
     return power * 3 // 4 if 0 < tokens <= power * 3 // 4 else power
 
 
-def merge(tables: Mapping[str, Table]) -> Table:
-    """Merge tables, by name, of one kind of GPU, in any order.
+def merge(tables: Sequence[Table]) -> Table:
+    """Merge tables of one kind of GPU, in any order.
 
     Of two entries for a key the faster one wins.  Versions that differ are left out, and with them
     the proof of the kernels.
-
-    Raises:
-        ValueError: if a table is of another kind of GPU; names the table.
     """
-    first = next(iter(tables.values()))
-    for name, table in tables.items():
-        try:
-            table.check_matches(first.gpu)
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}") from error
     entries: dict[Key, Entry] = {}
-    for table in tables.values():
+    for table in tables:
         for key, entry in table.entries.items():
             entries[key] = min(entry, entries.get(key, entry), key=lambda e: (e.ms, repr(e)))
-    common = set.intersection(*(set(table.versions.items()) for table in tables.values()))
-    return Table(first.gpu, dict(sorted(common)), entries)
+    common = set.intersection(*(set(table.versions.items()) for table in tables))
+    return Table(tables[0].gpu, dict(sorted(common)), entries)

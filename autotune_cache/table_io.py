@@ -5,19 +5,17 @@ import itertools
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from cutefce.autotune_cache.table import TUNED, Entry, Key, Table, candidates
+from cutefce.autotune_cache.table import Entry, Key, Table, candidates
 from cutefce.cute_kernels import cache_files
 from cutefce.cute_kernels.arch import arch_named
 from cutefce.cute_kernels.gpu import Gpu
 from cutefce.cute_kernels.process_cache import warn_once
 
 SCHEMA = 4
-MIN_MS, MAX_MS = 1e-6, 1e9
-"""Times that an entry may have."""
 LOCK_SECONDS = 60
 """How long to wait for another process that writes the same file."""
 
@@ -28,8 +26,12 @@ def file_name(gpu: Gpu) -> str:
     return "_".join(words) + ".json"
 
 
-def read(path: Path) -> Table:
-    """Read and check a file.
+class TableError(OSError):
+    """A file is not the table that it should be; the message names both."""
+
+
+def read(path: Path, gpu: Gpu | None = None) -> Table:
+    """Read and check a file, which is of a kind of GPU if that is given.
 
     Entries with a configuration that the architecture does not list are left out, as tables of
     other versions may have some: the defaults serve there.
@@ -37,67 +39,65 @@ def read(path: Path) -> Table:
     Raises:
         CacheError: if it is in the cache folder and not trusted.
         OSError: if it cannot be read.
-        ValueError: if it is not a table; names the field, its value and what is expected.
+        TableError: if it is no such table; names the field, its value and what is expected.
     """
     try:
-        data = json.loads(cache_files.read(path))
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(f"not JSON: {error}") from error
-    if not isinstance(data, dict) or data.get("schema") != SCHEMA:
-        got = data.get("schema") if isinstance(data, dict) else data
-        raise ValueError(f"schema: got {got!r}, expected {SCHEMA}")
-    try:
-        arch = arch_named(_text(data, "arch"))
-        gpu = Gpu(arch, _text(data, "device"), _integer(data, "num_sms"))
-        versions = {name: _text(data["versions"], name) for name in data["versions"]}
-        entries, left_out = dict[Key, Entry](), 0
-        for item in data["entries"]:
-            kernel = _text(item, "kernel", TUNED)
-            fields = {x: x and dataclasses.asdict(x) for x in candidates(arch, kernel)}
-            configs = [config for config in fields if fields[config] == item["config"]]
-            if not configs:
-                left_out += 1
-                continue
-            sizes = (_integer(item, name) for name in ("hidden", "vocab", "tokens"))
-            key = Key(kernel, _text(item, "dtype", arch.dtypes), *sizes)
-            entries[key] = Entry(configs[0], _ms(item, "ms"), _ms(item, "default_ms"))
+        return _parsed(json.loads(cache_files.read(path)), gpu)
     except (LookupError, TypeError, AttributeError) as error:
-        raise ValueError(f"a field is missing or has the wrong type: {error}") from error
+        text = f"{path}: a field is missing or has the wrong type: {error}"
+        raise TableError(text) from error
+    except (ValueError, RecursionError) as error:
+        raise TableError(f"{path}: {error}") from error
+
+
+def _parsed(data: Any, gpu: Gpu | None) -> Table:
+    """Return what a file holds."""
+    if data.get("schema") != SCHEMA:
+        raise ValueError(f"schema: got {data.get('schema')!r}, expected {SCHEMA}")
+    if gpu is None:
+        arch, sms = arch_named(data["arch"]), _positive(data, "num_sms", int)
+        gpu = Gpu(arch, str(data["device"]), sms)
+    for name, expected in _header(gpu).items():
+        if data[name] != expected:
+            raise ValueError(f"{name}: got {data[name]!r}, expected {expected!r}")
+    versions = {name: str(version) for name, version in data["versions"].items()}
+    entries, left_out = dict[Key, Entry](), 0
+    for item in data["entries"]:
+        fields = {x: x and dataclasses.asdict(x) for x in candidates(gpu.arch, str(item["kernel"]))}
+        configs = [config for config in fields if fields[config] == item["config"]]
+        if not configs:
+            left_out += 1
+            continue
+        sizes = (_positive(item, name, int) for name in ("hidden", "vocab", "tokens"))
+        key = Key(str(item["kernel"]), str(item["dtype"]), *sizes)
+        times = (float(_positive(item, name, int, float)) for name in ("ms", "default_ms"))
+        entries[key] = Entry(configs[0], *times)
     return Table(gpu, versions, entries, left_out)
+
+
+def _header(gpu: Gpu) -> dict[str, Any]:
+    """Return the fields of a file that name a GPU."""
+    return {"device": gpu.name, "num_sms": gpu.num_sms, "arch": gpu.arch.name}
+
+
+def _positive(item: dict[str, Any], name: str, *kinds: type) -> Any:
+    """Return a number of an item, which is of one of `kinds`, above 0 and finite."""
+    number = item[name]
+    if type(number) not in kinds or not 0 < number < sys.maxsize:
+        raise ValueError(f"{name}: got {number!r}, expected a number above 0")
+    return number
 
 
 def read_like(path: Path, like: Table) -> Table:
     """Do what `read` does of a file to which `like` can be added.
 
     Raises:
-        ValueError: also if it is of another kind of GPU, or proves other kernels.
+        TableError: also if it is of another kind of GPU, or proves other kernels.
     """
-    table = read(path)
-    table.check_matches(like.gpu)
+    table = read(path, like.gpu)
     if table.build != like.build:
-        raise ValueError(f"versions: got {table.build}, expected {like.build}")
+        raise TableError(f"{path}: versions: got {table.build}, expected {like.build}")
     return table
-
-
-def _text(item: dict[str, Any], name: str, choices: Sequence[str] = ()) -> str:
-    text = item[name]
-    if type(text) is not str or (choices and text not in choices):
-        raise ValueError(f"{name}: got {text!r}, expected {' or '.join(choices) or 'text'}")
-    return text
-
-
-def _integer(item: dict[str, Any], name: str) -> int:
-    number = item[name]
-    if type(number) is not int or not 0 < number < sys.maxsize:
-        raise ValueError(f"{name}: got {number!r}, expected an integer above 0")
-    return number
-
-
-def _ms(item: dict[str, Any], name: str) -> float:
-    time = item[name]
-    if type(time) not in (int, float) or not MIN_MS <= time <= MAX_MS:
-        raise ValueError(f"{name}: got {time!r}, expected {MIN_MS:g} to {MAX_MS:g}")
-    return float(time)
 
 
 def update(path: Path, found: Table) -> None:
@@ -112,7 +112,7 @@ def update(path: Path, found: Table) -> None:
             held = read_like(path, found)
         except FileNotFoundError:
             return found
-        except ValueError as error:
+        except TableError as error:
             _set_aside(path, error)
             return found
         return dataclasses.replace(found, entries={**held.entries, **found.entries})
@@ -126,22 +126,16 @@ def rewrite(path: Path, make: Callable[[], Table]) -> None:
         cache_files.write(path, to_json(make()).encode())
 
 
-def _set_aside(path: Path, reason: ValueError) -> None:
+def _set_aside(path: Path, reason: TableError) -> None:
     names = (path.with_suffix(f".old{number or ''}") for number in itertools.count())
     free = next(name for name in names if not name.exists())
     os.replace(path, free)
-    warn_once(f"moved the tuned table {path} aside, to {free.name}: {reason}")
+    warn_once(f"moved a tuned table aside, to {free.name}: {reason}")
 
 
 def to_json(table: Table) -> str:
     """Return the text of a file: each entry on one line, sorted by key."""
-    header = {
-        "schema": SCHEMA,
-        "device": table.gpu.name,
-        "num_sms": table.gpu.num_sms,
-        "arch": table.gpu.arch.name,
-        "versions": dict(table.versions),
-    }
+    header = {"schema": SCHEMA, **_header(table.gpu), "versions": dict(table.versions)}
     fields = [f" {json.dumps(name)}: {json.dumps(value)}" for name, value in header.items()]
     entries = (
         dataclasses.asdict(key) | dataclasses.asdict(table.entries[key])

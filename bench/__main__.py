@@ -9,7 +9,7 @@ import click
 from bench.experiments import causal_lms, parallel, peers, suite
 from bench.harness.cli import Output
 from bench.harness.records import RESULTS
-from bench.report import compare, figures, markdown, merge
+from bench.report import compare, figures, markdown
 from cutefce.ops.primitives import dispatch
 
 
@@ -36,7 +36,7 @@ def main(
 
 
 experiments = *suite.EXPERIMENTS, *suite.GPU_EXPERIMENTS, causal_lms, parallel
-for module in (suite, *experiments, markdown, figures, compare, merge):
+for module in (suite, *experiments, markdown, figures, compare):
     main.add_command(module.command)
 main.add_command(peers.quick)
 

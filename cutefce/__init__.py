@@ -11,11 +11,12 @@ from cutefce.autotune_cache import verdicts
 from cutefce.version import __version__ as __version__
 
 
-def _verify(*part: Any) -> verdicts.Verdict:
+def _verify(gpu: Any, device: str, dtype: str, part: str) -> verdicts.Verdict:
     """Verify a part of calls; what does is imported for the first that is unproven."""
-    from cutefce.autotune_cache.tuning import verify
+    from cutefce.autotune_cache.tuning import runner, verify
+    from cutefce.cute_kernels.parts import parts_of
 
-    return verify.verify_call(*part)
+    return verify.verify_once(runner.Runner(gpu, device), dtype, parts_of(part))
 
 
 verdicts.verify = _verify

@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from cutefce.commands.cache import cache
+from cutefce.commands.common import printable
 from cutefce.commands.compile import compile_kernels
 from cutefce.commands.info import info
 from cutefce.commands.tune import tune
@@ -25,7 +26,7 @@ class Commands(click.Group):
         except BrokenPipeError:
             raise
         except OSError as error:
-            raise click.ClickException(str(error)) from error
+            raise click.ClickException(printable(str(error))) from error
 
 
 @click.group(cls=Commands)

@@ -31,7 +31,7 @@ from cutefce.cute_kernels.spec.gemm import ProjectExpSpec
 from cutefce.cute_kernels.variant import LogitTransform
 from cutefce.version import __version__
 from tests.support.fake_tuner import RUNNER, InlineWorker, InProcess, job
-from tests.support.faulty_candidates import Kind, config
+from tests.support.faulty_candidates import Kind
 from tests.support.stand_in_gpu import served_by_kernels
 from tests.support.tables import GPU, OLD, TABLE, write
 
@@ -55,7 +55,7 @@ def test_tune(command: Any, folder: Path) -> None:
     one, two = "24x16x300", "24x16x700"
     dry = command("tune", "--shapes", one, "--dry-run")
     assert dry.exit_code == 0
-    assert "1 of 1 problems to tune, in 2 trials" in dry.output
+    assert "1 of 1 problems to tune" in dry.output
     assert not path.exists()
     assert command("tune", "--shapes", one, "--budget-minutes", "0").output.count("are left") == 1
     first = command("tune", "--shapes", one)
@@ -70,9 +70,8 @@ def test_tune(command: Any, folder: Path) -> None:
     assert "not one of 'bfloat16', 'float16'" in command("tune", "--dtype", "float64").output
     assert "expected one of few-tokens" in command("tune", "--shapes", "gpt").output
     assert command("tune", "--shapes", one, "--budget-minutes", "-1").exit_code == 2
-    refused = command("tune", "--shapes", one, "--budget-minutes", "nan")
-    assert refused.exit_code == 2
-    assert "got nan, expected a number of minutes" in refused.output
+    none = command("tune", "--shapes", one, "--budget-minutes", "nan")
+    assert "1 problems are left" in none.output
 
 
 def test_tune_does_not_resume_with_a_table_of_other_kernels(command: Any, folder: Path) -> None:
@@ -82,16 +81,16 @@ def test_tune_does_not_resume_with_a_table_of_other_kernels(command: Any, folder
     assert "0 of 1 problems" in command(*arguments).output
     tuned = table_io.read(path)
     write(path, dataclasses.replace(tuned, versions=OLD))
-    with pytest.warns(UserWarning, match="moved the tuned table"):
+    with pytest.warns(UserWarning, match="moved a tuned table"):
         assert "1 of 1 problems" in command(*arguments).output
     assert table_io.read(path) == tuned
 
 
-def test_tune_tells_which_candidates_failed(command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tune_tells_which_problems_failed(command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jobs, "jobs_of", lambda *_: [job((Kind.SLOW, Kind.HANGS))])
     result = command("tune")
     assert result.exit_code == 0, result.output
-    assert f"left out: 24x16x300 project_exp: {config(Kind.HANGS)}" in result.output
+    assert "left out: 24x16x300 project_exp: it hung" in result.output
 
 
 def test_kernels_that_fail_verification_are_not_tuned(
@@ -112,9 +111,9 @@ def test_no_gpu_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
         assert "GPU: got no CUDA device, expected compute capability 9.0" in result.output
 
 
-@pytest.mark.parametrize(("hip", "got"), [(None, "compute capability 8.0"), ("6.4", "one of AMD")])
+@pytest.mark.parametrize("hip", [None, "6.4"])
 def test_a_gpu_without_kernels_is_an_error(
-    hip: str | None, got: str, monkeypatch: pytest.MonkeyPatch
+    hip: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One of AMD reports a capability that NVIDIA's have."""
     monkeypatch.setattr(torch.version, "hip", hip)
@@ -122,9 +121,10 @@ def test_a_gpu_without_kernels_is_an_error(
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     capability = (9, 0) if hip else (8, 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "MI300X")
     result = CliRunner().invoke(main, ["verify"])
     assert result.exit_code == 1
-    assert f"GPU: got {got}, expected compute capability 9.0" in result.output
+    assert "GPU: got MI300X, expected compute capability 9.0" in result.output
 
 
 def test_cache_commands(folder: Path, tmp_path: Path) -> None:

@@ -2,13 +2,12 @@
 
 cases.py      inputs on which kernels are compared, and the comparison
 outputs/      what is computed of them
-runner.py     one GPU, how configurations run on it, and which kernels they launch
+runner.py     one GPU, how configurations run and are checked on it, and which kernels they launch
 verify.py     which parts of calls are checked, and what follows
 shapes.py     problems that are tuned by name
-jobs.py       what is tuned, its candidates, and the calls that are timed
+jobs.py       what is tuned, its candidates, and how their calls are timed
 timing.py     interleaved timing
 tuner.py      one tuning run
-worker.py     what runs in the subprocess of both
 
-`cutefce` has calls verify by `verify.verify_call`.
+`cutefce` has calls verify by `verify.verify_once`.
 """

@@ -89,15 +89,11 @@ class CheckedOutput:
     """An output, with how far it may be from the portable path's."""
 
     values: Tensor
-    """(N, C) or (N,)."""
+    """(N, C), whose errors are relative to the largest value of a row, or (N,)."""
     roundings: int
     """How often its terms are rounded to their dtype."""
-    scale: Tensor | None = None
-    """(N,) divisor of each row before the comparison."""
     floor: float = 1e-30
     """Added to the denominator of relative errors."""
-    relative_to_row: bool = False
-    """Whether errors are relative to the largest value of a row instead of to each value."""
 
 
 Outputs = Mapping[str, CheckedOutput]
@@ -118,18 +114,10 @@ def compare(got: Outputs, expected: Outputs, where: str) -> None:
 
 def _max_relative_error(got: CheckedOutput, expected: CheckedOutput) -> float:
     """Return the largest relative error; inf where only one of two values is finite."""
-    a, b = _wide(got), _wide(expected)
+    a, b = (x.values.view(len(x.values), -1).cpu().double() for x in (got, expected))
     finite = b.isfinite()
     if not torch.equal(a.isfinite(), finite):
         return float("inf")
-    size = b.abs().where(finite, 0)
-    if got.relative_to_row:
-        size = size.amax(1, keepdim=True)
+    size = b.abs().where(finite, 0).amax(1, keepdim=True)
     error = (a - b).abs() / (size + got.floor)
     return float(error.where(finite, 0).max())
-
-
-def _wide(output: CheckedOutput) -> Tensor:
-    """Return the values (N, C), or (N, 1), in float64 over the scales of the rows, on the CPU."""
-    values = output.values.view(len(output.values), -1).cpu().double()
-    return values if output.scale is None else values / output.scale[:, None].cpu().double()

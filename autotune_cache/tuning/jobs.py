@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from cutefce.autotune_cache.table import TUNED, Candidate, Key, candidates, key_of
+from cutefce.autotune_cache.tuning import timing
 from cutefce.autotune_cache.tuning.cases import Case, full_case
 from cutefce.autotune_cache.tuning.outputs.steps import Way, make_targets, prepared
 from cutefce.autotune_cache.tuning.runner import Runner
@@ -17,12 +18,17 @@ from cutefce.autotune_cache.tuning.shapes import Sizes
 from cutefce.autotune_cache.tuning.timing import Call
 from cutefce.cute_kernels.config import KernelConfigs
 from cutefce.cute_kernels.integers import round_up
-from cutefce.cute_kernels.parts import STEP, parts_of
 from cutefce.cute_kernels.problem import Problem
-from cutefce.cute_kernels.spec.kernel import KernelSpec
 from cutefce.ops.primitives.portable_projection import Logits
 from cutefce.ops.primitives.primitives import Primitives
 from cutefce.ops.rows.kept_sums import Sums
+
+CALLS = 3
+"""Calls in a row of a candidate: the GEMMs of a training step.  A candidate with fewer cycles but
+higher power wins short timings and loses once the GPU lowers its clock."""
+SECONDS = 2.0
+"""Duration of a trial, of at least MIN_ROUNDS rounds."""
+MIN_ROUNDS, MAX_ROUNDS = 4, 50
 
 
 @dataclass(frozen=True)
@@ -60,38 +66,48 @@ class Job:
             changed["grad_hidden_short"] = candidate
         return dataclasses.replace(self.runner.base(), **changed)
 
-    def kernels(self) -> list[KernelSpec]:
-        """Return the kernels that trials launch."""
-        every, dtype, parts = map(self.configs, self.candidates), self.problem.dtype, parts_of(STEP)
-        return [x for configs in every for x in self.runner.kernels(dtype, configs, parts)]
-
-    def calls(self, some: Sequence[Candidate]) -> dict[Candidate, Call]:
-        """Return the calls whose times decide, of some candidates, on the same random inputs."""
+    def calls(self) -> dict[Candidate, Call]:
+        """Return the calls whose times decide: on the same random inputs, into the same memory."""
         p, case = self.problem, full_case(self.problem, self.runner.device)
-        columns = 0 if self.kernel == "project_exp" else round_up(p.vocab, 8)
-        exps = case.h.new_empty(p.tokens, columns).uniform_()[:, : p.vocab]
-        every = {x: self.runner.primitives(p, self.configs(x)) for x in some}
-        return {x: self._call(case, exps, primitives) for x, primitives in every.items()}
+        every = {x: self.runner.primitives(p, self.configs(x)) for x in self.candidates}
+        columns, shape, dtype = round_up(p.vocab, 8), (p.tokens, p.hidden), torch.float32
+        if self.kernel == "project_exp":  # what the default workspace holds
+            _, plan, _ = prepared(case, every[self.candidates[0]], Way(stored=1))
+            columns, shape = plan.layout.kept, (0, 0)
+        elif self.kernel == "grad_weight":
+            shape, dtype = (p.vocab, p.hidden), case.w.dtype
+        exps = case.h.new_empty(p.tokens, columns).uniform_()
+        out = Sums(case.h.new_empty(shape, dtype=dtype))
+        return {x: self._call(case, exps, out, own) for x, own in every.items()}
 
-    def _call(self, case: Case, exps: Tensor, primitives: Primitives) -> Call:
+    def trial(self) -> dict[Candidate, tuple[float, ...]]:
+        """Return the times of the candidates in ms, of interleaved rounds; for a subprocess."""
+        self.runner.use()
+        calls, device = self.calls(), self.problem.device
+        for _ in range(2):  # the first round loads kernels
+            once = timing.interleaved(calls, device, 1)
+        rounds = round(SECONDS * 1e3 / (CALLS * sum(ms for (ms,) in once.values())))
+        return timing.interleaved(calls, device, min(max(rounds, MIN_ROUNDS), MAX_ROUNDS), CALLS)
+
+    def _call(self, case: Case, exps: Tensor, out: Sums, own: Primitives) -> Call:
         """Return the GEMM of sums of dX, or of the final dW, from `exps` (N, V), or of the forward.
 
-        That stores as many exponentials as the default workspace holds.
+        That stores `exps` of the first columns.
         """
-        p, gradients = case.problem, primitives.gradients
+        vocab, targets = case.problem.vocab, make_targets(case)
         if self.kernel == "project_exp":
-            inputs, plan, _ = prepared(case, primitives, Way(stored=1))
-            h, w, targets, kept = inputs.h, inputs.w, inputs.targets, plan.layout.kept
-            logit = primitives.projection.target_logit(h, w, targets)
-            stored = h.new_empty(p.tokens, kept) if kept else None
-            logits = Logits(h, w, (0, p.vocab), logit, targets)
-            return partial(primitives.projection.project_exp, logits, stored)
+            h, w = own.projection.prepare(case.h, case.w)
+            logit = own.projection.target_logit(h, w, targets)
+            stored = exps if exps.shape[1] else None
+            return partial(
+                own.projection.project_exp, Logits(h, w, (0, vocab), logit, targets), stored
+            )
+        exps = exps[:, :vocab]
         if self.kernel == "grad_hidden":
-            sums = Sums(case.w.new_empty(p.tokens, p.hidden, dtype=torch.float32))
-            return partial(gradients.add_hidden, sums, exps, case.w, accumulate=False)
-        target_grad = gradients.target_grad(case.h, case.upstream, make_targets(case))
-        dw, scale = Sums(torch.empty_like(case.w)), case.upstream[0]
-        return partial(gradients.add_weight, dw, exps, case.h, target_grad, 0, grad_scale=scale)
+            return partial(own.gradients.add_hidden, out, exps, case.w, accumulate=False)
+        grad = own.gradients.target_grad(case.h, case.upstream, targets)
+        scale = case.upstream[0]
+        return partial(own.gradients.add_weight, out, exps, case.h, grad, 0, grad_scale=scale)
 
 
 def jobs_of(runner: Runner, shapes: Sequence[Sizes], dtype: str) -> list[Job]:

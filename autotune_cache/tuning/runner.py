@@ -5,7 +5,13 @@ from dataclasses import dataclass, replace
 import torch
 
 from cutefce.autotune_cache import defaults
-from cutefce.autotune_cache.tuning.cases import SMALL_PROBLEMS, Case, Outputs, small_case
+from cutefce.autotune_cache.tuning.cases import (
+    SMALL_PROBLEMS,
+    Case,
+    Outputs,
+    compare,
+    small_case,
+)
 from cutefce.autotune_cache.tuning.outputs import outputs_of
 from cutefce.cute_kernels.arch.base import Arch
 from cutefce.cute_kernels.config import KernelConfigs
@@ -23,11 +29,13 @@ from cutefce.ops.primitives.primitives import Primitives
 MANY_TOKENS, MANY_HIDDEN = 8192, 4096
 """Tokens and hidden size whose default configurations serve all kernels but the one that is tuned,
 and the prebuilt variants."""
+MAX_CPU_THREADS = 8
+"""Threads for the small problems; more only wait for each other."""
 
 
 @dataclass(frozen=True)
 class Runner:
-    """One GPU; picklable.  Only `small_case`, `expected` and `outputs` touch it."""
+    """One GPU; picklable."""
 
     gpu: Gpu
     device: str = "cuda"
@@ -87,6 +95,32 @@ class Runner:
     def small_case(self, name: str, dtype: str) -> Case:
         """Return the inputs of a small problem, by its name, on the CPU."""
         return small_case(name, self.problem(SMALL_PROBLEMS[name], dtype))
+
+    @process_cache
+    def _prepared(self, name: str, dtype: str, parts: tuple[str, ...]) -> tuple[Case, Outputs]:
+        case = self.small_case(name, dtype)
+        return case, self.expected(case, parts)
+
+    def prepare(self, dtype: str, parts: tuple[str, ...]) -> None:
+        """Make inputs and expected outputs of the small problems, which no check's time includes.
+
+        It and `check` are for a subprocess.
+        """
+        torch.set_num_threads(min(MAX_CPU_THREADS, torch.get_num_threads()))
+        self.use()
+        for name in SMALL_PROBLEMS:
+            self._prepared(name, dtype, parts)
+
+    def check(self, dtype: str, configs: KernelConfigs, parts: tuple[str, ...]) -> None:
+        """Raise MismatchError if kernels of `configs` are wrong on a small problem."""
+        for name in SMALL_PROBLEMS:
+            case, expected = self._prepared(name, dtype, parts)
+            compare(self.outputs(case.to(self.device), configs, parts), expected, name)
+
+    def use(self) -> None:
+        """Make its GPU the current one."""
+        if self.device != "cpu":
+            torch.cuda.set_device(self.device)
 
     def expected(self, case: Case, parts: tuple[str, ...]) -> Outputs:
         """Return what the portable path computes of the `parts` of calls, in float64 on the CPU."""

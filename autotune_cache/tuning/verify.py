@@ -9,38 +9,24 @@ are recorded for the architecture, kernels, compiler and dtype.
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 
 from cutefce.autotune_cache import verdicts
 from cutefce.autotune_cache.table import TUNED
-from cutefce.autotune_cache.tuning import worker
 from cutefce.autotune_cache.tuning.runner import Runner
 from cutefce.autotune_cache.verdicts import Verdict
 from cutefce.cute_kernels import cache_files
 from cutefce.cute_kernels.config import KernelConfigs
-from cutefce.cute_kernels.gpu import Gpu
 from cutefce.cute_kernels.jit import build
 from cutefce.cute_kernels.jit.notices import announce
 from cutefce.cute_kernels.jit.subprocess_worker import SubprocessWorker, WorkerError
-from cutefce.cute_kernels.parts import DIVERGENCES, PARTS, parts_of
+from cutefce.cute_kernels.parts import DIVERGENCES, PARTS
 from cutefce.cute_kernels.spec.kernel import KernelSpec
 
 LOCK_SECONDS = 1200
 """How long to wait for another process that verifies the same kernels."""
 PREPARE_SECONDS, CHECK_SECONDS = 120, 60
 """Time limits of making inputs and expected outputs, and of checking one configuration."""
-
-
-def verify_call(gpu: Gpu, device: str, dtype: str, part: str) -> Verdict:
-    """Return the verdict on a part of calls; verify that part without one.
-
-    Args:
-        gpu: The GPU model.
-        device: The GPU that runs the check, as torch names it.
-        dtype: Dtype of hidden states and weight.
-        part: What it launches, of `cute_kernels.parts`.
-    """
-    return verify_once(Runner(gpu, device), dtype, parts_of(part))
 
 
 def verify_once(runner: Runner, dtype: str, parts: tuple[str, ...] = PARTS) -> Verdict:
@@ -54,11 +40,10 @@ def verify_once(runner: Runner, dtype: str, parts: tuple[str, ...] = PARTS) -> V
         known = verdicts.known(runner.gpu, dtype, *parts)
         if known is not None:  # by another process, meanwhile
             return known
-        every = _listed(runner, parts)
-        kernels = {x for configs in every for x in runner.kernels(dtype, configs, parts)}
+        count = len(_kernels(runner, dtype, parts))
         announce(
-            f"compares {len(kernels)} kernels with the portable path on this {runner.gpu.name}, "
-            "once; that may take a minute"
+            f"compares {count} kernels with the portable path on this {runner.gpu.name}, once; "
+            "that may take a minute"
         )
         return verify(runner, dtype, parts)
 
@@ -78,12 +63,11 @@ def verify(
         runner: The GPU.
         dtype: Dtype of hidden states and weight.
         parts: The parts of calls that are checked, of `cute_kernels.parts`.
-        advance: Called with what has been compiled, then with each configuration before its check.
+        advance: Called with each configuration before its check.
     """
-    every = _listed(runner, parts)
     try:
-        compile_all((x for some in every for x in runner.kernels(dtype, some, parts)), advance)
-        fault = first_fault(runner, dtype, parts, every, advance)
+        compile_all(runner, dtype, parts)
+        fault = first_fault(runner, dtype, parts, advance)
     except (OSError, RuntimeError) as error:
         return Verdict(False, f"not checked: {error}")
     verdict = Verdict(not fault, fault)
@@ -96,19 +80,20 @@ def _listed(runner: Runner, parts: tuple[str, ...]) -> list[KernelConfigs]:
     return runner.listed_configs()[: 1 if parts == (DIVERGENCES,) else None]
 
 
-def compile_all(kernels: Iterable[KernelSpec], advance: Callable[[str], None]) -> None:
-    """Compile the kernels that are not compiled yet.
+def _kernels(runner: Runner, dtype: str, parts: tuple[str, ...]) -> list[KernelSpec]:
+    """Return the kernels of parts of calls in every configuration that is checked, each once."""
+    every = (runner.kernels(dtype, configs, parts) for configs in _listed(runner, parts))
+    return list(dict.fromkeys(itertools.chain(*every)))
+
+
+def compile_all(runner: Runner, dtype: str, parts: tuple[str, ...]) -> None:
+    """Compile those kernels that are not compiled yet.
 
     Raises:
         RuntimeError: if one cannot be compiled.
     """
-    missing, done = build.missing(kernels), itertools.count(1)
-    failed = build.build(
-        missing,
-        lambda: advance(f"compiled {next(done)} of {len(missing)} kernels"),
-        compile_one=build.compile_clean,
-    )
-    for reason in failed.values():
+    missing = build.missing(_kernels(runner, dtype, parts))
+    for reason in build.build(missing, compile_one=build.compile_clean).values():
         raise RuntimeError(reason)
 
 
@@ -116,7 +101,6 @@ def first_fault(
     runner: Runner,
     dtype: str,
     parts: tuple[str, ...],
-    every: Sequence[KernelConfigs],
     advance: Callable[[str], None],
 ) -> str:
     """Check configurations in a subprocess until one fails; return its fault, "" if all are right.
@@ -125,22 +109,20 @@ def first_fault(
         OSError, RuntimeError: if the check itself fails.
     """
     with SubprocessWorker() as process:
-        for configs in every:
+        for configs in _listed(runner, parts):
             tuned = [f"{name} {getattr(configs, name) or 'cuBLAS'}" for name in TUNED]
             name = f"{dtype} in {', '.join(parts)}, {'; '.join(tuned)}"
             advance(name)
-            prepare = functools.partial(worker.prepare, runner, dtype, parts)
-            check = functools.partial(worker.check_small, runner, dtype, configs, parts)
-            try:
-                for kernel in runner.kernels(dtype, configs, parts):
-                    process.ask(functools.partial(worker.load, kernel), build.BUILD_SECONDS)
-                process.ask(prepare, PREPARE_SECONDS)
-            except WorkerError as error:
-                raise RuntimeError(str(error)) from error
-            try:
-                process.ask(check, CHECK_SECONDS)
-            except WorkerError as error:
-                if not error.is_of_the_call:
-                    raise RuntimeError(str(error)) from error
-                return f"{name}: {error}"
+            kernels = runner.kernels(dtype, configs, parts)
+            loads = ((functools.partial(build.load, x), build.BUILD_SECONDS) for x in kernels)
+            prepare = functools.partial(runner.prepare, dtype, parts)
+            check = functools.partial(runner.check, dtype, configs, parts)
+            requests = *loads, (prepare, PREPARE_SECONDS), (check, CHECK_SECONDS)
+            for request, seconds in requests:
+                try:
+                    process.ask(request, seconds)
+                except WorkerError as error:
+                    if request is check and error.is_of_the_call:
+                        return f"{name}: {error}"
+                    raise
     return ""

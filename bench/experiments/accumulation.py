@@ -50,9 +50,6 @@ GEMMS, ADDED = "GEMMs", "dW, then added"
 class Row:
     """One implementation at one shape; times are medians of interleaved runs."""
 
-    tokens: int
-    hidden: int
-    vocab: int
     implementation: str
     median_ms: float
     quartiles_ms: tuple[float, float]
@@ -95,8 +92,8 @@ def run(shape: Shape, device: str, repeats: int | None) -> list[Row]:
     times = interleaved(calls, device, repeats, before=preceding_gemms(device))
     rows, leaves = [], (h.detach().requires_grad_(), w.detach().requires_grad_())
     for name, time in times.items():
-        sizes, ratio = (shape.tokens, shape.hidden, shape.vocab), time.median_ms
-        row = *sizes, name, time.median_ms, time.quartiles_ms, ratio / times[GEMMS].median_ms
+        ratio = time.median_ms / times[GEMMS].median_ms
+        row = name, time.median_ms, time.quartiles_ms, ratio
         if name == GEMMS:
             rows.append(Row(*row))
             continue

@@ -23,7 +23,6 @@ FLOOR = 1e-3
 class Row:
     """One model type, tiny, in float32, with its own loss of one batch."""
 
-    model_type: str
     outcome: str
     """"fused", "fell back", "refused" by `defer`, or "not run" where the model itself could not be
     built or run."""
@@ -68,17 +67,16 @@ def run(model_type: str) -> list[Row]:
         model = build(tiny_config(model_type)).train()
         loss, gradients = step(model)
     except Exception as error:  # of the configuration, which is not what is measured
-        return [Row(model_type, "not run", summary(error))]
+        return [Row("not run", summary(error))]
     try:
         cutefce.defer(model)
     except TypeError as error:
-        return [Row(model_type, "refused", summary(error))]
+        return [Row("refused", summary(error))]
     deferred_loss, deferred_gradients = step(model)
     report = cutefce.deferral_report(model)
     is_fused = report.fused > 0 and not report.fallbacks
     return [
         Row(
-            model_type,
             "fused" if is_fused else "fell back",
             ", ".join(report.fallbacks),
             loss.item(),

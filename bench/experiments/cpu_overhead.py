@@ -34,7 +34,7 @@ CALLS, SECONDS = 3000, 2.0
 WARM_UP_SECONDS = 0.5
 """Calls before the measured ones, in which an idle CPU reaches its clock."""
 FORWARD: dict[str, Loss] = {"": cutefce.linear_cross_entropy}
-BUDGETS = FORWARD | {f", {name}": cutefce_loss(name) for name in ("max", "min")}
+BUDGETS = FORWARD | {f", {name}": cutefce_loss(workspace=name) for name in ("max", "min")}
 """Losses of training steps, by what their budgets add to the name."""
 BATCH = 10
 """Consecutive calls before the GPU is waited for; few enough not to fill its launch queue."""
@@ -48,9 +48,6 @@ Measure = Callable[[Call, str], list[float]]
 class Row:
     """Medians and quartiles of one kind of call, or of means in a row, in microseconds."""
 
-    tokens: int
-    hidden: int
-    vocab: int
     call: str
     """"forward", without gradients, or "training step", followed by a budget if not the default, or
     by what else is waited for."""
@@ -72,12 +69,12 @@ def command(output: Output, /) -> None:
 def run(shape: Shape, device: str) -> list[Row]:
     """Measure both kinds of call on random inputs."""
     h, w, y = random_inputs(shape, device)
-    rows, sizes = [], (shape.tokens, shape.hidden, shape.vocab)
+    rows = []
     kinds = [
         ("forward", _forward, FORWARD, _calls_us),
         ("training step", _step, BUDGETS, _calls_us),
     ]
-    if is_small(*sizes):
+    if is_small(shape.tokens, shape.hidden, shape.vocab):
         until = "training step until the GPU is done"
         kinds.append((until, _step, FORWARD, _waits_us))
         kinds.append((f"{until}, {BATCH} in a row", _step, FORWARD, _row_us))
@@ -87,7 +84,7 @@ def run(shape: Shape, device: str) -> list[Row]:
         calls: list[Call] = [functools.partial(evaluate, loss, h, w, y) for loss in losses]
         *samples, unfused = _interleaved_us(calls, device, measure)
         rows += [
-            Row(*sizes, kind + budget, *_summary(times), *_summary(unfused))
+            Row(kind + budget, *_summary(times), *_summary(unfused))
             for budget, times in zip(fused, samples, strict=True)
         ]
     return rows

@@ -19,7 +19,7 @@ from torch import Tensor
 
 import cutefce
 from bench.harness.cli import DEVICE, Output, chosen_shape, repeats_option, shape_options
-from bench.harness.problems import CPU_SHAPE, Shape, random_inputs
+from bench.harness.problems import CPU_SHAPE, Shape, random_inputs, sizes_of
 from bench.harness.records import Measurement
 from bench.harness.timing import Call, interleaved, peak_bytes, preceding_gemms
 
@@ -37,13 +37,8 @@ LIGER_MODULE = "liger_kernel.chunked_loss.jsd_loss"
 
 @dataclass(frozen=True)
 class Row:
-    """One implementation of one divergence."""
+    """One implementation."""
 
-    tokens: int
-    hidden: int
-    """Of both heads."""
-    vocab: int
-    divergence: str
     implementation: str
     median_ms: float | None = None
     products: float | None = None
@@ -63,7 +58,9 @@ def command(output: Output, /, repeats: int | None, **sizes: Any) -> None:
     """Divergences of a student and a teacher, against all logits and Liger."""
     shape = chosen_shape(CPU_SHAPE if DEVICE == "cpu" else SHAPE, sizes)
     measurements = [
-        Measurement({"divergence": name}, functools.partial(run, shape, name, repeats))
+        Measurement(
+            {**sizes_of(shape), "divergence": name}, functools.partial(run, shape, name, repeats)
+        )
         for name in DIVERGENCES
     ]
     output.record("divergence", measurements)
@@ -99,14 +96,13 @@ def run(shape: Shape, divergence: str, repeats: int | None) -> list[Row]:
             calls.pop(name)
             notes[name] = "out of memory"
     times = interleaved(calls, DEVICE, repeats, before=preceding_gemms(DEVICE))
-    sizes, gradients = (shape.tokens, shape.hidden, shape.vocab), h.nbytes + w.nbytes
-    rows = [Row(*sizes, divergence, name, note=note) for name, note in notes.items()]
+    gradients = h.nbytes + w.nbytes
+    rows = [Row(name, note=note) for name, note in notes.items()]
     for name, timing in times.items():
         ratio = timing.median_ms / times[PRODUCT].median_ms
         beyond = h.shape[0] * w.shape[0] * h.element_size() if name == PRODUCT else gradients
         peak = (peak_bytes(calls[name], DEVICE) - beyond) / 2**20
-        time = timing.median_ms
-        rows.append(Row(*sizes, divergence, name, time, ratio, peak, timing.quartiles_ms))
+        rows.append(Row(name, timing.median_ms, ratio, peak, timing.quartiles_ms))
     return rows
 
 

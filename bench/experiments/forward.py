@@ -37,9 +37,6 @@ GEMM, GEMMS, STEP = "GEMM", "GEMMs", "cutefce, step"
 class Row:
     """One implementation at one shape; times are medians of interleaved runs."""
 
-    tokens: int
-    hidden: int
-    vocab: int
     implementation: str
     median_ms: float
     quartiles_ms: tuple[float, float]
@@ -70,9 +67,6 @@ def run(shape: Shape, repeats: int | None) -> list[Row]:
         base = times[GEMMS if is_step else GEMM]
         rows.append(
             Row(
-                tokens=shape.tokens,
-                hidden=shape.hidden,
-                vocab=shape.vocab,
                 implementation=name,
                 median_ms=timing.median_ms,
                 quartiles_ms=timing.quartiles_ms,
@@ -102,5 +96,5 @@ def _calls(shape: Shape) -> dict[str, Call]:
         calls["cutefce, exps stored"] = with_exps_stored
     if shape.tokens <= FEW:
         calls[GEMMS] = plain_gemms(h, w, y)
-        calls[STEP] = functools.partial(gradients, cutefce_loss("max"), h, w, y)
+        calls[STEP] = functools.partial(gradients, cutefce_loss(workspace="max"), h, w, y)
     return calls

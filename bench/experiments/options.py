@@ -10,7 +10,7 @@ from torch import Tensor
 
 import cutefce
 from bench.harness.cli import DEVICE, Output, chosen_shape, repeats_option, shape_options
-from bench.harness.problems import CPU_SHAPE, Shape, random_inputs
+from bench.harness.problems import CPU_SHAPE, Shape, random_inputs, sizes_of
 from bench.harness.records import Measurement
 from bench.harness.timing import Call, interleaved, peak_bytes, preceding_gemms
 
@@ -25,14 +25,9 @@ KEPT = 64
 
 @dataclass(frozen=True)
 class Row:
-    """One option with one workspace, or the forward alone with it."""
+    """One option."""
 
-    tokens: int
-    hidden: int
-    vocab: int
     option: str
-    workspace: str
-    """"forward" for the loss without gradients."""
     median_ms: float
     ratio_to_plain: float
     peak_mib: float | None = None
@@ -50,7 +45,7 @@ def command(output: Output, /, repeats: int | None, **sizes: Any) -> None:
     """Options and outputs of the loss, against the plain call."""
     shape = chosen_shape(CPU_SHAPE if DEVICE == "cpu" else SHAPE, sizes)
     measurements = [
-        Measurement({"workspace": w}, functools.partial(run, shape, w, repeats))
+        Measurement({**sizes_of(shape), "workspace": w}, functools.partial(run, shape, w, repeats))
         for w in ("max", "min", "forward")
     ]
     output.record("options", measurements)
@@ -121,7 +116,7 @@ def value(h: Tensor, w: Tensor, y: Tensor, workspace: str | None, given: dict[st
 
 
 def run(shape: Shape, workspace: str, repeats: int | None) -> list[Row]:
-    """Measure every option with one workspace, interleaved with the plain call."""
+    """Measure every option with one workspace, or "forward", interleaved with the plain call."""
     h, w, y = random_inputs(shape, DEVICE)
     has_gradient = workspace != "forward"
     calls: dict[str, Call] = {}
@@ -133,13 +128,10 @@ def run(shape: Shape, workspace: str, repeats: int | None) -> list[Row]:
         calls[UNFUSED] = functools.partial(unfused_scores, h, w, y)
     times = interleaved(calls, DEVICE, repeats, before=preceding_gemms(DEVICE))
     peaks = {name: peak_bytes(call, DEVICE) / 2**20 for name, call in calls.items()}
-    sizes = shape.tokens, shape.hidden, shape.vocab
     gradients = (h.nbytes + w.nbytes) / 2**20 if has_gradient else 0.0
     return [
         Row(
-            *sizes,
             name,
-            workspace,
             times[name].median_ms,
             times[name].median_ms / times[PLAIN].median_ms,
             peaks[name] - gradients,

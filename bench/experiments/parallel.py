@@ -3,9 +3,6 @@
 unsharded           forward and backward with the whole weight, on every rank independently
 tp                  vocabulary parallel: every rank has a shard of the weight
 sp                  the same, and every rank has a shard of the hidden states
-X, barrier only     collectives exchange one number and return the tensors of the first step: ranks
-                    wait for each other, but move no data
-X, no exchange      the same without the waiting
 
 Run by torchrun, on GPUs with NCCL or on a CPU with gloo.
 """
@@ -15,8 +12,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar
-from unittest import mock
+from typing import Any
 
 import click
 import torch
@@ -34,11 +30,9 @@ from bench.harness.cli import (
 from bench.harness.problems import CPU_SHAPE, Shape, ignore_some, random_inputs
 from bench.harness.records import Measurement
 from bench.harness.timing import Timing, interleaved, peak_bytes, preceding_gemms
-from cutefce.ops.parallel import shard as sharding
 
 SHAPES = {"cpu": CPU_SHAPE, "cuda": Shape(32768, 4096, 262144, "bfloat16")}
 MODES = ("tp", "sp")
-BARRIER_ONLY, NO_EXCHANGE = "barrier only", "no exchange"
 
 Step = Callable[[], tuple[Tensor, ...]]
 """Returns loss, dX and dW, or this rank's rows of them."""
@@ -53,10 +47,6 @@ class Row:
     median_ms: float
     quartiles_ms: tuple[float, float]
     ratio_to_unsharded: float
-    communication_share: float
-    """Share of the time that moving data takes: excess over "barrier only"; 0 if unsharded."""
-    waiting_share: float
-    """Share of the time by which "barrier only" exceeds "no exchange"; 0 if unsharded."""
     peak_mib: float
     """Peak memory in MiB beyond the inputs and the gradients."""
     loss_difference: float
@@ -109,9 +99,8 @@ def run(
 ) -> list[Row]:
     """Measure every implementation on random inputs, the same on every rank."""
     steps = _steps(shape, device, workspace, ignored_percent)
-    names = "unsharded", *MODES
-    results = {name: steps[name]() for name in names}
-    differences = {name: _differences(name, results[name], results["unsharded"]) for name in names}
+    results = {name: step() for name, step in steps.items()}
+    differences = {name: _differences(name, results[name], results["unsharded"]) for name in steps}
     gradient_bytes = {name: sum(x.nbytes for x in result[1:]) for name, result in results.items()}
     results.clear()
     layers = preceding_gemms(device)
@@ -122,7 +111,7 @@ def run(
         dist.all_reduce(torch.zeros(1, device=device))  # ranks start together
 
     times = interleaved(steps, device, repeats, before=before)
-    peaks = {name: peak_bytes(steps[name], device) - gradient_bytes[name] for name in names}
+    peaks = {name: peak_bytes(steps[name], device) - gradient_bytes[name] for name in steps}
     of_ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(of_ranks, (times, peaks, differences))
 
@@ -132,12 +121,8 @@ def run(
 
     unsharded_ms = slowest("unsharded").median_ms
     rows = []
-    for name in names:
+    for name in steps:
         time = slowest(name)
-        barrier_ms, alone_ms = (
-            slowest(f"{name}, {less}").median_ms if name in MODES else time.median_ms
-            for less in (BARRIER_ONLY, NO_EXCHANGE)
-        )
         loss, dx, dw = (max(found[name][i] for _, _, found in of_ranks) for i in range(3))
         rows.append(
             Row(
@@ -146,8 +131,6 @@ def run(
                 median_ms=time.median_ms,
                 quartiles_ms=time.quartiles_ms,
                 ratio_to_unsharded=time.median_ms / unsharded_ms,
-                communication_share=1 - barrier_ms / time.median_ms,
-                waiting_share=(barrier_ms - alone_ms) / time.median_ms,
                 peak_mib=max(peaks[name] for _, peaks, _ in of_ranks) / 2**20,
                 loss_difference=loss,
                 dx_difference=dx,
@@ -155,48 +138,6 @@ def run(
             )
         )
     return rows
-
-
-class ReplayingShard(sharding.VocabShard):
-    """A shard whose collectives return what they returned in the first step."""
-
-    recorded: ClassVar[list[Tensor]]
-    position: ClassVar[int]
-    barrier: ClassVar[bool]
-    """Whether ranks still wait for each other."""
-
-    def all_gather(self, x: Tensor) -> Tensor:
-        """Return every rank's x (...) as (R, ...)."""
-        return self._replay(super().all_gather, x)
-
-    def all_reduce_(self, x: Tensor) -> Tensor:
-        """Return the sum over the ranks."""
-        return self._replay(super().all_reduce_, x)
-
-    def reduce_scatter(self, x: Tensor) -> Tensor:
-        """Return this rank's rows of the sum."""
-        return self._replay(super().reduce_scatter, x)
-
-    def _replay(self, collective: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        cls = type(self)
-        if cls.position == len(cls.recorded):
-            cls.recorded.append(collective(x).clone())
-        elif cls.barrier:
-            super().all_reduce_(x.new_zeros(1))
-        cls.position += 1
-        return cls.recorded[cls.position - 1]
-
-
-def _replaying(step: Step, barrier: bool) -> Step:
-    """Return `step` with replayed collectives."""
-    cls: Any = type("Replaying", (ReplayingShard,), {"recorded": [], "barrier": barrier})
-
-    def replay() -> tuple[Tensor, ...]:
-        cls.position = 0
-        with mock.patch.object(sharding, "VocabShard", cls):
-            return step()
-
-    return replay
 
 
 def _steps(
@@ -221,15 +162,11 @@ def _steps(
         return step
 
     group = dist.group.WORLD
-    steps = {
+    return {
         "unsharded": make_step(h, w),
         "tp": make_step(h, own_w, group=group),
         "sp": make_step(own_h, own_w, group=group, sequence_parallel=True),
     }
-    for name in MODES:
-        steps[f"{name}, {BARRIER_ONLY}"] = _replaying(steps[name], barrier=True)
-        steps[f"{name}, {NO_EXCHANGE}"] = _replaying(steps[name], barrier=False)
-    return steps
 
 
 def _differences(

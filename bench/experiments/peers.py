@@ -20,7 +20,7 @@ import importlib
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
@@ -37,7 +37,7 @@ from bench.harness.cli import (
     shape_options,
 )
 from bench.harness.problems import CPU_SHAPE, Loss, Shape, ignore_some, random_inputs, sizes_of
-from bench.harness.records import Measurement
+from bench.harness.records import Measurement, Row
 from bench.harness.reference import unfused
 from cutefce.cute_kernels.jit.subprocess_worker import SubprocessWorker, WorkerError
 
@@ -161,20 +161,6 @@ PEERS = {
 threshold by default."""
 
 
-@dataclass(frozen=True)
-class FrozenRow(step.Row):
-    """A row of a frozen head."""
-
-    frozen: str = "weight"
-
-
-@dataclass(frozen=True)
-class IgnoredRow(step.Row):
-    """A row of a batch with ignored targets."""
-
-    ignored_percent: int = 0
-
-
 Case = tuple[Shape, step.Task]
 
 
@@ -250,17 +236,13 @@ def record(output: Output, files: Mapping[str, Comparison], repeats: int | None)
         (shape, task), losses = case, {}
         for name in comparison.peers[case]:
             losses[name] = reasons()[name, case] or PEERS[name].load()
-        rows = step.run(shape, DEVICE, repeats, comparison.workspaces, losses, task)
-        if task.is_frozen:
-            return [FrozenRow(**asdict(row)) for row in rows]
-        if task.ignored_percent:
-            percent = task.ignored_percent
-            return [IgnoredRow(**asdict(row), ignored_percent=percent) for row in rows]
-        return rows
+        return step.run(shape, DEVICE, repeats, comparison.workspaces, losses, task)
 
     def measurement(comparison: Comparison, case: Case) -> Measurement:
         shape, task = case
-        key = sizes_of(shape)
+        key: Row = {**sizes_of(shape)}
+        if task.is_frozen:
+            key["frozen"] = "weight"
         if task.ignored_percent:
             key["ignored_percent"] = task.ignored_percent
         return Measurement(key, functools.partial(measure, comparison, case))

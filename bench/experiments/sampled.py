@@ -24,7 +24,6 @@ from bench.harness.accuracy import relative_errors
 from bench.harness.cli import DEVICE, Output, chosen_shapes, repeats_option, shape_options
 from bench.harness.problems import (
     CPU_SHAPE,
-    Loss,
     Shape,
     cutefce_loss,
     gradients,
@@ -44,10 +43,14 @@ SHAPES = {
         Shape(4096, 2048, 128256, "bfloat16"),
     ),
 }
-SAMPLES = 256, 64
 DATA = "random", "trained"
-EXACT = {"exact max": "max", "exact min": "min"}
-"""Workspaces by name."""
+IMPLEMENTATIONS: dict[str, dict[str, Any]] = {
+    "exact max": {"workspace": "max"},
+    "exact min": {"workspace": "min"},
+    "sampled 256": {"gradient": "sampled", "samples": 256},
+    "sampled 64": {"gradient": "sampled", "samples": 64},
+}
+"""Arguments of the loss by name."""
 GEMMS = "GEMMs"
 PRIOR_FEATURES, FIRST_RANK, TRAINED_STD = 8, 10, 4.0
 BLOCK = 1024
@@ -58,10 +61,6 @@ BLOCK = 1024
 class Row:
     """One implementation at one shape; times are medians of interleaved runs."""
 
-    tokens: int
-    hidden: int
-    vocab: int
-    data: str
     implementation: str
     median_ms: float
     quartiles_ms: tuple[float, float]
@@ -96,8 +95,7 @@ def command(output: Output, /, repeats: int | None, **sizes: Any) -> None:
 def run(shape: Shape, device: str, repeats: int | None, data: str) -> list[Row]:
     """Measure every implementation on inputs of a kind."""
     h, w, y = inputs(shape, device, data)
-    losses: dict[str, Loss] = {name: cutefce_loss(budget) for name, budget in EXACT.items()}
-    losses |= {f"sampled {samples}": sampled_loss(samples) for samples in SAMPLES}
+    losses = {name: cutefce_loss(**options) for name, options in IMPLEMENTATIONS.items()}
     calls: dict[str, Call] = {GEMMS: plain_gemms(h, w, y)}
     for name, loss in losses.items():
         calls[name] = functools.partial(gradients, loss, h, w, y)
@@ -105,17 +103,16 @@ def run(shape: Shape, device: str, repeats: int | None, data: str) -> list[Row]:
     errors = {name: relative_errors(gradients(losses[name], h, w, y), want) for name in losses}
     del want
     times = interleaved(calls, device, repeats, before=preceding_gemms(device))
-    rows = []
+    rows, leaves = [], (h.detach().requires_grad_(), w.detach().requires_grad_())
     for name, time in times.items():
         ratio = time.median_ms / times[GEMMS].median_ms
-        sizes = shape.tokens, shape.hidden, shape.vocab
-        row = *sizes, data, name, time.median_ms, time.quartiles_ms, ratio
+        row = name, time.median_ms, time.quartiles_ms, ratio
         if name == GEMMS:
             rows.append(Row(*row))
             continue
         peak = (peak_bytes(calls[name], device) - h.nbytes - w.nbytes) / 2**20
-        predicted = plan_of(name, h, w).workspace_bytes / 2**20
-        rows.append(Row(*row, peak, predicted, *errors[name][1:]))
+        plan = cutefce.plan(*leaves, **IMPLEMENTATIONS[name])
+        rows.append(Row(*row, peak, plan.workspace_bytes / 2**20, *errors[name][1:]))
     return rows
 
 
@@ -134,20 +131,3 @@ def inputs(shape: Shape, device: str, data: str) -> tuple[Tensor, Tensor, Tensor
 def _drawn_targets(h: Tensor, w: Tensor) -> Tensor:
     """Return a target (N,) drawn from each token's softmax."""
     return torch.multinomial((h @ w.T).float().softmax(dim=-1), 1).squeeze(1)
-
-
-def sampled_loss(samples: int) -> Loss:
-    """Return cutefce's loss with sampled gradients."""
-
-    def loss(h: Tensor, w: Tensor, y: Tensor) -> Tensor:
-        return cutefce.linear_cross_entropy(h, w, y, gradient="sampled", samples=samples)
-
-    return loss
-
-
-def plan_of(name: str, h: Tensor, w: Tensor) -> Any:
-    """Return the plan of an implementation."""
-    leaves = h.detach().requires_grad_(), w.detach().requires_grad_()
-    if name in EXACT:
-        return cutefce.plan(*leaves, workspace=EXACT[name])
-    return cutefce.plan(*leaves, gradient="sampled", samples=int(name.split()[1]))

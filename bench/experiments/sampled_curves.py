@@ -19,13 +19,13 @@ from typing import Any
 
 import click
 import torch
-from torch import Tensor
 
 import cutefce
 from bench.harness.cli import DEVICE, Output
+from bench.harness.problems import cutefce_loss
 from bench.harness.records import Measurement
 from examples import training
-from examples.training import CPU, VALIDATION_BATCHES, Loss, Sizes, Training, Transformer
+from examples.training import CPU, VALIDATION_BATCHES, Sizes, Training, Transformer
 
 GRADIENTS: dict[str, dict[str, Any]] = {
     "exact": {},
@@ -48,8 +48,6 @@ DIGITS = 5
 class Row:
     """One training; losses in nats per token."""
 
-    gradient: str
-    seed: int
     plan: str
     parameters: int
     hidden: int
@@ -105,7 +103,7 @@ def run(name: str, seed: int, sizes: Sizes) -> list[Row]:
     model = Transformer(corpus.vocab, sizes).to(device)
     if device.type == "cuda":
         model.compile()  # halves the time of a training; the loss is called as everywhere
-    trained = Training(name, _loss(name), model, sizes)
+    trained = Training(name, cutefce_loss(**GRADIENTS[name]), model, sizes)
     validation = list(training.sample_batches(corpus.validation, sizes, VALIDATION_BATCHES, device))
     begin, steps, losses = time.perf_counter(), [], []
     batches = training.sample_batches(corpus.train, sizes, sizes.steps, device, seed)
@@ -118,8 +116,6 @@ def run(name: str, seed: int, sizes: Sizes) -> list[Row]:
             losses.append(round(torch.stack(each).mean().item(), DIGITS))
     return [
         Row(
-            gradient=name,
-            seed=seed,
             plan=_plan(name, sizes, corpus.vocab),
             parameters=sum(x.numel() for x in model.parameters()),
             hidden=sizes.hidden,
@@ -164,14 +160,6 @@ def load() -> Any:
     more = [text for folder in folders for text in read_sources(folder)]
     with tempfile.TemporaryDirectory() as folder:
         return load_corpus(Path(folder) / "tokenizer.json", more)
-
-
-def _loss(name: str) -> Loss:
-    def loss(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-        value: Tensor = cutefce.linear_cross_entropy(hidden, weight, target, **GRADIENTS[name])
-        return value
-
-    return loss
 
 
 def _plan(name: str, sizes: Sizes, vocab: int) -> str:

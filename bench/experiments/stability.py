@@ -24,7 +24,7 @@ SCALES = (1e-3, 1e-1, 1.0, 10.0, 1e2, 1e3)
 """Standard deviations of the logits."""
 DTYPES = ("float32", "bfloat16")
 LOSSES: tuple[Loss, Loss] = (
-    cutefce_loss(None, reduction="none"),
+    cutefce_loss(reduction="none"),
     functools.partial(unfused, reduction="none"),
 )
 
@@ -33,7 +33,6 @@ LOSSES: tuple[Loss, Loss] = (
 class Row:
     """Relative errors of one quantity of one case."""
 
-    vocab: int
     logit_std: float
     targets: str
     dtype: str
@@ -69,7 +68,7 @@ def run(vocab: int, device: str) -> list[Row]:
                 ]
                 names = "loss", "dx", "dw"
                 for name, *of_both in zip(names, *errors, strict=True):
-                    rows.append(Row(vocab, scale, placement, dtype, name, *of_both))
+                    rows.append(Row(scale, placement, dtype, name, *of_both))
     return rows
 
 

@@ -70,11 +70,8 @@ PLAIN, FROZEN = Task(), Task(is_frozen=True)
 
 @dataclass(frozen=True)
 class Row:
-    """One implementation at one shape; times are medians of interleaved runs."""
+    """One implementation; times are medians of interleaved runs."""
 
-    tokens: int
-    hidden: int
-    vocab: int
     implementation: str
     median_ms: float | None = None
     quartiles_ms: tuple[float, float] | None = None
@@ -112,7 +109,7 @@ def run(
     plans = distinct_plans(h, w, workspaces, task.is_frozen)
     losses: dict[str, Loss | str] = {"unfused": unfused}
     budgets = WORKSPACES | SMALL_WORKSPACES
-    losses |= {f"cutefce {name}": cutefce_loss(budgets[name]) for name in plans}
+    losses |= {f"cutefce {name}": cutefce_loss(workspace=budgets[name]) for name in plans}
     losses |= dict(peers or {})
     gemms = plain_gemms(h, w, y)
     y = ignore_some(y, task.ignored_percent)
@@ -122,16 +119,14 @@ def run(
     gradient_bytes = h.nbytes + (0 if task.is_frozen else w.nbytes)
     rows = []
     for name in ("GEMMs", *losses):
-        sizes = shape.tokens, shape.hidden, shape.vocab
         if name in failures:
-            rows.append(Row(*sizes, name, note=failures[name]))
+            rows.append(Row(name, note=failures[name]))
             continue
         plan = plans.get(name.removeprefix("cutefce "))
         loss_error, dx_error, dw_error = (*errors.get(name, ()), None, None, None)[:3]
         peak = peak_bytes(steps[name], device) - gradient_bytes if name in steps else None
         rows.append(
             Row(
-                *sizes,
                 name,
                 median_ms=times[name].median_ms,
                 quartiles_ms=times[name].quartiles_ms,

@@ -84,7 +84,6 @@ MODELS = {"llama": LLAMA, "qwen3": QWEN}
 class Row:
     """One implementation; times are medians of interleaved steps."""
 
-    model: str
     implementation: str
     parameters: int
     batch: int
@@ -146,7 +145,6 @@ def run(name: str, device: str, repeats: int | None) -> list[Row]:
     held_bytes = sum(x.nbytes for x in (*parameters, *states, tokens))
     return [
         Row(
-            model=name,
             implementation=label,
             parameters=sum(x.numel() for x in parameters),
             batch=training.batch,

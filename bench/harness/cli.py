@@ -45,7 +45,7 @@ class Output:
         cutefce.set_strict(DEVICE == "cuda" and not self.without_kernels)
 
     def record(self, name: str, measurements: Sequence[Measurement], **more: Any) -> None:
-        """Run the measurements, write their rows to `name`.jsonl and .csv, and print them."""
+        """Run the measurements, write their rows to `name`.jsonl, and print them."""
         path = self.folder / f"{name}.jsonl"
         rows = collect(path, measurements, self.resume, self.end, **more)
         if not rows:

@@ -1,5 +1,6 @@
 """Problems to measure: sizes of LM heads, random inputs, and losses with their gradients."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -69,12 +70,9 @@ def random_inputs(
     return h, w, torch.randint(shape.vocab, (shape.tokens,), device=device)
 
 
-def cutefce_loss(workspace: str | int | None, reduction: str = "mean") -> Loss:
-    """Return cutefce's loss with this workspace budget."""
-
-    def loss(h: Tensor, w: Tensor, y: Tensor) -> Tensor:
-        return cutefce.linear_cross_entropy(h, w, y, reduction=reduction, workspace=workspace)
-
+def cutefce_loss(**options: Any) -> Loss:
+    """Return cutefce's loss with these arguments."""
+    loss: Loss = functools.partial(cutefce.linear_cross_entropy, **options)
     return loss
 
 

@@ -1,10 +1,9 @@
-"""Result files: JSON Lines, and the same rows as CSV.
+"""Result files in JSON Lines.
 
 The first line of a .jsonl file is a header with device, date and versions; each other line is a
 row.
 """
 
-import csv
 import dataclasses
 import gc
 import hashlib
@@ -58,9 +57,9 @@ class Measurement:
     """One task of an experiment, which `--resume` skips if its rows are recorded."""
 
     key: Row
-    """Columns that all rows of this measurement share, and rows of no other have."""
+    """Columns of all rows of this measurement, which rows of no other have."""
     run: Callable[[], Iterable[Any]]
-    """Returns the rows, which are dataclasses."""
+    """Returns the other columns of the rows, as dataclasses."""
 
 
 def device_name() -> str:
@@ -107,7 +106,7 @@ def collect(
             raise click.ClickException(f"{label}: the time is over; --resume continues here")
         begin = time.perf_counter()
         try:
-            rows += [dataclasses.asdict(row) for row in measurement.run()]
+            rows += [{**key, **dataclasses.asdict(row)} for row in measurement.run()]
         except torch.OutOfMemoryError:
             too_large.append(key)
             click.echo(f"{label}: out of memory")
@@ -162,16 +161,11 @@ def newest(folder: Path, experiment: str, **columns: Any) -> tuple[Row, list[Row
 
 
 def write(path: Path, header: Row, rows: list[Row]) -> None:
-    """Write a .jsonl file and the .csv beside it, each atomically."""
+    """Write a .jsonl file atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".new")
     temporary.write_text("".join(json.dumps(line) + "\n" for line in (header, *rows)))
     os.replace(temporary, path)
-    with temporary.open("w", newline="") as file:
-        table = csv.DictWriter(file, rows[0] if rows else ())
-        table.writeheader()
-        table.writerows({name: _cell(value) for name, value in row.items()} for row in rows)
-    os.replace(temporary, path.with_suffix(".csv"))
 
 
 def sources_digest(folders: Iterable[Path] = SOURCES) -> str:
@@ -183,10 +177,6 @@ def sources_digest(folders: Iterable[Path] = SOURCES) -> str:
             digest.update(path.relative_to(folder).as_posix().encode())
             digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
-
-
-def _cell(value: Any) -> Any:
-    return " ".join(map(str, value)) if isinstance(value, (list, tuple)) else value
 
 
 def _versions() -> dict[str, str]:

@@ -10,18 +10,7 @@ from bench.harness.cli import Output
 from bench.harness.records import OUT_OF_MEMORY, read
 from bench.report.figures import results
 from bench.report.sections import GPU_ONLY, SECTIONS
-from bench.report.tables import fields
 
-SECTIONS_OF_FIELDS = (
-    "options",
-    "sampled",
-    "accumulation",
-    "divergence",
-    "parallel",
-    "causal_lms",
-)
-"""Experiments whose sections have a column for each field."""
-WRITERS = SECTIONS | dict.fromkeys(SECTIONS_OF_FIELDS, fields)
 NOT_OF_ONE_GPU = "parallel", "causal_lms"
 """Experiments that `python -m bench all` does not run."""
 
@@ -55,7 +44,7 @@ def text_of(folder: Path, pictures: Sequence[Path]) -> str:
         parts.append("![overview](overview.png)")
         parts.append("\n".join(results(folder, README_SHAPES["cuda"])))
     missing = []
-    for name, section in WRITERS.items():
+    for name, section in SECTIONS.items():
         paths = _results(folder, name)
         run = f"python -m bench {name.replace('_', '-')}"
         if not paths and name not in (*GPU_ONLY, *NOT_OF_ONE_GPU):
@@ -110,7 +99,7 @@ def _results(folder: Path, experiment: str) -> list[Path]:
         return path.stem == name or path.stem.startswith(f"{name}_")
 
     paths = sorted(folder.glob("*.jsonl"))
-    longer = [name for name in WRITERS if name.startswith(f"{experiment}_")]
+    longer = [name for name in SECTIONS if name.startswith(f"{experiment}_")]
     return [
         path
         for path in paths

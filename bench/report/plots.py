@@ -1,9 +1,7 @@
 """Plots of recorded results."""
 
-import math
 import statistics
 from collections.abc import Sequence
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,6 @@ from bench.harness.records import Row, newest, read
 
 TIMES = (0.9, 1, 1.2, 1.5, 2, 3, 5)
 """Ticks of time relative to the plain GEMMs."""
-MARKERS = "xsv^D*P<>Xph"
 MIB_TICKS = {1: "1 MiB", 10: "10 MiB", 100: "100 MiB", 1024: "1 GiB", 10240: "10 GiB"}
 LABELS = {"unfused": "F.linear + F.cross_entropy"}
 """Labels of `overview.png` that differ from the names of the implementations."""
@@ -27,50 +24,7 @@ CROWDED_MIB, LABELS_MIB = 1000, 24_000
 
 def draw(folder: Path) -> list[Path]:
     """Draw everything that `folder` has results for; return the pictures."""
-    pictures = []
-    plots = {"peers": _frontier, "sampled_curves": _sampled_curves}
-    for name, plot in plots.items():
-        for path in sorted(folder.glob(f"{name}*.jsonl")):
-            header, rows = read(path)
-            if not rows:  # everything ran out of memory
-                continue
-            figure = Figure(figsize=(9, 5), layout="constrained")
-            plot(figure, rows)
-            figure.suptitle(f"{header['device']}, {header['date']}")
-            pictures.append(path.with_suffix(".png"))
-            figure.savefig(pictures[-1], dpi=120)
-    return [*pictures, *_overview(folder)]
-
-
-def _frontier(figure: Figure, rows: list[Row]) -> None:
-    """Draw time over memory: one panel per shape, cutefce's budgets as a line, peers as points."""
-    measured = [row for row in rows if row["peak_mib"] is not None]
-    shapes = [(name, list(some)) for name, some in groupby(measured, title)]
-    columns = math.ceil(math.sqrt(len(shapes)))
-    panel_rows = math.ceil(len(shapes) / columns)
-    figure.set_size_inches(4 * columns, 3 * panel_rows + 3)
-    panels = figure.subplots(panel_rows, columns, sharey=True, squeeze=False).flatten()
-    peers = [row["implementation"] for row in measured if not _is_cutefce(row)]
-    markers = dict(zip(dict.fromkeys(peers), MARKERS, strict=False))
-    for axes, (name, of_shape) in zip(panels, shapes, strict=False):
-        budgets = sorted(_point(row) for row in of_shape if _is_cutefce(row))
-        axes.plot(
-            *zip(*budgets, strict=True), marker="o", color="black", label="cutefce, by budget"
-        )
-        for number, (peer, marker) in enumerate(markers.items()):
-            points = [_point(row) for row in of_shape if row["implementation"] == peer]
-            coordinates = zip(*points, strict=True) if points else ([], [])
-            axes.plot(*coordinates, marker, color=f"C{number}", label=peer)
-        axes.set_xscale("log")
-        axes.set_yscale("log")
-        axes.set_yticks(TIMES, map(str, TIMES))
-        axes.minorticks_off()
-        axes.set_xlabel("peak memory beyond inputs and gradients, MiB", fontsize="small")
-        axes.set_title(name, fontsize="small")
-    for axes in panels[len(shapes) :]:
-        axes.remove()
-    figure.supylabel("forward and backward / three plain GEMMs")
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=columns)
+    return [*_sampled_curves(folder), *_overview(folder)]
 
 
 def _is_cutefce(row: Row) -> bool:
@@ -81,11 +35,17 @@ def _point(row: Row) -> tuple[float, float]:
     return max(row["peak_mib"], 0.5), row["ratio_to_gemms"]
 
 
-def _sampled_curves(figure: Figure, rows: list[Row]) -> None:
+def _sampled_curves(folder: Path) -> list[Path]:
     """Draw validation losses, and what they are above the mean of the exact trainings.
 
     Thin lines are seeds, thick ones their means.
     """
+    path = folder / "sampled_curves.jsonl"
+    if not path.exists():
+        return []
+    header, rows = read(path)
+    figure = Figure(figsize=(9, 5), layout="constrained")
+    figure.suptitle(f"{header['device']}, {header['date']}")
     curves, distances = figure.subplots(1, 2)
     steps = rows[0]["validation_steps"]
     by_name: dict[str, list[list[float]]] = {}
@@ -103,6 +63,9 @@ def _sampled_curves(figure: Figure, rows: list[Row]) -> None:
     for axes in (curves, distances):
         axes.set_xlabel("step")
     curves.legend(title="gradient")
+    picture = path.with_suffix(".png")
+    figure.savefig(picture, dpi=120)
+    return [picture]
 
 
 def _mean(lines: Sequence[Sequence[float]]) -> list[float]:

@@ -1,12 +1,13 @@
 """The tables of report.md: one section per experiment, from its rows."""
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict
 from itertools import groupby
 
+from bench.experiments.sampled_curves import summarize
 from bench.harness.problems import title
 from bench.harness.records import Row
-from bench.report import trainings
-from bench.report.tables import Columns, field, number, quartiles, table, text
+from bench.report.tables import Columns, field, fields, number, quartiles, table
 
 INEXACT = 2.0
 """Ratio of a peer's gradient errors to those of the unfused loss above which it is marked."""
@@ -30,37 +31,6 @@ def beaten(peer: Row, rows: Iterable[Row]) -> list[str]:
         for row in ours
         if time < row["median_ms"] and memory < row["peak_mib"] - TIE_MIB
     ]
-
-
-def _forward(rows: list[Row]) -> Iterator[str]:
-    yield from table(
-        {
-            **SIZES,
-            **_columns("implementation", "ms", "quartiles"),
-            "time / GEMM": field("ratio_to_gemm"),
-            **_columns("TFLOP/s", "memory, MiB"),
-        },
-        rows,
-    )
-
-
-def _cpu_overhead(rows: list[Row]) -> Iterator[str]:
-    yield from table(
-        {
-            **SIZES,
-            "call": text("call"),
-            "cutefce, µs": field("cutefce_us"),
-            "cutefce quartiles": quartiles("cutefce_quartiles_us"),
-            "torch, µs": field("torch_us"),
-            "torch quartiles": quartiles("torch_quartiles_us"),
-        },
-        rows,
-    )
-
-
-def _first_call(rows: list[Row]) -> Iterator[str]:
-    columns = {"step": text("case"), "seconds": field("seconds"), "kernels": text("kernels")}
-    yield from table({**SIZES, **columns}, rows)
 
 
 def _peers(rows: list[Row]) -> Iterator[str]:
@@ -155,11 +125,20 @@ def _is_cutefce(row: Row) -> bool:
     return bool(row["implementation"].startswith("cutefce") and row["median_ms"] is not None)
 
 
-def _columns(*names: str) -> Columns:
-    return {name: IMPLEMENTATION[name] for name in names}
+def _sampled_curves(rows: list[Row]) -> Iterator[str]:
+    """Yield the final losses of each kind of gradient, in nats per token."""
+    first = rows[0]
+    yield from fields(list(map(asdict, summarize(rows))))
+    yield ""
+    yield (
+        f"Final validation losses in nats per token, and differences from exact gradients. A "
+        f"transformer of {first['parameters'] / 1e6:.0f} M parameters "
+        f"with a tied head of {first['vocab']} × {first['hidden']}, trained for "
+        f"{len(first['losses'])} steps of {first['batch_tokens']} tokens, from a corpus of "
+        f"{first['corpus_tokens'] / 1e6:.1f} M. A seed decides parameters, batches and draws."
+    )
 
 
-SIZES: Columns = {"tokens × hidden × vocab": title}
 IMPLEMENTATION: Columns = {
     "implementation": lambda r: r["implementation"] + r.get("marks", ""),
     "ms": field("median_ms"),
@@ -176,13 +155,20 @@ ERRORS: Columns = {
     "dW error": field("dw_error"),
 }
 SECTIONS: dict[str, Callable[[list[Row]], Iterator[str]]] = {
-    "training_step": trainings.training_step,
+    "training_step": fields,
     "peers": _peers,
-    "forward": _forward,
+    "forward": fields,
     "stability": _stability,
-    "sampled_curves": trainings.sampled_curves,
-    "cpu_overhead": _cpu_overhead,
-    "first_call": _first_call,
+    "sampled_curves": _sampled_curves,
+    "cpu_overhead": fields,
+    "first_call": fields,
+    "options": fields,
+    "sampled": fields,
+    "accumulation": fields,
+    "divergence": fields,
+    "parallel": fields,
+    "causal_lms": fields,
 }
+"""What writes the section of each experiment; `fields` makes a column for each field."""
 GPU_ONLY = ("forward", "cpu_overhead", "first_call")
 """Experiments that a CPU does not run."""

@@ -51,11 +51,6 @@ def number(value: float | None) -> str:
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
-def percent(share: float | None) -> str:
-    """Return a share as percent."""
-    return "–" if share is None else f"{share:.1%}"
-
-
 def quartiles(name: str) -> Callable[[Row], str]:
     """Return a column's text function that writes a pair of quartiles."""
     return lambda row: "–" if row[name] is None else " to ".join(map(number, row[name]))

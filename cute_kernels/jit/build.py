@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from cutefce.cute_kernels.jit import cache, compiler
-from cutefce.cute_kernels.jit.notices import CompilingNotice
-from cutefce.cute_kernels.jit.subprocess_worker import SubprocessWorker, WorkerError
+from cutefce.cute_kernels.jit.notices import compiling
+from cutefce.cute_kernels.jit.subprocess_worker import SubprocessWorker
 from cutefce.cute_kernels.spec.kernel import KernelSpec
 
 BUILD_SECONDS = 300
@@ -21,6 +21,11 @@ MAX_BUILDERS = 16
 def missing(kernels: Iterable[KernelSpec]) -> list[KernelSpec]:
     """Return the kernels that are not compiled yet, each once."""
     return [kernel for kernel in dict.fromkeys(kernels) if not cache.is_stored(kernel)]
+
+
+def load(kernel: KernelSpec) -> None:
+    """Load `kernel` in this process, or compile it if the cache folder does not have it."""
+    cache.compiled(kernel)
 
 
 def compile_into_folder(kernel: KernelSpec) -> None:
@@ -41,14 +46,12 @@ def compile_clean(kernel: KernelSpec) -> None:
 
 def build(
     kernels: Sequence[KernelSpec],
-    advance: Callable[[], None] = lambda: None,
     compile_one: Callable[[KernelSpec], Any] = compile_into_folder,
 ) -> dict[KernelSpec, str]:
     """Compile kernels in subprocesses; return those that failed, with the reasons.
 
     Args:
         kernels: What to compile.
-        advance: Called after each kernel.
         compile_one: Compiles a kernel in the subprocess, which has no torch.
     """
     failed: dict[KernelSpec, str] = {}
@@ -60,15 +63,13 @@ def build(
             for kernel in waiting:
                 try:
                     process.ask(functools.partial(compile_one, kernel), BUILD_SECONDS)
-                except (WorkerError, RuntimeError) as error:
+                except RuntimeError as error:
                     failed[kernel] = f"compiling {type(kernel).__name__}: {error}"
-                notice.advance()
-                advance()
+                count()
 
     builders = max(1, min(os.cpu_count() or 1, MAX_BUILDERS, len(kernels)))
     arch = kernels[0].arch if kernels else ""
-    notice = CompilingNotice(len(kernels), arch)
-    with notice, ThreadPoolExecutor(builders) as pool:
+    with compiling(len(kernels), arch) as count, ThreadPoolExecutor(builders) as pool:
         try:
             list(pool.map(compile_waiting, range(builders)))
         except BaseException:  # an interrupt waits for no kernel

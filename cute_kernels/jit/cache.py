@@ -32,7 +32,7 @@ from cutefce.cute_kernels import cache_files
 from cutefce.cute_kernels.cache_files import CacheError
 from cutefce.cute_kernels.jit.canonical import canonical_source
 from cutefce.cute_kernels.jit.compiler import OPTIONS, SYMBOL, compile_kernel
-from cutefce.cute_kernels.jit.notices import CompilingNotice
+from cutefce.cute_kernels.jit.notices import compiling
 from cutefce.cute_kernels.process_cache import process_cache, warn_once
 from cutefce.cute_kernels.spec.kernel import KernelSpec
 
@@ -222,7 +222,7 @@ def _load_or_compile(kernel: KernelSpec) -> Any:
 def _compile(kernel: KernelSpec) -> Any:
     global compile_count
     compile_count += 1
-    with CompilingNotice(1, kernel.arch):
+    with compiling(1, kernel.arch):
         return compile_kernel(kernel)
 
 

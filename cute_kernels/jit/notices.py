@@ -7,10 +7,11 @@ stderr, and `logging.getLogger("cutefce").setLevel(logging.ERROR)` silences it. 
 are for what users can change.
 """
 
+import contextlib
 import logging
 import sys
 import threading
-from types import TracebackType
+from collections.abc import Callable, Iterator
 from typing import Any
 
 NOTICE_SECONDS = 2
@@ -23,50 +24,40 @@ def announce(text: str) -> None:
     LOGGER.warning("cutefce: %s", text)
 
 
-class CompilingNotice:
-    """A region in which kernels are compiled; if that takes long, the process says so.
+_was_given = False
 
-    It says it once, and shows the progress of each region where stderr is a terminal.
+
+@contextlib.contextmanager
+def compiling(count: int, arch: str) -> Iterator[Callable[[], None]]:
+    """Say that `count` kernels are compiled here, if that takes long; yield what counts one.
+
+    A process says it once, and shows the progress of each region where stderr is a terminal.  Any
+    thread may count a kernel as compiled.
     """
+    kernels = f"{count} {'kernel' if count == 1 else 'kernels'} for {arch}"
+    bar = _bar(f"compiling {kernels}", count)
 
-    _was_given = False
+    def give() -> None:
+        global _was_given
+        if not _was_given:
+            _was_given = True
+            announce(
+                f"compiles {kernels}; later processes load them, and `cutefce compile` makes all "
+                "of them ahead"
+            )
+        if bar is not None and LOGGER.isEnabledFor(logging.WARNING):
+            bar.start()
 
-    def __init__(self, count: int, arch: str) -> None:
-        """Take how many kernels there are, and their architecture."""
-        kernels = f"{count} {'kernel' if count == 1 else 'kernels'} for {arch}"
-        self._text = (
-            f"compiles {kernels}; later processes load them, and `cutefce compile` makes all of "
-            "them ahead"
-        )
-        self._bar = _bar(f"compiling {kernels}", count)
-        self._timer = threading.Timer(NOTICE_SECONDS, self._give)
-        self._timer.daemon = True
-
-    def advance(self) -> None:
-        """Count a kernel as compiled; any thread may call it."""
-        if self._bar is not None:
-            self._bar.advance(self._bar.task_ids[0])
-
-    def _give(self) -> None:
-        if not self._was_given:
-            type(self)._was_given = True
-            announce(self._text)
-        if self._bar is not None and LOGGER.isEnabledFor(logging.WARNING):
-            self._bar.start()
-
-    def __enter__(self) -> "CompilingNotice":
-        """Begin."""
-        self._timer.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType
-    ) -> None:
-        """Say nothing from now on."""
-        self._timer.cancel()
-        self._timer.join()  # it may be about to start the bar
-        if self._bar is not None:
-            self._bar.stop()
+    timer = threading.Timer(NOTICE_SECONDS, give)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield (lambda: None) if bar is None else lambda: bar.advance(bar.task_ids[0])
+    finally:
+        timer.cancel()
+        timer.join()  # it may be about to start the bar
+        if bar is not None:
+            bar.stop()
 
 
 def _bar(text: str, count: int) -> Any:

@@ -16,7 +16,6 @@ import tempfile
 from collections.abc import Callable
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from types import TracebackType
 from typing import IO, Any, TypeVar
 
 T = TypeVar("T")
@@ -40,7 +39,7 @@ ENDED_FROM_OUTSIDE = tuple(
 """Those that mean a signal of a user or a scheduler, which a job may get and go on."""
 
 
-class WorkerError(Exception):
+class WorkerError(RuntimeError):
     """A call ran out of time, ended its process, or raised; the message says which."""
 
     @property
@@ -69,9 +68,7 @@ class SubprocessWorker:
     def __enter__(self) -> "SubprocessWorker":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def ask(self, call: Callable[[], T], seconds: float) -> T:
@@ -115,39 +112,29 @@ class SubprocessWorker:
             self._process = None
 
     def _start(self) -> None:
-        self._open = contextlib.ExitStack()
-        try:
-            self._process = self._started()
-        except OSError as error:
-            self._open.close()
-            raise RuntimeError(f"cutefce: no subprocess could be started: {error}") from error
-        try:
-            if not self._connection.poll(START_SECONDS):
-                raise EOFError
-            self._connection.recv()
-        except EOFError as ended:
-            reason = self._exit_reason()
-            self.close()
-            raise RuntimeError(f"cutefce: no subprocess could be started: {reason}") from ended
-
-    def _started(self) -> "subprocess.Popen[bytes]":
         """Start the process; signals of a terminal to its parent's group do not reach it."""
-        parent_end, child_end = Pipe()
-        self._connection = self._open.enter_context(parent_end)
-        with child_end:
-            self._log = self._open.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
-            code = f"from {__name__} import serve; serve({child_end.fileno()})"
-            if not self._has_torch:
-                code = f"import sys; sys.modules['torch'] = None; {code}"
-            return subprocess.Popen(
-                [sys.executable, "-c", code],
-                pass_fds=[child_end.fileno()],
-                env=_environment(),
-                stdin=subprocess.DEVNULL,
-                stdout=self._log,
-                stderr=self._log,
-                start_new_session=True,
-            )
+        try:
+            with contextlib.ExitStack() as opened:
+                self._connection, child_end = Pipe()
+                opened.enter_context(self._connection)
+                with child_end:
+                    self._log = opened.enter_context(tempfile.TemporaryFile())
+                    code = f"from {__name__} import serve; serve({child_end.fileno()})"
+                    if not self._has_torch:
+                        code = f"import sys; sys.modules['torch'] = None; {code}"
+                    self._process = subprocess.Popen(
+                        [sys.executable, "-c", code],
+                        pass_fds=[child_end.fileno()],
+                        env=_environment(),
+                        stdin=subprocess.DEVNULL,
+                        stdout=self._log,
+                        stderr=self._log,
+                        start_new_session=True,
+                    )
+                self._open = opened.pop_all()
+            SubprocessWorker.ask(self, int, START_SECONDS)  # it has imported what it needs
+        except (OSError, WorkerError) as error:
+            raise RuntimeError(f"cutefce: no subprocess could be started: {error}") from error
 
     def _exit_reason(self) -> str:
         """Return how the process ended, with the last line of its output."""
@@ -176,7 +163,6 @@ def serve(descriptor: int) -> None:
         parent_death_signal = 1
         ctypes.CDLL(None).prctl(parent_death_signal, signal.SIGKILL)
     connection: Connection[Any, Any] = Connection(descriptor)
-    connection.send("ready")
     while True:
         try:
             call = connection.recv_bytes()

@@ -10,7 +10,6 @@ from cutefce.commands.common import (
     contents,
     make_console,
     printable,
-    read_table,
     winners,
 )
 from cutefce.cute_kernels import cache_files
@@ -32,9 +31,9 @@ def show(files: tuple[Path, ...]) -> None:
     found, unusable = [], []
     for path in paths:
         try:
-            tuned = read_table(path)
-        except click.ClickException as error:
-            unusable.append(error.message)
+            tuned = table_io.read(path)
+        except OSError as error:
+            unusable.append(printable(str(error)))
         else:
             found += [(tuned.gpu, *item) for item in tuned.entries.items()]
     if found:
@@ -53,8 +52,7 @@ def _user_files() -> list[Path]:
 def validate(files: tuple[Path, ...]) -> None:
     """Check FILES; fail at the first unusable one."""
     for path in files:
-        tuned = read_table(path)
-        click.echo(f"{path}: {contents(tuned)}")
+        click.echo(f"{path}: {contents(table_io.read(path))}")
 
 
 @cache.command(short_help="Merge FILES of one GPU model.")
@@ -68,14 +66,11 @@ def merge(files: tuple[Path, ...], into: Path) -> None:
     """
 
     def merged() -> table.Table:
-        return table.merge({str(path): read_table(path) for path in files})
+        gpu = table_io.read(files[0]).gpu
+        return table.merge([table_io.read(path, gpu) for path in files])
 
-    try:
-        table_io.rewrite(into, merged)
-    except ValueError as error:
-        raise click.ClickException(printable(str(error))) from error
-    tuned = table_io.read(into)
-    click.echo(f"{into}: {contents(tuned)}")
+    table_io.rewrite(into, merged)
+    click.echo(f"{into}: {contents(table_io.read(into))}")
 
 
 @cache.command()

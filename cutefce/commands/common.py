@@ -10,12 +10,12 @@ import rich.table
 import torch
 from rich.console import Console
 
-from cutefce.autotune_cache import lookup, table_io, verdicts
+from cutefce.autotune_cache import lookup, verdicts
 from cutefce.autotune_cache.table import Candidate, Entry, Key, Table
 from cutefce.autotune_cache.tuning.shapes import NAMED, Sizes, parse
 from cutefce.cute_kernels.arch import ARCHS
 from cutefce.cute_kernels.gpu import Gpu
-from cutefce.ops.primitives.dispatch import capability_of, gpu_arch, gpu_of
+from cutefce.ops.primitives.dispatch import gpu_arch, gpu_of
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -34,14 +34,6 @@ def make_console() -> Console:
 def printable(text: str) -> str:
     """Return text of a file without what a terminal would obey: other characters are escaped."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-
-
-def read_table(path: Path) -> Table:
-    """Read a table; raise ClickException naming the file if that fails."""
-    try:
-        return table_io.read(path)
-    except (OSError, ValueError) as error:
-        raise click.ClickException(printable(f"{path}: {error}")) from error
 
 
 def _parse_shapes(
@@ -94,12 +86,7 @@ def this_gpu() -> tuple[Gpu, str]:
     if has_gpu():
         return gpu_of(_current()), str(_current())
     expected = ", ".join(f"{major}.{minor}" for major, minor in (a.capability for a in ARCHS))
-    got = "no CUDA device"
-    if torch.cuda.is_available():
-        capability = capability_of(_current())
-        got = "one of AMD"
-        if capability is not None:
-            got = f"compute capability {capability[0]}.{capability[1]}"
+    got = torch.cuda.get_device_name() if torch.cuda.is_available() else "no CUDA device"
     raise click.ClickException(f"GPU: got {got}, expected compute capability {expected}")
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import click
 import torch
 
-from cutefce.autotune_cache import lookup
-from cutefce.commands.common import printable, read_table, whose_kernels
+from cutefce.autotune_cache import lookup, table_io
+from cutefce.commands.common import printable, whose_kernels
 from cutefce.cute_kernels import cache_files
 from cutefce.cute_kernels.jit import cache as jit_cache
 from cutefce.cute_kernels.problem import ITEM_BYTES
@@ -61,7 +61,7 @@ def _served_by(device: torch.device, dtype: torch.dtype) -> str:
 
 def _shipped_entries(path: Path) -> str:
     """Return how many entries a table has of each dtype, and whether it proves the kernels."""
-    table = read_table(path)
+    table = table_io.read(path)
     counts = Counter(key.dtype for key in table.entries)
     text = ", ".join(f"{counts[dtype]} entries for {dtype}" for dtype in table.dtypes)
     if table.build == lookup.current_build():

@@ -4,8 +4,7 @@ import time
 from pathlib import Path
 
 import click
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
 
 from cutefce.autotune_cache import lookup, table_io
 from cutefce.autotune_cache.tuning import jobs as tuned
@@ -24,14 +23,8 @@ from cutefce.commands.common import (
     this_gpu,
     winners,
 )
-from cutefce.cute_kernels.jit.subprocess_worker import SubprocessWorker
-
-
-def _check_minutes(context: click.Context, option: click.Parameter, given: float) -> float:
-    """Refuse what is no time."""
-    if not given >= 0:
-        raise click.BadParameter(f"got {given}, expected a number of minutes")
-    return given
+from cutefce.cute_kernels.jit.subprocess_worker import SubprocessWorker, WorkerError
+from cutefce.cute_kernels.parts import STEP, parts_of
 
 
 @click.command(short_help="Find the fastest configurations on this GPU.")
@@ -39,10 +32,9 @@ def _check_minutes(context: click.Context, option: click.Parameter, given: float
 @dtype_option
 @click.option(
     "--budget-minutes",
-    type=float,
+    type=click.FloatRange(min=0),
     default=10.0,
     show_default=True,
-    callback=_check_minutes,
     help="Time after which no further problem is begun.",
 )
 @click.option(
@@ -74,48 +66,36 @@ def tune(
     is_shown = dry_run and not has_gpu()
     gpu, device = (lookup.shipped_tables()[0].gpu, "cuda") if is_shown else this_gpu()
     header, path = tuner.header_for(gpu), output_dir / table_io.file_name(gpu)
-    jobs = tuned.jobs_of(runner.Runner(gpu, device), shapes, dtype)
+    own = runner.Runner(gpu, device)
+    jobs = tuned.jobs_of(own, shapes, dtype)
     done = tuner.read_done(path, header).entries if resume else {}
     todo = [job for job in jobs if job.key not in done]
     console = make_console()
-    trials = sum(len(job.candidates) for job in todo)
-    console.print(f"{gpu.name}: {len(todo)} of {len(jobs)} problems to tune, in {trials} trials")
+    console.print(f"{gpu.name}: {len(todo)} of {len(jobs)} problems to tune")
     if dry_run:
         for job in todo:
             console.print(f"{job}: {'; '.join(map(describe, job.candidates))}")
         return
+    waiting, failures = [*todo], dict[Job, str]()
     try:
-        with console.status("verifying the kernels"):
-            require_passed(verification.verify_once(runner.Runner(gpu, device), dtype), gpu, dtype)
-        with SubprocessWorker() as process:
-            work = tuner.Tuner(path, header, process)
-            left = _run(console, todo, work, end)
-    except (OSError, RuntimeError) as error:  # no subprocess, or the file cannot be written
+        with console.status("verifying the kernels") as status, SubprocessWorker() as process:
+            require_passed(verification.verify_once(own, dtype), gpu, dtype)
+            verification.compile_all(own, dtype, parts_of(STEP))
+            while waiting and time.monotonic() <= end:
+                job = waiting.pop(0)
+                status.update(Text(f"{job}; {len(waiting)} problems are left"))
+                try:
+                    tuner.tune(job, process, path, header)
+                except WorkerError as error:
+                    failures[job] = str(error)
+    except RuntimeError as error:  # no subprocess, or a kernel that does not compile
         raise click.ClickException(str(error)) from error
     entries = tuner.read_done(path, header).entries
     console.print(winners((gpu, job.key, entries[job.key]) for job in jobs if job.key in entries))
-    for (job, candidate), reason in work.failures.items():
-        console.print(f"left out: {job}: {describe(candidate)}: {printable(reason)}")
+    for job, reason in failures.items():
+        console.print(f"left out: {job}: {printable(reason)}")
     console.print(f"written: {path}")
-    if left:
-        console.print(f"{left} problems are left; to continue, run the same command with --resume")
-
-
-def _run(console: Console, jobs: list[Job], work: tuner.Tuner, end: float) -> int:
-    """Compile, then tune one problem after another until the time is over.
-
-    Return how many are left.
-    """
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
-        tuning = progress.add_task("", total=sum(len(job.candidates) for job in jobs))
-        verification.compile_all(
-            (kernel for job in jobs for kernel in job.kernels()),
-            lambda step: progress.update(tuning, description=step),
+    if waiting:
+        console.print(
+            f"{len(waiting)} problems are left; to continue, run the same command with --resume"
         )
-        for done, job in enumerate(jobs):
-            if time.monotonic() > end:
-                return len(jobs) - done
-            progress.update(tuning, description=str(job))
-            work.tune(job, lambda: progress.advance(tuning))
-    return 0

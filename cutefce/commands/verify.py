@@ -13,7 +13,6 @@ from cutefce.autotune_cache.tuning import verify as verification
 from cutefce.commands.common import (
     TABLE_FILE,
     make_console,
-    read_table,
     require_passed,
     this_gpu,
 )
@@ -36,25 +35,23 @@ def verify(path: Path | None) -> None:
     gpu, device = this_gpu()
 
     def renewed(file: Path) -> Table:
-        table = read_table(file)
-        table.check_matches(dataclasses.replace(table.gpu, arch=gpu.arch))
+        table = table_io.read(file)
+        if table.gpu.arch != gpu.arch:
+            arch, expected = table.gpu.arch.name, gpu.arch.name
+            raise table_io.TableError(f"{file}: arch: got {arch!r}, expected {expected!r}")
         return dataclasses.replace(table, versions={**table.versions, **lookup.current_build()})
 
-    try:
-        if path is not None:
-            renewed(path)  # before the checks take their time
-        console = make_console()
-        with console.status("compiling") as status:
-            for dtype in gpu.arch.dtypes:
-                verdict = verification.verify(
-                    runner.Runner(gpu, device),
-                    dtype,
-                    advance=lambda step: status.update(Text(step)),
-                )
-                require_passed(verdict, gpu, dtype)
-                click.echo(f"the {dtype} kernels passed on {gpu.name}")
-        if path is not None:
-            table_io.rewrite(path, lambda: renewed(path))
-            click.echo(f"{path} names these kernels")
-    except (OSError, ValueError) as error:
-        raise click.ClickException(f"{path} was not changed: {error}") from error
+    if path is not None:
+        renewed(path)  # before the checks take their time
+    with make_console().status("compiling") as status:
+        for dtype in gpu.arch.dtypes:
+            verdict = verification.verify(
+                runner.Runner(gpu, device),
+                dtype,
+                advance=lambda step: status.update(Text(step)),
+            )
+            require_passed(verdict, gpu, dtype)
+            click.echo(f"the {dtype} kernels passed on {gpu.name}")
+    if path is not None:
+        table_io.rewrite(path, lambda: renewed(path))
+        click.echo(f"{path} names these kernels")

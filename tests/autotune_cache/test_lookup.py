@@ -80,18 +80,17 @@ def broken_entry(**changes: object) -> str:
 
 
 BAD = {
-    "empty": ("", "not JSON"),
-    "cut off": (table_io.to_json(TABLE)[:200], "not JSON"),
-    "nested without end": ("[" * 100_000, "not JSON"),
+    "empty": ("", "ignored the tuned table .*: Expecting value"),
+    "cut off": (table_io.to_json(TABLE)[:200], "Unterminated string|Expecting"),
+    "nested without end": ("[" * 100_000, "recursion depth"),
     "an older schema": (edited(schema=3), "schema: got 3, expected 4"),
     "another GPU": (edited(device="NVIDIA Other"), "device: got 'NVIDIA Other'"),
     "an unknown architecture": (edited(arch="sm_80"), "arch: got 'sm_80'"),
     "no entries": (edited(entries=None), "a field is missing"),
-    "a size of 0": (broken_entry(tokens=0), "tokens: got 0, expected an integer above 0"),
-    "a size that is true": (broken_entry(vocab=True), "vocab: got True, expected an integer"),
+    "a size of 0": (broken_entry(tokens=0), "tokens: got 0, expected a number above 0"),
+    "a size that is true": (broken_entry(vocab=True), "vocab: got True, expected a number"),
     "an infinite time": (broken_entry(default_ms=float("inf")), "default_ms: got inf, expected"),
     "a time beyond floats": (broken_entry(ms=10**400), "ms: got 1000.*expected"),
-    "an unknown kernel": (broken_entry(kernel="[/x]"), r"kernel: got '\[/x\]', expected"),
     "versions that are a list": (edited(versions=[1]), "a field is missing or has the wrong type"),
     "more digits than Python reads": ('{"schema": ' + "9" * 5000 + "}", "ignored the tuned table"),
     "an entry without a configuration": (

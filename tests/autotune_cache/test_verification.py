@@ -15,7 +15,7 @@ import torch
 
 from cutefce.autotune_cache import lookup, verdicts
 from cutefce.autotune_cache.table_io import file_name
-from cutefce.autotune_cache.tuning import verify, worker
+from cutefce.autotune_cache.tuning import runner, verify
 from cutefce.autotune_cache.tuning.runner import Runner
 from cutefce.cute_kernels import cache_files, process_cache
 from cutefce.cute_kernels.arch.sm90 import Sm90
@@ -111,7 +111,7 @@ def reason(part: str = FORWARD) -> str:
 
 def defaults_are(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the architecture's default be a fake one."""
-    monkeypatch.setattr(verify, "Runner", lambda gpu, _: DefaultRunner(gpu, "cpu", kind))
+    monkeypatch.setattr(runner, "Runner", lambda gpu, _: DefaultRunner(gpu, "cpu", kind))
 
 
 @dataclass(frozen=True)
@@ -132,8 +132,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Checked]:
     """Return a list of the checks that subprocesses would run, of which all pass."""
     checks: list[Checked] = []
 
-    def all_pass(_: Runner, __: str, parts: tuple[str, ...], some: Any, ___: Any) -> str:
-        checks.extend((parts, configs) for configs in some)
+    def all_pass(own: Runner, _: str, parts: tuple[str, ...], __: Any) -> str:
+        checks.extend((parts, configs) for configs in verify._listed(own, parts))
         return ""
 
     monkeypatch.setattr(verify, "first_fault", all_pass)
@@ -302,7 +302,7 @@ def test_kernels_that_cannot_be_stored_are_compiled_outside_the_time_limit(
     assert asked[:3] == [
         ("load", build.BUILD_SECONDS),
         ("prepare", verify.PREPARE_SECONDS),
-        ("check_small", verify.CHECK_SECONDS),
+        ("check", verify.CHECK_SECONDS),
     ]
 
 
@@ -317,7 +317,7 @@ class Killed(SubprocessWorker):
     """Has a process that the system ends during the first check."""
 
     def ask(self, call: Any, seconds: float) -> Any:
-        if call.func is worker.check_small:
+        if call.func.__name__ == "check":
             assert self._process is not None
             self._process.kill()
         return super().ask(functools.partial(int), seconds)
@@ -327,7 +327,7 @@ class SaidToBeKilled(InProcess):
     """Answers the first check as if it were."""
 
     def ask(self, call: Any, seconds: float) -> Any:
-        if call.func is worker.check_small:
+        if call.func.__name__ == "check":
             raise WorkerError("its process ended by SIGKILL")
 
 
@@ -350,7 +350,7 @@ def test_a_signal_to_the_job_is_no_verdict(
     """A scheduler sends it to all processes; a training that handles it goes on."""
 
     def ask(process: InProcess, call: Any, seconds: float) -> Any:
-        if call.func is worker.check_small:
+        if call.func.__name__ == "check":
             raise WorkerError(f"its process ended by {name}")
 
     monkeypatch.setattr(InProcess, "ask", ask)

@@ -13,7 +13,7 @@ import torch
 
 import cutefce
 from cutefce.autotune_cache import lookup, verdicts
-from cutefce.autotune_cache.tuning import verify
+from cutefce.autotune_cache.tuning import runner, verify
 from cutefce.cute_kernels import cache_files, process_cache
 from cutefce.cute_kernels.arch import arch_for
 from cutefce.cute_kernels.gpu import Gpu
@@ -57,7 +57,7 @@ def gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Gate:
     (tmp_path / libraries.name).symlink_to(libraries, target_is_directory=True)
     monkeypatch.setenv(cache_files.CACHE_VARIABLE, str(tmp_path))
     monkeypatch.setattr(lookup, "SHIPPED_FOLDER", tmp_path / "no tables")
-    monkeypatch.setattr(verify, "Runner", gate.runner)
+    monkeypatch.setattr(runner, "Runner", gate.runner)
 
     class Recorded(SubprocessWorker):
         def _start(self) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from cutefce.autotune_cache.tuning import jobs, timing, worker
+from cutefce.autotune_cache.tuning import jobs, runner, timing, verify
 from cutefce.autotune_cache.tuning.cases import SMALL_PROBLEMS, MismatchError
 from cutefce.autotune_cache.tuning.runner import Runner
 from cutefce.cute_kernels import process_cache
@@ -40,12 +40,12 @@ from tests.support.tiers import rest_slow
 )
 @pytest.mark.parametrize("dtype", rest_slow(["bfloat16", "float16"]))
 def test_slightly_wrong_results_are_found(kind: Kind, said: str, dtype: str) -> None:
-    worker.check_small(RUNNER, dtype, job().configs(config(Kind.FAST)), PARTS)
+    RUNNER.check(dtype, job().configs(config(Kind.FAST)), PARTS)
     with pytest.raises(MismatchError, match=said):
-        worker.check_small(RUNNER, dtype, job().configs(config(kind)), PARTS)
+        RUNNER.check(dtype, job().configs(config(kind)), PARTS)
 
 
-@pytest.mark.parametrize(("ms", "rounds"), [(0.1, 50), (10, 10), (200, 4)])
+@pytest.mark.parametrize(("ms", "rounds"), [(0.1, 50), (20, 17), (200, 4)])
 def test_trials_take_about_as_long_as_they_may(
     ms: float, rounds: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -59,8 +59,8 @@ def test_trials_take_about_as_long_as_they_may(
 
     monkeypatch.setattr(timing, "_timed_on_cpu", sample)
     candidates = config(Kind.FAST), config(Kind.SLOW)
-    assert worker.trial(job(), candidates) == dict.fromkeys(candidates, (ms,) * rounds)
-    assert taken[4:] == [worker.CALLS] * 2 * rounds
+    assert job().trial() == dict.fromkeys(candidates, (ms,) * rounds)
+    assert taken[4:] == [jobs.CALLS] * 2 * rounds
 
 
 @pytest.fixture
@@ -133,9 +133,9 @@ def test_models_of_the_kernels_pass(
 ) -> None:
     """Right kernels pass: what is compared is the same value twice."""
     use_models(monkeypatch)
-    monkeypatch.setattr(worker, "SMALL_PROBLEMS", {name: SMALL_PROBLEMS[name]})
-    runner = Runner(GPU, "cpu")
-    worker.check_small(runner, dtype, runner.listed_configs()[index], parts)
+    monkeypatch.setattr(runner, "SMALL_PROBLEMS", {name: SMALL_PROBLEMS[name]})
+    own = Runner(GPU, "cpu")
+    own.check(dtype, own.listed_configs()[index], parts)
 
 
 @pytest.mark.slow
@@ -146,10 +146,11 @@ def test_trials_launch_nothing_that_was_not_compiled_ahead(
 ) -> None:
     """Compiling takes longer than a trial may."""
     runner = Runner(dataclasses.replace(GPU, arch=arch), "cpu")
+    compiled = set(verify._kernels(runner, dtype, parts_of(STEP)))
     for one in jobs.jobs_of(runner, [(130, 64, 1500)], dtype):
-        for call in one.calls(one.candidates).values():
+        for call in one.calls().values():
             call()
-        assert launched and launched <= set(one.kernels())
+        assert launched and launched <= compiled
         launched.clear()
 
 

@@ -1,4 +1,4 @@
-"""New results against committed ones, and results that were taken in parts."""
+"""New results against committed ones."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from bench.__main__ import main
-from bench.harness.records import RESULTS, read
+from bench.harness.records import RESULTS
 from bench.report.compare import regressions
 
 ROW = {
@@ -89,22 +89,3 @@ def test_the_command_fails_where_something_grew(
     result = run(main, ["compare", str(new)])
     assert result.exit_code == 1
     assert "ratio_to_gemm was 0.950, is 2.000" in result.output
-
-
-def test_parts_are_merged_unless_they_overlap_or_differ_in_version(tmp_path: Path) -> None:
-    parts = [tmp_path / name for name in ("first", "second", "again")]
-    for part, tokens in zip(parts, (1, 2, 2), strict=True):
-        too_large = [{"tokens": 9}] if tokens == 1 else []
-        write(part / "some_gpu", {**ROW, "tokens": tokens}, out_of_memory=too_large)
-    merge = ["--output", str(tmp_path / "merged"), "merge"]
-    run = CliRunner().invoke
-    assert run(main, [*merge, *map(str, parts[:2])]).exit_code == 0
-    header, rows = read(tmp_path / "merged" / "some_gpu" / "forward.jsonl")
-    assert header["device"] == "some gpu" and header["out_of_memory"] == [{"tokens": 9}]
-    assert [row["tokens"] for row in rows] == [1, 2]
-    result = run(main, [*merge, *map(str, parts)])
-    assert result.exit_code == 1 and "got a measurement twice" in result.output
-    path = parts[1] / "some_gpu" / "forward.jsonl"
-    path.write_text(path.read_text().replace("some gpu", "another"))
-    result = run(main, [*merge, *map(str, parts[:2])])
-    assert result.exit_code == 1 and "another" in result.output

@@ -111,7 +111,7 @@ def test_long_compilations_are_announced_once_a_process(
     folder: Path, announced: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(notices, "NOTICE_SECONDS", 0)
-    monkeypatch.setattr(notices.CompilingNotice, "_was_given", False)
+    monkeypatch.setattr(notices, "_was_given", False)
     monkeypatch.setattr(jit_cache, "compile_kernel", lambda kernel: time.sleep(0.3))
     monkeypatch.setattr(jit_cache, "_write", lambda path, function: None)
     monkeypatch.setattr(jit_cache, "_load", lambda path: None)
@@ -139,9 +139,9 @@ def test_a_terminal_sees_the_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(notices, "NOTICE_SECONDS", 0)
-    with notices.CompilingNotice(2, "sm_90a") as notice:
+    with notices.compiling(2, "sm_90a") as count:
         time.sleep(0.2)
-        notice.advance()
+        count()
         time.sleep(0.3)
     assert "compiling 2 kernels for sm_90a" in terminal.getvalue()
     assert "1/2" in terminal.getvalue()

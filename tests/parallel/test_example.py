@@ -55,4 +55,4 @@ def test_the_benchmark_measures_what_is_equal(ranks: Ranks) -> None:
             differences = row.loss_difference, row.dx_difference, row.dw_difference
             # the bench compares in float32, in which equal float64 values are equal
             assert max(differences) <= torch.finfo(torch.float32).eps
-            assert row.median_ms > 0 and row.communication_share + row.waiting_share < 1
+            assert row.median_ms > 0

@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from cutefce.autotune_cache.table import Table
-from cutefce.autotune_cache.tuning import worker
-from cutefce.autotune_cache.tuning.tuner import Tuner
+from cutefce.autotune_cache.tuning import tuner
 from cutefce.cute_kernels.jit.subprocess_worker import SubprocessWorker, WorkerError
 from tests.support.faulty_candidates import FaultyJob, FaultyRunner, Kind, kind_of
 from tests.support.tables import GPU, VERSIONS
@@ -14,10 +13,6 @@ from tests.support.tables import GPU, VERSIONS
 HEADER = Table(GPU, VERSIONS)
 RUNNER = FaultyRunner(GPU, "cpu")
 SIZES = (24, 16, 300)
-
-
-def nothing() -> None:
-    pass
 
 
 def job(
@@ -40,9 +35,8 @@ class InlineWorker(SubprocessWorker):
     """Answers at once, as a subprocess would after timing the candidates."""
 
     def ask(self, call: Any, seconds: float) -> Any:
-        assert call.func is worker.trial
         times = {}
-        for candidate in call.args[1]:
+        for candidate in call.__self__.candidates:
             kind = kind_of(candidate)
             if kind not in (Kind.SLOW, Kind.FAST):
                 raise WorkerError("out of memory" if kind is Kind.LEAKS else "it hung")
@@ -51,8 +45,7 @@ class InlineWorker(SubprocessWorker):
 
 
 def tune_inline(path: Path, vocabularies: range, note: Callable[[FaultyJob], object]) -> None:
-    work = Tuner(path, HEADER, InlineWorker())
     for vocab in vocabularies:
-        todo = job(tuple(Kind), (24, 16, vocab))
-        assert work.tune(todo, nothing) is not None
+        todo = job(sizes=(24, 16, vocab))
+        tuner.tune(todo, InlineWorker(), path, HEADER)
         note(todo)

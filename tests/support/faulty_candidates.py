@@ -153,7 +153,7 @@ class FaultyRunner(Runner):
         return steps.way_outputs(case, self.primitives(case.problem, configs), WAYS)
 
 
-WAYS = steps.Way(), steps.Way(" of stored exponentials", stored=1)
+WAYS = steps.Way(), steps.Way(stored=1)
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,9 @@ soft_targets.py  of the kernels of soft targets
 divergences.py   of the kernels of divergences
 """
 
+import functools
+from collections.abc import Callable
+
 from cutefce.autotune_cache.tuning.cases import Case, CheckedOutput
 from cutefce.autotune_cache.tuning.outputs.divergences import divergence_outputs
 from cutefce.autotune_cache.tuning.outputs.samples import sampled_outputs
@@ -19,6 +22,15 @@ from cutefce.autotune_cache.tuning.outputs.steps import (
 from cutefce.cute_kernels.parts import DIVERGENCES, FORWARD, SAMPLES, SOFT_TARGETS, STEP
 from cutefce.ops.primitives.primitives import Primitives
 
+OUTPUTS: dict[str, tuple[Callable[[Case, Primitives], dict[str, CheckedOutput]], ...]] = {
+    FORWARD: (functools.partial(way_outputs, ways=FORWARDS),),
+    STEP: (functools.partial(way_outputs, ways=STEPS), partial_outputs),
+    SAMPLES: (sampled_outputs,),
+    DIVERGENCES: (divergence_outputs,),
+    SOFT_TARGETS: (soft_outputs,),
+}
+"""What computes the outputs of each part of calls."""
+
 
 def outputs_of(
     case: Case, primitives: Primitives, parts: tuple[str, ...]
@@ -27,16 +39,5 @@ def outputs_of(
 
     Launches every kernel of these parts that a call without options may launch.
     """
-    results: dict[str, CheckedOutput] = {}
-    if FORWARD in parts:
-        results |= way_outputs(case, primitives, FORWARDS)
-    if STEP in parts:
-        results |= way_outputs(case, primitives, STEPS)
-        results |= partial_outputs(case, primitives)
-    if SAMPLES in parts:
-        results |= sampled_outputs(case, primitives)
-    if DIVERGENCES in parts:
-        results |= divergence_outputs(case, primitives)
-    if SOFT_TARGETS in parts:
-        results |= soft_outputs(case, primitives)
-    return results
+    every = (make(case, primitives) for part in parts for make in OUTPUTS[part])
+    return {name: output for some in every for name, output in some.items()}

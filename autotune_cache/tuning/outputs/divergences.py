@@ -57,11 +57,10 @@ def divergence_outputs(case: Case, primitives: Primitives) -> dict[str, CheckedO
         else:
             values = _write_defined(logits, options, factors)
         name = f" of the {form} of rows, {wanted}{' with sums' if sums_given else ''}"
-        results[f"divergence{name}"] = CheckedOutput(values, 1, floor=FLOOR)
+        results[f"divergence{name}"] = CheckedOutput(values, 1, FLOOR)
         for side, x in enumerate(factors):
             if x is not None:
-                output = CheckedOutput(x, 1, floor=FLOOR, relative_to_row=True)
-                results[f"factors of side {side}{name}"] = output
+                results[f"factors of side {side}{name}"] = CheckedOutput(x, 1, FLOOR)
     tokens, hidden, vocab = LOGITS
     h, w = (
         (torch.randint(-64, 65, (rows, hidden), generator=generator) / 16).to(like)
@@ -74,7 +73,7 @@ def divergence_outputs(case: Case, primitives: Primitives) -> dict[str, CheckedO
         out = like.new_empty(tokens, vocab, dtype=torch.float32)
         parts = launch(kernel, CLUSTERS, out, h, w)
     lses = ((parts[0] * math.log(2)).double() + parts[1].double().log()).logsumexp(1).float()
-    results["logits in float32"] = CheckedOutput(out, 1, floor=1.0, relative_to_row=True)
+    results["logits in float32"] = CheckedOutput(out, 1, floor=1.0)
     return results | {"log-sum-exps of logits": CheckedOutput(lses, 1, floor=1.0)}
 
 

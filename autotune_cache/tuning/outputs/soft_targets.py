@@ -59,8 +59,6 @@ def soft_outputs(case: Case, primitives: Primitives) -> dict[str, CheckedOutput]
         "entries of soft targets among exponentials scaled beside dX": beside,
     }
     return {
-        name: CheckedOutput(
-            x, 1 if x.dtype == h.dtype else LOGIT_ROUNDINGS, floor=1.0, relative_to_row=x.ndim > 1
-        )
+        name: CheckedOutput(x, 1 if x.dtype == h.dtype else LOGIT_ROUNDINGS, floor=1.0)
         for name, x in results.items()
     }

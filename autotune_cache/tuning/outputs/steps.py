@@ -35,8 +35,6 @@ IGNORED = -100
 class Way:
     """One way to compute losses and gradients: others launch other kernels."""
 
-    name: str = ""
-    """The end of the names of its outputs."""
     reduction: str = "none"
     gradients: tuple[bool, bool] = (True, True)
     """Whether dX and dW are computed."""
@@ -56,44 +54,25 @@ class Way:
     clears: bool = False
     """Whether they clear rows that do not count, as for the gradient of a bias."""
 
+    def __str__(self) -> str:
+        """Return the end of the names of its outputs: what differs from the defaults."""
+        values = asdict(self).items()
+        return "".join(f", {name} {x}" for name, x in values if x != getattr(Way, name))
+
 
 NONE = False, False
-FORWARDS = (
-    Way(" without gradients", gradients=NONE),
-    Way(" without gradients, of counted rows", gradients=NONE, ignores=True),
-)
+FORWARDS = Way(gradients=NONE), Way(gradients=NONE, ignores=True)
 """Losses without gradients."""
 STEPS = (
     Way(stored=1),
-    Way(" of the sum, from probabilities", "sum"),
-    Way(" in the dtype of sums", wide=True),
-    Way(" of counted rows", stored=1, ignores=True),
-    Way(" of counted rows, the others cleared", stored=1, ignores=True, clears=True),
-    *(
-        Way(f" in the forward, with {16 + n} bits of dW's sums", "sum", chunks=2, low_bits=n)
-        for n in LOW_BITS
-    ),
-    Way(" in the forward, in wide sums", "sum", chunks=2, low_bits=LOW_BITS[-1], wide=True),
-    Way(
-        " in the forward, of windows in chunks",
-        "sum",
-        (True, False),
-        windows=3,
-        chunks=2,
-        low_bits=LOW_BITS[0],
-        ignores=True,
-    ),
-    *(
-        Way(
-            f" of windows, with {16 + n} bits of dX's sums",
-            "sum",
-            windows=3,
-            stored=1,
-            low_bits=n,
-            ignores=True,
-        )
-        for n in LOW_BITS
-    ),
+    Way("sum"),
+    Way(wide=True),
+    Way(stored=1, ignores=True),
+    Way(stored=1, ignores=True, clears=True),
+    *(Way("sum", chunks=2, low_bits=n) for n in LOW_BITS),
+    Way("sum", chunks=2, low_bits=LOW_BITS[-1], wide=True),
+    Way("sum", (True, False), windows=3, chunks=2, low_bits=LOW_BITS[0], ignores=True),
+    *(Way("sum", windows=3, stored=1, low_bits=n, ignores=True) for n in LOW_BITS),
 )
 """Exact gradients.  Windows after stored ones are computed again, as probabilities."""
 
@@ -169,11 +148,11 @@ def way_outputs(
         if way.low_bits and not can_keep(case.problem.dtype):
             continue  # no call keeps sums in a dtype whose exponentials are not stored
         loss, stats, dx, dw = run(*prepared(case, primitives, way), case.upstream)
-        results[f"loss{way.name}"] = CheckedOutput(loss.view(-1), 1)
+        results[f"loss{way}"] = CheckedOutput(loss.view(-1), 1)
         if not way.ignores:  # whose order is that of the call
-            others = CheckedOutput(stats.sum_exp_others, 1, stats.sum_exp)
-            results[f"sum of the other exponentials{way.name}"] = others
-        results |= gradients(way.name, dx, dw, case.h.dtype)
+            share = stats.sum_exp_others.double() / stats.sum_exp
+            results[f"sum of the other exponentials{way}"] = CheckedOutput(share, 1)
+        results |= gradients(str(way), dx, dw, case.h.dtype)
     return results
 
 
@@ -187,8 +166,7 @@ def gradients(
     floor, results = torch.finfo(dtype).smallest_normal, {}
     for name, x in (("dX", dx), ("dW", dw)):
         if x is not None:
-            rounded = x.to(dtype)
-            results[name + suffix] = CheckedOutput(rounded, 3, floor=floor, relative_to_row=True)
+            results[name + suffix] = CheckedOutput(x.to(dtype), 3, floor)
     return results
 
 
@@ -204,7 +182,7 @@ def partial_outputs(case: Case, primitives: Primitives) -> dict[str, CheckedOutp
     results = {}
     for name, x in (("partial dX of a rank", partial), ("moved rows", partial.to(case.h.dtype))):
         rows = torch.where(counts, restore_rows(selection, x), 0)
-        results[name] = CheckedOutput(rows, 1, relative_to_row=True)
+        results[name] = CheckedOutput(rows, 1)
     return results
 
 
