@@ -21,6 +21,8 @@ from cutefce.ops.primitives.triton_kernels import (
     device_of,
     is_aligned,
     load_tile,
+    numbers_of,
+    pitch_of,
     place_of,
 )
 from cutefce.ops.primitives.triton_rows import join_pieces, split_pieces
@@ -88,9 +90,7 @@ def _put(
     DTYPE: tl.constexpr,
     LOW_BITS: tl.constexpr,
     ACCUMULATES: tl.constexpr,
-    TILES: tl.constexpr,
     HAS_TARGETS: tl.constexpr,
-    HAS_LAST: tl.constexpr,
 ):
     """Write `sums` (ROWS, COLUMNS) to the rows from `top` on, and the columns from `left` on.
 
@@ -101,9 +101,12 @@ def _put(
     exist = (rows < classes)[:, None] & (own < hidden)[None, :]
     to = out + rows.to(tl.int64)[:, None] * out_pitch + own[None, :]
     if LOW_BITS == 0:
-        result = sums * tl.load(last) if HAS_LAST else sums
+        result = sums * tl.load(last) if last is not None else sums
         if ACCUMULATES:
-            result += out_tiles.load([top, left]) if TILES else tl.load(to, mask=exist, other=0.0)
+            if out_tiles is not None:
+                result += out_tiles.load([top, left])
+            else:
+                result += tl.load(to, mask=exist, other=0.0)
         result = result.to(DTYPE)
     else:
         # of two columns in a byte, the first has the lower bits
@@ -113,7 +116,7 @@ def _put(
         have = is_listed[:, None] & (byte < hidden * LOW_BITS // 8)[None, :]
         bytes_to = low + slot.to(tl.int64)[:, None] * low_pitch + byte[None, :]
         if ACCUMULATES:
-            if TILES:
+            if out_tiles is not None:
                 upper, lower = out_tiles.load([top, left]), low_tiles.load([top, begin])
             else:
                 upper = tl.load(to, mask=exist, other=0)
@@ -125,14 +128,14 @@ def _put(
         if LOW_BITS == 4:
             even, odd = tl.split(tl.reshape(lower, (ROWS, BYTES, 2)))
             lower = even | (odd << 4)
-        if TILES and not HAS_TARGETS:
+        if low_tiles is not None:
             low_tiles.store([top, begin], lower.to(tl.uint8))
         else:
             tl.store(bytes_to, lower.to(tl.uint8), mask=have)
         if HAS_TARGETS:
-            rounded = (sums * tl.load(last) if HAS_LAST else sums).to(DTYPE)
+            rounded = (sums * tl.load(last) if last is not None else sums).to(DTYPE)
             result = tl.where(is_listed[:, None], result, rounded.to(tl.int16, bitcast=True))
-    if TILES:
+    if out_tiles is not None:
         out_tiles.store([top, left], result)
     else:
         tl.store(to, result, mask=exist)
@@ -169,25 +172,22 @@ def _weight(
     LOW_BITS: tl.constexpr,
     ACCUMULATES: tl.constexpr,
     HAS_TMA: tl.constexpr,
-    TILES: tl.constexpr,
     PARTS: tl.constexpr,
     HAS_TARGETS: tl.constexpr,
     BY_TOKEN: tl.constexpr,
-    HAS_FACTOR: tl.constexpr,
-    HAS_LAST: tl.constexpr,
-    HAS_COUNT: tl.constexpr,
 ):
     """Compute tiles (ROWS, BLOCK) of dW's rows, one after another.
 
     `exps` (N, K) and `states` (N, D) are descriptors with HAS_TMA, as `out_tiles` (K, D) and
-    `low_tiles` are with TILES; the other tensors are those of `weight_product`.  A thread block
-    computes every BLOCKS-th tile, and loads the next one's operands under the epilogue of this one.
+    `low_tiles` are; the other tensors are those of `weight_product`, None if not given.  A thread
+    block computes every BLOCKS-th tile, and loads the next one's operands under the epilogue of
+    this one.
     With HAS_TARGETS, rows with terms of targets are written as pieces, which `_add_terms` finishes:
     the low bits to the row of `low` of their number, or BY_TOKEN of that of their first token.
     More than eight parameters: operands, sizes and constants of a kernel.
     """
     row_tiles, column_tiles = tl.cdiv(classes, ROWS), tl.cdiv(hidden, BLOCK)
-    if HAS_COUNT:
+    if count is not None:
         tokens = tl.minimum(tokens, tl.maximum(tl.load(count) - skipped, 1))
     steps = tl.cdiv(tokens, TOKENS)
     stored = tl.cdiv(classes, 8) * 8  # columns of exponentials: those of no class are not written
@@ -205,7 +205,7 @@ def _weight(
             begin = tl.load(bounds + first + rows, mask=is_listed, other=0)
             is_listed &= tl.load(bounds + first + rows + 1, mask=is_listed, other=0) > begin
             slot = begin if BY_TOKEN else rows
-        if HAS_FACTOR:
+        if factor is not None:
             f = tl.load(factor + rows, mask=rows < classes, other=0.0)
             sums += f[:, None] * tl.load(row + own, mask=own < hidden, other=0.0)[None, :]
         # a part of the features after the other: registers hold few tiles
@@ -233,9 +233,7 @@ def _weight(
                     DTYPE=DTYPE,
                     LOW_BITS=LOW_BITS,
                     ACCUMULATES=ACCUMULATES,
-                    TILES=TILES,
                     HAS_TARGETS=HAS_TARGETS,
-                    HAS_LAST=HAS_LAST,
                 )
                 left += BLOCK // PARTS
 
@@ -261,7 +259,6 @@ def _add_terms(
     LOW_BITS: tl.constexpr,
     KEEPS: tl.constexpr,
     BY_TOKEN: tl.constexpr,
-    HAS_LAST: tl.constexpr,
 ):
     """Add the terms of targets to some columns of the row of a class, where its first token is.
 
@@ -280,8 +277,8 @@ def _add_terms(
     to = out + row * out_pitch + c
     sums = tl.load(to, mask=exists, other=0)
     slot = place.to(tl.int64) if BY_TOKEN else row
-    bytes_to = low + slot * low_pitch + c * LOW_BITS // 8
     if LOW_BITS > 0:
+        bytes_to = low + slot * low_pitch + c * LOW_BITS // 8
         lower = tl.load(bytes_to, mask=exists, other=0)
         if LOW_BITS == 4:
             lower = (lower >> (4 * (c & 1)).to(tl.uint8)) & 15
@@ -289,7 +286,7 @@ def _add_terms(
     for at in range(place, tl.load(bounds + first + row + 1)):
         x = tl.load(h + tl.load(order + at) * h_pitch + c, mask=exists, other=0.0)
         sums += tl.load(coefficient + at) * x.to(tl.float32)
-    if HAS_LAST:
+    if last is not None:
         sums *= tl.load(last)
     if KEEPS:
         upper, lower = split_pieces(sums, LOW_BITS)
@@ -335,7 +332,7 @@ def weight_product(
     """
     to, low = out
     keeps = low is not None
-    (tokens, classes), hidden, none = exps.shape, states.shape[1], states
+    (tokens, classes), hidden = exps.shape, states.shape[1]
     device, is_wide = device_of(exps.device), to.dtype == torch.float32
     in_kernel, by_token = listed is not None and not (keeps or is_wide), False
     if listed is not None and in_kernel:
@@ -347,8 +344,7 @@ def weight_product(
     low_tile = [ROWS, BLOCK // PARTS * low_bits // 8]
     dtype = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
     outs: Any = words, words.stride(0)
-    lows: Any = none if low is None else low, 0 if low is None else low.stride(0)
-    factor = none if last is None else last
+    lows: Any = low, pitch_of(low)
     count = ceil_div(classes, ROWS) * ceil_div(hidden, BLOCK)
     _weight[(min(device.blocks, count),)](
         device.operand(exps, [device.features, ROWS]),
@@ -359,12 +355,11 @@ def weight_product(
         *outs,
         TensorDescriptor.from_tensor(low, low_tile) if tiles and keeps else None,
         *lows,
-        none if listed is None else listed.bounds,
-        none if rank_one is None else rank_one.factor,
-        none if rank_one is None else rank_one.row,
-        factor,
-        none if counted is None else counted.count,
-        0 if counted is None else counted.first,
+        None if listed is None else listed.bounds,
+        None if rank_one is None else rank_one.factor,
+        None if rank_one is None else rank_one.row,
+        last,
+        *numbers_of(counted),
         tokens,
         classes,
         hidden,
@@ -378,13 +373,9 @@ def weight_product(
         LOW_BITS=low_bits,
         ACCUMULATES=accumulate,
         HAS_TMA=device.has_tma,
-        TILES=tiles,
         PARTS=PARTS,
         HAS_TARGETS=in_kernel,
         BY_TOKEN=by_token,
-        HAS_FACTOR=rank_one is not None,
-        HAS_LAST=last is not None,
-        HAS_COUNT=counted is not None,
         num_stages=STAGES,
         num_warps=WARPS,
         enable_fp_fusion=True,
@@ -400,7 +391,7 @@ def weight_product(
         listed.coefficient,
         listed.h,
         listed.h.stride(0),
-        factor,
+        last,
         first,
         classes,
         hidden,
@@ -409,5 +400,4 @@ def weight_product(
         LOW_BITS=low_bits,
         KEEPS=keeps,
         BY_TOKEN=by_token,
-        HAS_LAST=last is not None,
     )
