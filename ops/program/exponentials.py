@@ -11,7 +11,6 @@ from cutefce.ops.primitives.portable_projection import Logits
 from cutefce.ops.primitives.weighted_sum import add_soft_rows
 from cutefce.ops.program.run import Call
 from cutefce.ops.program.steps import Step
-from cutefce.ops.program.views import exps_of, rows_of, scale_of, states_of
 from cutefce.ops.rows.outputs import reduce_outputs, stat_rows
 from cutefce.ops.rows.scaling import as_probabilities
 from cutefce.ops.rows.statistics import RowStats, reduce_losses, returned_rows
@@ -21,8 +20,8 @@ from cutefce.ops.rows.top_classes import top_rows
 
 def gather(call: Call, s: Step) -> None:
     """Write hidden states in the order of the targets, scaled if factors are read."""
-    x, out = call.part(s.rows), rows_of(call, s, s.writes[0])
-    scale, selection = scale_of(call) if "factors" in s.reads else None, x.targets.selection
+    x, out = call.part(s.rows), call.rows(s, s.writes[0])
+    scale, selection = call.scale() if "factors" in s.reads else None, x.targets.selection
     if selection is not None:
         x.primitives.projection.select(x.h, selection, scale, out)
     else:
@@ -64,9 +63,9 @@ def clear(call: Call, s: Step) -> None:
 
 def project(call: Call, s: Step) -> None:
     """Sum exponentials, or compute them again."""
-    x, states = call.part(s.rows), states_of(call, s)
+    x, states = call.part(s.rows), call.states(s)
     projection = x.primitives.projection
-    exps = None if s.exps is None else exps_of(call, s, whole=True)
+    exps = None if s.exps is None else call.exps(s, whole=True)
     if "logits" in s.reads:
         logits = Logits(states, x.w, s.columns, call.values["logits"], x.targets)
         call.values["partials"].append(projection.project_exp(logits, exps))
@@ -93,7 +92,7 @@ def leave_out_entries(call: Call, s: Step) -> None:
     x = call.part(s.rows)
     is_window = call.program.in_chunks and s.columns != (0, x.w.shape[0])
     if is_window and x.targets.soft is not None:
-        x.primitives.projection.put_soft(None, exps_of(call, s), s.columns[0], x.targets)
+        x.primitives.projection.put_soft(None, call.exps(s), s.columns[0], x.targets)
 
 
 def reduce(call: Call, s: Step) -> None:
@@ -187,9 +186,9 @@ def entries(call: Call, s: Step) -> None:
     if s.writes[0].startswith("sums"):
         values = x.targets.soft_entries(call.values["stats"], x.h.dtype)
         if values is not None:
-            add_soft_rows(rows_of(call, s, s.writes[0]), values, x.targets, x.w)
+            add_soft_rows(call.rows(s, s.writes[0]), values, x.targets, x.w)
         return
-    exps = exps_of(call, s)
+    exps = call.exps(s)
     if call.program.in_chunks:
         values = x.targets.soft_entries(call.values["stats"], x.h.dtype)
     else:
@@ -209,9 +208,9 @@ def scale_exps(call: Call, s: Step) -> None:
     """
     x, own = call.part(s.rows), call.values["scaling"]
     coefficients = own.dx if call.program.in_chunks else own
-    target, scale = coefficients.target, scale_of(call)
+    target, scale = coefficients.target, call.scale()
     if "known" in call.values:
         target = target * call.values["known"]
-    exps, is_scaled = exps_of(call, s), call.values.pop("is scaled", False)
+    exps, is_scaled = call.exps(s), call.values.pop("is scaled", False)
     given: Any = call.values["entries"], target, exps, s.columns[0], x.targets, scale, is_scaled
     x.primitives.projection.scale_soft(*given)

@@ -23,27 +23,26 @@ from cutefce.ops.primitives.select_rows import restore_rows, row_range
 from cutefce.ops.program.inputs import LossInputs
 from cutefce.ops.program.run import Call
 from cutefce.ops.program.steps import Step
-from cutefce.ops.program.views import exps_of, rows_of, scale_of, sums_of
 from cutefce.ops.rows.coefficients import RankOne, RowCoefficients
 from cutefce.ops.rows.kept_sums import Sums
 
 
 def gemm_hidden(call: Call, s: Step) -> None:
     """Write or add a window's part of dX's sums."""
-    x, exps = call.part(s.rows), exps_of(call, s)
+    x, exps = call.part(s.rows), call.exps(s)
     gradients, w = x.primitives.gradients, row_range(x.w, *s.columns)
-    sums = Sums(rows_of(call, s, s.writes[0])) if len(s.writes) == 1 else sums_of(call, s.writes)
+    sums = Sums(call.rows(s, s.writes[0])) if len(s.writes) == 1 else call.sums(s.writes)
     selection = call.values.pop("far rows") if s.repairs else x.targets.selection
     more: Any = {"accumulate": s.adds, "selection": selection}
     more["in_windows"] = s.columns != (0, x.w.shape[0]) and not call.program.in_chunks
     if call.program.scales_exps and call.program.problem.grad_weight:
-        more["factor"] = scale_of(call)
+        more["factor"] = call.scale()
     call.values["is scaled"] = gradients.add_hidden(sums, exps, w, **more)
 
 
 def rescale(call: Call, s: Step) -> None:
     """Make sums relative to the references of probabilities."""
-    sums, scale = sums_of(call, s.writes), call.values["scaling"].relative
+    sums, scale = call.sums(s.writes), call.values["scaling"].relative
     if sums.low is None:
         sums.upper.mul_(scale[:, None])
     else:
@@ -53,7 +52,7 @@ def rescale(call: Call, s: Step) -> None:
 def keep_hidden(call: Call, s: Step) -> None:
     """Keep the sums of a chunk; or its rows of dX, for a known upstream gradient."""
     x, rows, stats = call.part(s.rows), slice(*s.rows), call.values["stats"]
-    products, order, kept = rows_of(call, s, "sums"), x.targets.order, _kept(call, s.writes)
+    products, order, kept = call.rows(s, "sums"), x.targets.order, _kept(call, s.writes)
     own = kept.rows(rows) if order is None else kept
     if s.final:
         factor = call.inputs.targets.tensors.grad_output
@@ -73,7 +72,7 @@ def finish_hidden(call: Call, s: Step) -> None:
         finish_chunks(call, s)
         return
     x, name = call.inputs, "sums" if "sums" in s.reads else "dx"
-    sums = sums_of(call, (name,) if s.low is None else (name, s.low))
+    sums = call.sums((name,) if s.low is None else (name, s.low))
     finish_dx(x, call.view("dx"), sums, call.values["scaling"].dx, x.targets.order)
 
 
@@ -104,7 +103,7 @@ def finish_chunks(call: Call, s: Step) -> None:
 
 def _kept(call: Call, names: Sequence[str]) -> Sums:
     """Return what chunks keep: dX, or its sums, in fewer bits or not."""
-    return sums_of(call, names, call.program.problem.few_low_bits)
+    return call.sums(names, call.program.problem.few_low_bits)
 
 
 def finish_dx(

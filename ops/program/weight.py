@@ -26,7 +26,6 @@ from cutefce.ops.primitives.weighted_sum import weighted_sum
 from cutefce.ops.program.inputs import LossInputs
 from cutefce.ops.program.run import Call
 from cutefce.ops.program.steps import Home, Step
-from cutefce.ops.program.views import exps_of, rows_of, scale_of, states_of, sums_of
 from cutefce.ops.rows.blocks import blocks, row_blocks
 from cutefce.ops.rows.coefficients import RankOne
 from cutefce.ops.rows.kept_sums import Sums, add_kept_to_
@@ -49,12 +48,12 @@ def list_targets(call: Call, s: Step) -> None:
     scaling = call.values["scaling"]
     target = None if call.program.scales_exps else scaling.target
     call.values["listed"] = gradients.target_grad(x.h, target, x.targets)
-    call.values["row"] = every_row(x, scaling.every, states_of(call, s))
+    call.values["row"] = every_row(x, scaling.every, call.states(s))
 
 
 def gemm_weight(call: Call, s: Step) -> None:
     """Write or add a window's rows of dW."""
-    states, exps = states_of(call, s), exps_of(call, s)
+    states, exps = call.states(s), call.exps(s)
     if not call.program.in_chunks:
         add_window(call, *s.columns, exps, states)
         return
@@ -73,7 +72,7 @@ def gemm_weight(call: Call, s: Step) -> None:
     else:
         has_terms = not (call.program.scales_exps or gradients.lists_targets)
         terms = gradients.target_grad(x.h, own.target if has_terms else None, x.targets)
-    plain = rows_of(call, s, "states") if "states" in s.reads else x.h
+    plain = call.rows(s, "states") if "states" in s.reads else x.h
     row = every_row(x, own.every, plain)
     if row is not None and not is_first:
         before = call.values["row"]
@@ -90,7 +89,7 @@ def _sums(call: Call, names: tuple[str, ...]) -> Sums:
     if names[0] == "into":
         assert call.inputs.accumulate_into is not None
         return Sums(call.inputs.accumulate_into)
-    return sums_of(call, names)
+    return call.sums(names)
 
 
 def finish_weight(call: Call, s: Step) -> None:
@@ -113,7 +112,7 @@ def bias(call: Call, s: Step) -> None:
     """Sum the columns of exponentials with the factors of tokens."""
     x, scaling = call.part(s.rows), call.values["scaling"]
     out = call.view(s.writes[0]).view(-1)[s.columns[0] : s.columns[1]]
-    exps = exps_of(call, s)
+    exps = call.exps(s)
     # others hold no numbers
     rows = x.primitives.gradients.rows_of_products(exps)
     exps = row_range(exps, 0, rows)
@@ -124,7 +123,7 @@ def bias(call: Call, s: Step) -> None:
             every = call.values.get("every")
             finish_dbias(out, call.inputs.targets, call.values["target"], every)
         return
-    scale = scale_of(call) if "factors" in s.reads else None
+    scale = call.scale() if "factors" in s.reads else None
     out.copy_(weighted_sum(exps, None if scale is None else row_range(scale, 0, rows)))
 
 

@@ -11,7 +11,6 @@ from cutefce.ops.primitives.portable_projection import Logits
 from cutefce.ops.program.inputs import LossInputs
 from cutefce.ops.program.run import Call
 from cutefce.ops.program.steps import Step
-from cutefce.ops.program.views import states_of
 from cutefce.ops.rows.logit_map import LogitMap
 from cutefce.ops.rows.targets import Targets
 from cutefce.ops.sampling.estimate_classes import estimate_classes, target_places
@@ -61,7 +60,7 @@ def project_classes(call: Call, s: Step) -> None:
     If these are all classes, this rank's own ones are drawn.
     """
     x, values = call.inputs, call.values
-    operands = states_of(call, s), values["logits"], x.targets.logits
+    operands = call.states(s), values["logits"], x.targets.logits
     if "classes" not in values:
         values["sums of classes"] = [_project(x, x.w, x.targets.index, *operands)]
         return
