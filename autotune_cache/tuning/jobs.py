@@ -78,14 +78,14 @@ class Job:
 
         That stores as many exponentials as the default workspace holds.
         """
-        p, gradients = case.problem, primitives.gradients
+        p, gradients = case.problem, primitives
         if self.kernel == "project_exp":
             inputs, plan, _ = prepared(case, primitives, Way(stored=1))
             h, w, targets, kept = inputs.h, inputs.w, inputs.targets, plan.layout.kept
-            logit = primitives.projection.target_logit(h, w, targets)
+            logit = primitives.target_logit(h, w, targets)
             stored = h.new_empty(p.tokens, kept) if kept else None
             logits = Logits(h, w, (0, p.vocab), logit, targets)
-            return partial(primitives.projection.project_exp, logits, stored)
+            return partial(primitives.project_exp, logits, stored)
         if self.kernel == "grad_hidden":
             sums = Sums(case.w.new_empty(p.tokens, p.hidden, dtype=torch.float32))
             return partial(gradients.add_hidden, sums, exps, case.w, accumulate=False)

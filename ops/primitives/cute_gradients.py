@@ -1,8 +1,7 @@
-"""`PortableGradients` on the CuTe DSL kernels: what their launches are given.
+"""The GEMMs of the backward on the CuTe DSL kernels: what their launches are given.
 
-`CuteGradients` has a kernel for every GEMM but those of dX that cuBLAS runs faster; it adds the
-targets' part of dW in the epilogue.  `CublasGradients` is for architectures without GEMM kernels:
-cuBLAS.  Both have the row-wise steps of `cute_rowwise`.
+`CutePrimitives` has a kernel for every GEMM but those of dX that cuBLAS runs faster; it adds the
+targets' part of dW in the epilogue.
 """
 
 from collections.abc import Sequence
@@ -20,10 +19,9 @@ from cutefce.cute_kernels.kernel_set import KernelSet
 from cutefce.cute_kernels.problem import can_keep
 from cutefce.cute_kernels.schedule.order import add_tiles, choose_k_splits
 from cutefce.cute_kernels.spec.gemm import GradGemmSpec
-from cutefce.ops.primitives.cute_projection import Semaphores
-from cutefce.ops.primitives.cute_rowwise import RowwiseSteps, low_bits, with_rank_one
-from cutefce.ops.primitives.portable_gradients import TargetGrad, matmul_into
-from cutefce.ops.primitives.select_rows import gather_rows, row_count, row_order, row_range
+from cutefce.ops.primitives.cute_rowwise import CublasPrimitives, low_bits, with_rank_one
+from cutefce.ops.primitives.portable_gradients import matmul_into
+from cutefce.ops.primitives.select_rows import row_count, row_order, row_range
 from cutefce.ops.rows.coefficients import RankOne
 from cutefce.ops.rows.kept_sums import Sums
 from cutefce.ops.rows.selection import RowSelection
@@ -58,26 +56,10 @@ class SortedTargets:
         return self.order, offsets, self.coefficient, self.h
 
 
-class CublasGradients(RowwiseSteps):
-    """The steps of the backward with kernels for the row-wise ones alone."""
-
-    def __init__(self, kernels: KernelSet, window: int, semaphores: Semaphores) -> None:
-        super().__init__(window)
-        self.kernels, self.semaphores = kernels, semaphores
-
-    def target_grad(self, h: Tensor, coefficient: Tensor | None, targets: Targets) -> TargetGrad:
-        if coefficient is not None and targets.selection is not None:
-            h = gather_rows(self.kernels, h, targets.selection)
-        return super().target_grad(h, coefficient, targets)
-
-
-class CuteGradients(RowwiseSteps):
+class CutePrimitives(CublasPrimitives):
     """The same steps on the kernels of one device, dtype and configuration."""
 
     lists_targets = True
-
-    def __init__(self, kernels: KernelSet, num_sms: int, semaphores: Semaphores) -> None:
-        self.kernels, self.num_sms, self.semaphores = kernels, num_sms, semaphores
 
     def add_hidden(
         self,

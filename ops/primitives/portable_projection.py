@@ -104,11 +104,9 @@ def planes(options: LossOptions) -> int:
 class PortableProjection(SoftTargetSteps):
     """The steps of the forward; `Partials` are row sums in the form of one class of steps."""
 
-    counted: CountedRows | None = None
+    tiles: PortableTiles
+    counted: CountedRows | None
     """How many rows count, where others' exponentials and row sums may be undefined."""
-
-    def __init__(self, tiles: PortableTiles) -> None:
-        self.tiles = tiles
 
     def prepare(self, h: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
         """Return h and w in a layout that the other steps accept, copied if necessary."""

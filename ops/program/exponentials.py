@@ -23,16 +23,16 @@ def gather(call: Call, s: Step) -> None:
     x, out = call.part(s.rows), call.rows(s, s.writes[0])
     scale, selection = call.scale() if "factors" in s.reads else None, x.targets.selection
     if selection is not None:
-        x.primitives.projection.select(x.h, selection, scale, out)
+        x.primitives.select(x.h, selection, scale, out)
     else:
         assert scale is not None, "else the hidden states themselves are read"
-        x.primitives.gradients.scale_rows(out, x.h, scale)
+        x.primitives.scale_rows(out, x.h, scale)
 
 
 def target_logit(call: Call, s: Step) -> None:
     """Find the logits of targets."""
     x = call.part(s.rows)
-    call.values["logits"] = x.primitives.projection.target_logit(x.h, x.w, x.targets)
+    call.values["logits"] = x.primitives.target_logit(x.h, x.w, x.targets)
     call.values["partials"] = []
     call.values.pop("partial", None)  # of the chunk before
     if x.targets.class_logits is not None:
@@ -49,10 +49,10 @@ def all_reduce(call: Call, s: Step) -> None:
 def all_gather(call: Call, s: Step) -> None:
     """Gather the row sums of all ranks."""
     x = call.part(s.rows)
-    projection, ranks = x.primitives.projection, x.ranks
+    primitives, ranks = x.primitives, x.ranks
     assert ranks is not None
-    partial = projection.concat_partials(call.values.pop("partials"))
-    shares = projection.gather_partials(partial, ranks.all_gather)
+    partial = primitives.concat_partials(call.values.pop("partials"))
+    shares = primitives.gather_partials(partial, ranks.all_gather)
     call.values |= {"partial": partial, "shares": shares}
 
 
@@ -64,26 +64,26 @@ def clear(call: Call, s: Step) -> None:
 def project(call: Call, s: Step) -> None:
     """Sum exponentials, or compute them again."""
     x, states = call.part(s.rows), call.states(s)
-    projection = x.primitives.projection
+    primitives = x.primitives
     exps = None if s.exps is None else call.exps(s, whole=True)
     if "logits" in s.reads:
         logits = Logits(states, x.w, s.columns, call.values["logits"], x.targets)
-        call.values["partials"].append(projection.project_exp(logits, exps))
+        call.values["partials"].append(primitives.project_exp(logits, exps))
         leave_out_entries(call, s)
         return
     assert exps is not None
     stats, targets = call.values["stats"], x.targets
     if s.repairs and "exps" not in s.writes:
         logits = Logits(states, x.w, s.columns, stats.reference, targets)
-        projection.repair_stored_exps(logits, exps, call.values["partial"])
+        primitives.repair_stored_exps(logits, exps, call.values["partial"])
         return
     if s.repairs:  # of windows that are not stored
         targets = copy.copy(targets)
-        targets.selection = projection.far_rows(call.values["partial"], x.targets)
+        targets.selection = primitives.far_rows(call.values["partial"], x.targets)
         call.values["far rows"] = targets.selection
     is_early = s.repairs or "stats" in s.reads
     reference = stats.reference if is_early else call.values["scaling"].reference
-    projection.recompute_exp(Logits(states, x.w, s.columns, reference, targets), exps)
+    primitives.recompute_exp(Logits(states, x.w, s.columns, reference, targets), exps)
     leave_out_entries(call, s)
 
 
@@ -92,35 +92,35 @@ def leave_out_entries(call: Call, s: Step) -> None:
     x = call.part(s.rows)
     is_window = call.program.in_chunks and s.columns != (0, x.w.shape[0])
     if is_window and x.targets.soft is not None:
-        x.primitives.projection.put_soft(None, call.exps(s), s.columns[0], x.targets)
+        x.primitives.put_soft(None, call.exps(s), s.columns[0], x.targets)
 
 
 def reduce(call: Call, s: Step) -> None:
     """Make statistics of row sums, with the outputs that are asked for, and the loss."""
     x, logit = call.part(s.rows), call.values["logits"]
-    projection, targets = x.primitives.projection, x.targets
+    primitives, targets = x.primitives, x.targets
     outputs, more, part = targets.options.output_names, None, None
     if targets.soft is not None and targets.soft.excess is None:
         # launched behind a product, it takes no CPU time for which a GPU waits
-        excess = projection.soft_excess(x.h, x.w, targets, logit)
+        excess = primitives.soft_excess(x.h, x.w, targets, logit)
         targets.soft.excess = excess if x.ranks is None else x.ranks.all_reduce_(excess)
     if x.ranks is None:
-        partial = projection.concat_partials(call.values.pop("partials"))
-        stats, loss = projection.reduce_partials(partial, logit, targets)
+        partial = primitives.concat_partials(call.values.pop("partials"))
+        stats, loss = primitives.reduce_partials(partial, logit, targets)
     else:
         partial = call.values["partial"]
-        stats, loss = projection.reduce_partials(call.values.pop("shares"), logit, targets)
+        stats, loss = primitives.reduce_partials(call.values.pop("shares"), logit, targets)
         # where another rank has the target
         stats.sum_exp_others.masked_fill_(targets.active & ~targets.owned, 0)
     if outputs and stat_rows(outputs):
         if targets.options.reduces_rows:
-            part = projection.partial_outputs(partial)
+            part = primitives.partial_outputs(partial)
             part = part if x.ranks is None else x.ranks.partial_outputs(part)
         classes = targets.index + targets.first
         more = reduce_outputs(part, logit, classes, targets.class_logits, outputs)
     top = None
     if targets.options.top_k:
-        values, numbers = projection.top_logits(x.h, x.w, partial, logit, targets)
+        values, numbers = primitives.top_logits(x.h, x.w, partial, logit, targets)
         if x.ranks is not None:  # each has a part of the classes
             values, numbers = x.ranks.join_columns(values), x.ranks.join_columns(numbers)
         top = top_rows(values, numbers, stats, targets)
@@ -161,14 +161,14 @@ def coefficients(call: Call, s: Step) -> None:
     if not call.program.in_chunks:
         given: Any = x.h.dtype, x.targets, stats, call.values["upstream"]
         is_late = len(s.writes) > 1 or s.final
-        made = x.primitives.gradients.scaling(*given, in_reference=is_late)
+        made = x.primitives.scaling(*given, in_reference=is_late)
         call.values |= {"scaling": made, "entries": made.entries}
         return
     whole, dtype = call.inputs.targets, stats.rows.dtype
     loss_scale = whole.loss_scale(dtype)
     given = x.h.dtype, x.targets, stats, loss_scale
-    scaling = x.primitives.gradients.scaling(*given, in_reference=False)
-    tokens, rows = call.inputs.tokens, slice(*s.rows)
+    scaling = x.primitives.scaling(*given, in_reference=False)
+    tokens, rows = len(whole.index), slice(*s.rows)
     call.values["scaling"] = scaling
     if call.program.problem.adds_in_forward:
         assert whole.tensors.grad_output is not None
@@ -198,7 +198,7 @@ def entries(call: Call, s: Step) -> None:
             scale_by_log(exps, *scaling.factor)
     call.values["entries"] = values
     if values is not None:
-        x.primitives.projection.put_soft(values, exps, s.columns[0], x.targets)
+        x.primitives.put_soft(values, exps, s.columns[0], x.targets)
 
 
 def scale_exps(call: Call, s: Step) -> None:
@@ -213,4 +213,4 @@ def scale_exps(call: Call, s: Step) -> None:
         target = target * call.values["known"]
     exps, is_scaled = call.exps(s), call.values.pop("is scaled", False)
     given: Any = call.values["entries"], target, exps, s.columns[0], x.targets, scale, is_scaled
-    x.primitives.projection.scale_soft(*given)
+    x.primitives.scale_soft(*given)

@@ -36,18 +36,18 @@ from cutefce.ops.rows.targets import Targets
 
 def list_targets(call: Call, s: Step) -> None:
     """List the terms of targets and of every class in dW."""
-    x, gradients = call.inputs, call.inputs.primitives.gradients
+    x, primitives = call.inputs, call.inputs.primitives
     if call.program.in_chunks:
         call.values["listed"] = None
-        if gradients.lists_targets:
+        if primitives.lists_targets:
             target = call.values["target"]
             if "known" in call.values:
                 target = target * call.values["known"]
-            call.values["listed"] = gradients.target_grad(x.h, target, x.targets)
+            call.values["listed"] = primitives.target_grad(x.h, target, x.targets)
         return
     scaling = call.values["scaling"]
     target = None if call.program.scales_exps else scaling.target
-    call.values["listed"] = gradients.target_grad(x.h, target, x.targets)
+    call.values["listed"] = primitives.target_grad(x.h, target, x.targets)
     call.values["row"] = every_row(x, scaling.every, call.states(s))
 
 
@@ -58,7 +58,7 @@ def gemm_weight(call: Call, s: Step) -> None:
         add_window(call, *s.columns, exps, states)
         return
     x = call.part(s.rows)
-    gradients, selection = x.primitives.gradients, call.inputs.targets.selection
+    primitives, selection = x.primitives, call.inputs.targets.selection
     is_first, of_chunk = s.rows[0] == 0, None
     if selection is not None:
         of_chunk = selection.rows(slice(*s.rows))
@@ -67,11 +67,11 @@ def gemm_weight(call: Call, s: Step) -> None:
     own = call.values["scaling"].dx
     if "known" in call.values:
         own = own.times(call.values["known"])
-    if s.final and gradients.lists_targets and not call.program.scales_exps:
+    if s.final and primitives.lists_targets and not call.program.scales_exps:
         terms = call.values["listed"]
     else:
-        has_terms = not (call.program.scales_exps or gradients.lists_targets)
-        terms = gradients.target_grad(x.h, own.target if has_terms else None, x.targets)
+        has_terms = not (call.program.scales_exps or primitives.lists_targets)
+        terms = primitives.target_grad(x.h, own.target if has_terms else None, x.targets)
     plain = call.rows(s, "states") if "states" in s.reads else x.h
     row = every_row(x, own.every, plain)
     if row is not None and not is_first:
@@ -81,7 +81,7 @@ def gemm_weight(call: Call, s: Step) -> None:
     more: Any = {"rank_one": row if s.final else None, "selection": of_chunk}
     # the caller's buffer holds sums before the first chunk
     more["accumulate"] = s.adds or s.writes[0] == "into"
-    gradients.add_weight(_sums(call, s.writes), exps, states, terms, 0, **more)
+    primitives.add_weight(_sums(call, s.writes), exps, states, terms, 0, **more)
 
 
 def _sums(call: Call, names: tuple[str, ...]) -> Sums:
@@ -105,7 +105,7 @@ def finish_weight(call: Call, s: Step) -> None:
     elif sums.low is None:
         sums.upper.mul_(factor)
     else:
-        call.inputs.primitives.gradients.finish_kept_dw(sums, factor)
+        call.inputs.primitives.finish_kept_dw(sums, factor)
 
 
 def bias(call: Call, s: Step) -> None:
@@ -114,7 +114,7 @@ def bias(call: Call, s: Step) -> None:
     out = call.view(s.writes[0]).view(-1)[s.columns[0] : s.columns[1]]
     exps = call.exps(s)
     # others hold no numbers
-    rows = x.primitives.gradients.rows_of_products(exps)
+    rows = x.primitives.rows_of_products(exps)
     exps = row_range(exps, 0, rows)
     if call.program.in_chunks:
         sums = weighted_sum(exps, row_range(scaling.dx.scale, 0, rows))
@@ -170,8 +170,8 @@ def add_window(call: Call, first: int, last: int, exps: Tensor, scaled: Tensor) 
         more["rank_one"] = row and row.rows(slice(first, first + len(out)))
         if not as_sums:
             more["grad_scale"] = grad_scale
-        listed, gradients = call.values["listed"], x.primitives.gradients
-        gradients.add_weight(Sums(out), exps, scaled, listed, first, **more)
+        listed, primitives = call.values["listed"], x.primitives
+        primitives.add_weight(Sums(out), exps, scaled, listed, first, **more)
         if as_sums and exps.dtype == torch.float16:
             out.mul_(grad_scale)
 

@@ -93,7 +93,7 @@ def _project(
     targets = Targets(index, len(w), options, logits=logits)
     targets.selection = x.targets.selection
     logits_of = Logits(h, w, (0, len(w)), reference, targets)
-    return x.primitives.projection.project_exp(logits_of)
+    return x.primitives.project_exp(logits_of)
 
 
 def class_sums(call: Call) -> tuple[Any, Any, float]:
@@ -105,7 +105,7 @@ def class_sums(call: Call) -> tuple[Any, Any, float]:
     x, total, sums = call.inputs, total_classes(call), call.values.pop("sums of classes")
     if x.ranks is not None:
         gather = x.ranks.all_gather
-        sums = [x.primitives.projection.gather_partials(partial, gather) for partial in sums]
+        sums = [x.primitives.gather_partials(partial, gather) for partial in sums]
     if len(sums) == 1:
         return None, sums[0], 0.0
     count, frequent = estimate_count(total), frequent_count(total)

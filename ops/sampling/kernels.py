@@ -47,7 +47,7 @@ from cutefce.ops.sampling.steps import SampleKind
 
 
 def _projection(call: Call) -> CuteProjection:
-    return cast(CuteProjection, call.inputs.primitives.projection)
+    return cast(CuteProjection, call.inputs.primitives)
 
 
 def _arch(call: Call) -> str:

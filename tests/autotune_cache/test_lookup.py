@@ -98,7 +98,7 @@ def test_an_edited_configuration_is_launched(file: Path, monkeypatch: pytest.Mon
         file.write_text(json.dumps(data))
         process_cache.reset()
         kernels = dispatch.kernels_for(torch.device("cuda", 7), PROBLEM, PLAIN)
-        steps = dispatch.kernel_primitives(widest_window(PROBLEM), *kernels).projection
+        steps = dispatch.kernel_primitives(widest_window(PROBLEM), *kernels)
         h, w, y = torch.zeros(4, 8), torch.zeros(32, 8), torch.zeros(4, dtype=torch.long)
         targets = Targets(y, 32, LossOptions())
         steps.project_exp(Logits(h, w, (0, 32), h[:, 0], targets))

@@ -20,7 +20,7 @@ pytest.importorskip("triton")
 kernels = pytest.importorskip("cutefce.ops.primitives.triton_rows")
 
 SHAPES = [(5, 40), (3, 1100)]
-PORTABLE = PortableGradients(16)
+PORTABLE = PortableGradients()
 shapes = pytest.mark.parametrize("shape", rest_slow(SHAPES), ids=str)
 
 
