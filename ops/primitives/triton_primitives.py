@@ -48,13 +48,8 @@ class TritonPrimitives(Primitives):
         references = partial.references[:, x.window[0] // kernels.BLOCK :]
         kernels.rescale(exps, references, x.reference, self.counted)
 
-    def combine(
-        self, out: Sums, x: Tensor | None = None, *, rank_one: RankOne | None = None, **given: Any
-    ) -> None:
-        if rank_one is not None:
-            given.update(factor=rank_one.factor, row=rank_one.row)
-        clears = given.get("coefficient") is not None
-        triton_rows.combine(out, x, clears=clears, **given)
+    def combine(self, out: Sums, x: Tensor | None = None, **given: Any) -> None:
+        triton_rows.combine(out, x, **given)
 
     def target_grad(self, h: Tensor, coefficient: Tensor | None, targets: Targets) -> TargetGrad:
         if coefficient is None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from cutefce.cute_kernels.integers import ceil_div
 from cutefce.ops.primitives.triton_kernels import pitch_of
+from cutefce.ops.rows.coefficients import RankOne
 from cutefce.ops.rows.kept_sums import Sums
 
 COLUMNS = 1024
@@ -59,7 +60,6 @@ def _combine(
     LOW_BITS: tl.constexpr,
     JOINS: tl.constexpr,
     SPLITS: tl.constexpr,
-    CLEARS: tl.constexpr,
 ):
     """Compute some columns of a row of `combine`; what is not given is None.
 
@@ -94,7 +94,7 @@ def _combine(
         is_zero = is_zero & (g == 0)
     if last is not None:
         sums *= tl.load(last)
-    if CLEARS:
+    if coefficient is not None:
         sums = tl.where(is_zero, 0.0, sums)
     if SPLITS:
         upper, lower = split_pieces(sums, LOW_BITS)
@@ -119,27 +119,12 @@ def combine(
     table: Tensor | None = None,
     index: Tensor | None = None,
     coefficient: Tensor | None = None,
-    factor: Tensor | None = None,
-    row: Tensor | None = None,
+    rank_one: RankOne | None = None,
     last: Tensor | None = None,
-    clears: bool = False,
 ) -> None:
-    """Write ((x_r + joined_r) scale_r + b_r table_index_r + factor_r row) last to `out` (R, D).
+    """Do what `PortableGradients.combine` does, with sums in float32, and b beside a table.
 
     More than eight parameters: the parts of a sum, of which most calls have few.
-
-    Args:
-        out: of any dtype, rounded to nearest; or kept sums.
-        x: (R, D) of any dtype, may be `out`.
-        joined: kept sums that may share memory with `out`, if that is of 16 bits.
-        scale: (R,) float32.
-        table: (L, D) of any dtype.
-        index: (R,) int64 in [0, L).
-        coefficient: (R,) float32: b.
-        factor: (R,) float32.
-        row: (D,) float32.
-        last: () float32.
-        clears: whether a row is 0 whose scale, coefficient and factor are, whatever x holds.
     """
     to = out.upper
     rows, columns = to.shape
@@ -162,8 +147,8 @@ def combine(
         pitch_of(table),
         index,
         coefficient,
-        factor,
-        row,
+        None if rank_one is None else rank_one.factor,
+        None if rank_one is None else rank_one.row,
         last,
         columns,
     )
@@ -173,6 +158,5 @@ def combine(
         LOW_BITS=8 if low is None or low.shape[1] == columns else 4,
         JOINS=joined is not None,
         SPLITS=out.low is not None,
-        CLEARS=clears,
         enable_fp_fusion=True,
     )

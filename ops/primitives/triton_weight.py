@@ -70,78 +70,6 @@ def _halves(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def _put(
-    sums,
-    out_tiles,
-    out,
-    out_pitch,
-    low_tiles,
-    low,
-    low_pitch,
-    slot,
-    is_listed,
-    last,
-    top,
-    left,
-    classes,
-    hidden,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    DTYPE: tl.constexpr,
-    LOW_BITS: tl.constexpr,
-    ACCUMULATES: tl.constexpr,
-    HAS_TARGETS: tl.constexpr,
-):
-    """Write `sums` (ROWS, COLUMNS) to the rows from `top` on, and the columns from `left` on.
-
-    16-bit results are int16.  More than eight parameters: operands, pitches, a place and constants
-    of a kernel.
-    """
-    rows, own = top + tl.arange(0, ROWS), left + tl.arange(0, COLUMNS)
-    exist = (rows < classes)[:, None] & (own < hidden)[None, :]
-    to = out + rows.to(tl.int64)[:, None] * out_pitch + own[None, :]
-    if LOW_BITS == 0:
-        result = sums * tl.load(last) if last is not None else sums
-        if ACCUMULATES:
-            if out_tiles is not None:
-                result += out_tiles.load([top, left])
-            else:
-                result += tl.load(to, mask=exist, other=0.0)
-        result = result.to(DTYPE)
-    else:
-        # of two columns in a byte, the first has the lower bits
-        BYTES: tl.constexpr = COLUMNS * LOW_BITS // 8
-        begin = left * LOW_BITS // 8
-        byte = begin + tl.arange(0, BYTES)
-        have = is_listed[:, None] & (byte < hidden * LOW_BITS // 8)[None, :]
-        bytes_to = low + slot.to(tl.int64)[:, None] * low_pitch + byte[None, :]
-        if ACCUMULATES:
-            if out_tiles is not None:
-                upper, lower = out_tiles.load([top, left]), low_tiles.load([top, begin])
-            else:
-                upper = tl.load(to, mask=exist, other=0)
-                lower = tl.load(bytes_to, mask=have, other=0)
-            if LOW_BITS == 4:
-                lower = tl.reshape(tl.join(lower & 15, lower >> 4), (ROWS, COLUMNS))
-            sums += join_pieces(upper, lower, LOW_BITS)
-        result, lower = split_pieces(sums, LOW_BITS)
-        if LOW_BITS == 4:
-            even, odd = tl.split(tl.reshape(lower, (ROWS, BYTES, 2)))
-            lower = even | (odd << 4)
-        if low_tiles is not None:
-            low_tiles.store([top, begin], lower.to(tl.uint8))
-        else:
-            tl.store(bytes_to, lower.to(tl.uint8), mask=have)
-        if HAS_TARGETS:
-            rounded = (sums * tl.load(last) if last is not None else sums).to(DTYPE)
-            result = tl.where(is_listed[:, None], result, rounded.to(tl.int16, bitcast=True))
-    if out_tiles is not None:
-        out_tiles.store([top, left], result)
-    else:
-        tl.store(to, result, mask=exist)
-
-
-@triton.jit
 def _weight(
     exps,
     exps_pitch,
@@ -184,12 +112,15 @@ def _weight(
     this one.
     With HAS_TARGETS, rows with terms of targets are written as pieces, which `_add_terms` finishes:
     the low bits to the row of `low` of their number, or BY_TOKEN of that of their first token.
+    16-bit results beside low bits are int16.
     More than eight parameters: operands, sizes and constants of a kernel.
     """
     row_tiles, column_tiles = tl.cdiv(classes, ROWS), tl.cdiv(hidden, BLOCK)
     if count is not None:
         tokens = tl.minimum(tokens, tl.maximum(tl.load(count) - skipped, 1))
     steps = tl.cdiv(tokens, TOKENS)
+    COLUMNS: tl.constexpr = BLOCK // PARTS
+    BYTES: tl.constexpr = COLUMNS * LOW_BITS // 8
     stored = tl.cdiv(classes, 8) * 8  # columns of exponentials: those of no class are not written
     for tile in tl.range(tl.program_id(0), row_tiles * column_tiles, BLOCKS, flatten=True):
         top, column = place_of(tile, row_tiles, column_tiles, GROUP)
@@ -213,29 +144,50 @@ def _weight(
         for half in tl.static_range(2):
             parts = _halves(halves[half], ROWS, BLOCK // 2)
             for part in tl.static_range(2):
-                _put(
-                    parts[part],
-                    out_tiles,
-                    out,
-                    out_pitch,
-                    low_tiles,
-                    low,
-                    low_pitch,
-                    slot,
-                    is_listed,
-                    last,
-                    top * ROWS,
-                    left,
-                    classes,
-                    hidden,
-                    ROWS=ROWS,
-                    COLUMNS=BLOCK // PARTS,
-                    DTYPE=DTYPE,
-                    LOW_BITS=LOW_BITS,
-                    ACCUMULATES=ACCUMULATES,
-                    HAS_TARGETS=HAS_TARGETS,
-                )
-                left += BLOCK // PARTS
+                z, c = parts[part], left + tl.arange(0, COLUMNS)
+                exist = (rows < classes)[:, None] & (c < hidden)[None, :]
+                to = out + rows.to(tl.int64)[:, None] * out_pitch + c[None, :]
+                if LOW_BITS == 0:
+                    result = z * tl.load(last) if last is not None else z
+                    if ACCUMULATES:
+                        if out_tiles is not None:
+                            result += out_tiles.load([top * ROWS, left])
+                        else:
+                            result += tl.load(to, mask=exist, other=0.0)
+                    result = result.to(DTYPE)
+                else:
+                    # of two columns in a byte, the first has the lower bits
+                    first_byte = left * LOW_BITS // 8
+                    byte = first_byte + tl.arange(0, BYTES)
+                    have = is_listed[:, None] & (byte < hidden * LOW_BITS // 8)[None, :]
+                    bytes_to = low + slot.to(tl.int64)[:, None] * low_pitch + byte[None, :]
+                    if ACCUMULATES:
+                        if out_tiles is not None:
+                            upper = out_tiles.load([top * ROWS, left])
+                            lower = low_tiles.load([top * ROWS, first_byte])
+                        else:
+                            upper = tl.load(to, mask=exist, other=0)
+                            lower = tl.load(bytes_to, mask=have, other=0)
+                        if LOW_BITS == 4:
+                            lower = tl.reshape(tl.join(lower & 15, lower >> 4), (ROWS, COLUMNS))
+                        z += join_pieces(upper, lower, LOW_BITS)
+                    result, lower = split_pieces(z, LOW_BITS)
+                    if LOW_BITS == 4:
+                        even, odd = tl.split(tl.reshape(lower, (ROWS, BYTES, 2)))
+                        lower = even | (odd << 4)
+                    if low_tiles is not None:
+                        low_tiles.store([top * ROWS, first_byte], lower.to(tl.uint8))
+                    else:
+                        tl.store(bytes_to, lower.to(tl.uint8), mask=have)
+                    if HAS_TARGETS:
+                        rounded = (z * tl.load(last) if last is not None else z).to(DTYPE)
+                        rounded = rounded.to(tl.int16, bitcast=True)
+                        result = tl.where(is_listed[:, None], result, rounded)
+                if out_tiles is not None:
+                    out_tiles.store([top * ROWS, left], result)
+                else:
+                    tl.store(to, result, mask=exist)
+                left += COLUMNS
 
 
 @triton.jit

@@ -36,15 +36,15 @@ PROJECTIONS = {"sums": (), "sums, stored, all options": ALL_OPTIONS}
 BLOCKS = {"blocks": (), "blocks, all options": OPTIONS}
 ROWS = {
     "kept": ("JOINS", "SPLITS"),
-    "dX": ("scale", "table", "factor", "CLEARS"),
+    "dX": ("scale", "table", "factor", "coefficient"),
 }
 WEIGHTS = {
-    "dW": ("factor", "last", "count", "HAS_TARGETS"),
-    "kept dW": ("ACCUMULATES", "KEEPS"),
+    "dW": ("coefficient", "factor", "last", "count", "HAS_TARGETS"),
+    "kept dW": ("coefficient", "ACCUMULATES", "KEEPS"),
 }
 """Operands and flags that the kernels which are compiled have, of those that are not always there.
 """
-OPTIONAL = {*ALL_OPTIONS[1:], "scale", "table", "factor", "last"}
+OPTIONAL = {*ALL_OPTIONS[1:], "scale", "table", "coefficient", "factor", "last"}
 
 
 def build(capability: int, kernel: Any, types: dict[str, str], constants: dict[str, Any]) -> Any:
