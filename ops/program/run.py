@@ -78,12 +78,13 @@ class Interpreter(Generic[InputsT]):
         self.allocate(scratch)
         for step in steps:
             table[step.kind](self, step)
-        del self.memory[scratch]
+        self.memory.pop(scratch, None)
 
     def allocate(self, home: Home) -> None:
-        """Allocate an arena."""
-        h = self.inputs.h
-        self.memory[home] = h.new_empty(self.program.arenas[home] // h.dtype.itemsize)
+        """Allocate an arena, if it has buffers: a GPU's host takes microseconds for it."""
+        if home in self.program.homes:
+            h = self.inputs.h
+            self.memory[home] = h.new_empty(self.program.arenas[home] // h.dtype.itemsize)
 
     def dtype_of(self, item: int) -> torch.dtype:
         """Return the dtype of elements of `item` bytes."""
