@@ -4,7 +4,6 @@
 targets' part of dW in the epilogue.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +14,6 @@ from cutefce.cute_kernels.arch.base import TILE_K
 from cutefce.cute_kernels.config import KernelConfigs
 from cutefce.cute_kernels.integers import ceil_div
 from cutefce.cute_kernels.jit.cache import compiled
-from cutefce.cute_kernels.kernel_set import KernelSet
 from cutefce.cute_kernels.problem import can_keep
 from cutefce.cute_kernels.schedule.order import add_tiles, choose_k_splits
 from cutefce.cute_kernels.spec.gemm import GradGemmSpec
@@ -79,10 +77,13 @@ class CutePrimitives(CublasPrimitives):
             self._launch(keep, given, selection, overwrite=int(not accumulate))
             return False
         (tokens, hidden), columns = sums.upper.shape, exps.shape[1]
-        own = in_windows or is_small(tokens, hidden, columns)
-        spec = grad_hidden_kernel(self.kernels, columns, own)
-        if spec is None and selection is not None and selection.must_skip:
-            spec = self.kernels.grad_hidden_again
+        is_short = columns < KernelConfigs.SHORT
+        spec = self.kernels.grad_hidden_short if is_short else self.kernels.grad_hidden
+        if spec is None:  # cuBLAS is faster where its host is, and it adds those of float16
+            own = in_windows or is_small(tokens, hidden, columns)
+            own &= can_keep(self.kernels.row_sums.dtype)
+            if own or (selection is not None and selection.must_skip):
+                spec = self.kernels.grad_hidden_again
         if spec is None:
             matmul_into(sums.upper, exps, w, accumulate=accumulate)
             return False
@@ -92,7 +93,10 @@ class CutePrimitives(CublasPrimitives):
             spec = self.kernels.grad_hidden_scaling
             assert spec is not None
         clusters = self.num_sms // spec.config.cluster
-        splits = k_splits(spec, (tokens, hidden), columns, clusters)
+        rows, features = spec.config.rows, spec.config.tile_n
+        tiles = ceil_div(tokens, rows) * ceil_div(hidden, features)
+        k_tiles, adds = ceil_div(columns, TILE_K), add_tiles(features)
+        splits: int = choose_k_splits(tiles, clusters, k_tiles, adds)
         scaling = None if factor is None else (exps, factor.contiguous())
         operands = exps, w.t(), sums.upper, scaling, None
         self._launch(spec, operands, selection, splits, int(not accumulate), tokens)
@@ -167,22 +171,3 @@ class CutePrimitives(CublasPrimitives):
 def is_small(tokens: int, hidden: int, columns: int) -> bool:
     """Whether calling cuBLAS for dX takes the host longer than the product takes the GPU."""
     return tokens * hidden * columns <= SMALL_PRODUCT
-
-
-def grad_hidden_kernel(kernels: KernelSet, columns: int, own: bool) -> GradGemmSpec | None:
-    """Return the kernel of dX's sums over `columns` of exponentials; None if cuBLAS adds them.
-
-    With `own`, cuBLAS adds those of float16 alone.
-    """
-    is_short = columns < KernelConfigs.SHORT
-    spec = kernels.grad_hidden_short if is_short else kernels.grad_hidden
-    return spec or (kernels.grad_hidden_again if own and can_keep(kernels.row_sums.dtype) else None)
-
-
-def k_splits(spec: GradGemmSpec, shape: Sequence[int], inner: int, clusters: int) -> int:
-    """Return how many parts the last tiles of sums of a `shape`, over `inner`, are split into."""
-    config = spec.config
-    tiles = ceil_div(shape[0], config.rows) * ceil_div(shape[1], config.tile_n)
-    k_tiles, adds = ceil_div(inner, TILE_K), add_tiles(config.tile_n)
-    splits: int = choose_k_splits(tiles, clusters, k_tiles, adds)
-    return splits
