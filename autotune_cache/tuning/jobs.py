@@ -96,18 +96,16 @@ class Job:
         """
         vocab, targets = case.problem.vocab, make_targets(case)
         if self.kernel == "project_exp":
-            h, w = own.projection.prepare(case.h, case.w)
-            logit = own.projection.target_logit(h, w, targets)
+            h, w = own.prepare(case.h, case.w)
+            logit = own.target_logit(h, w, targets)
             stored = exps if exps.shape[1] else None
-            return partial(
-                own.projection.project_exp, Logits(h, w, (0, vocab), logit, targets), stored
-            )
+            return partial(own.project_exp, Logits(h, w, (0, vocab), logit, targets), stored)
         exps = exps[:, :vocab]
         if self.kernel == "grad_hidden":
-            return partial(own.gradients.add_hidden, out, exps, case.w, accumulate=False)
-        grad = own.gradients.target_grad(case.h, case.upstream, targets)
+            return partial(own.add_hidden, out, exps, case.w, accumulate=False)
+        grad = own.target_grad(case.h, case.upstream, targets)
         scale = case.upstream[0]
-        return partial(own.gradients.add_weight, out, exps, case.h, grad, 0, grad_scale=scale)
+        return partial(own.add_weight, out, exps, case.h, grad, 0, grad_scale=scale)
 
 
 def jobs_of(runner: Runner, shapes: Sequence[Sizes], dtype: str) -> list[Job]:

@@ -23,7 +23,7 @@ from cutefce.cute_kernels.problem import Problem
 from cutefce.cute_kernels.process_cache import process_cache
 from cutefce.cute_kernels.spec.kernel import KernelSpec
 from cutefce.cute_kernels.variant import PLAIN, PREBUILT, KernelVariant
-from cutefce.ops.primitives.dispatch import kernel_primitives, portable_primitives
+from cutefce.ops.primitives.dispatch import kernel_primitives
 from cutefce.ops.primitives.primitives import Primitives
 
 MANY_TOKENS, MANY_HIDDEN = 8192, 4096
@@ -152,4 +152,4 @@ def all_kernels(arch: Arch) -> list[KernelSpec]:
 
 def portable(problem: Problem) -> Primitives:
     """Return the primitives of the portable path."""
-    return portable_primitives(defaults.widest_window(problem))
+    return Primitives(defaults.widest_window(problem))

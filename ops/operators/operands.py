@@ -87,7 +87,7 @@ def _operands(
     """Return the operands of a program that forward and backward have in common."""
     counted, p = None if selection is None else selection.counted, plan.problem
     own = primitives_for(h, w, p, p.tiles, targets, plan.device, counted)
-    h, w = own.projection.prepare(h, w)
+    h, w = own.prepare(h, w)
     buffer = tensors.accumulate_into if p.grad_weight else None
     return LossInputs(own, h, w, targets, buffer, ranks=shard.ranks(), selection=selection)
 

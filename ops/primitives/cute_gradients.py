@@ -1,11 +1,9 @@
-"""`PortableGradients` on the CuTe DSL kernels: what their launches are given.
+"""The GEMMs of the backward on the CuTe DSL kernels: what their launches are given.
 
-`CuteGradients` has a kernel for every GEMM but those of dX that cuBLAS runs faster; it adds the
-targets' part of dW in the epilogue.  `CublasGradients` is for architectures without GEMM kernels:
-cuBLAS.  Both have the row-wise steps of `cute_rowwise`.
+`CutePrimitives` has a kernel for every GEMM but those of dX that cuBLAS runs faster; it adds the
+targets' part of dW in the epilogue.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,14 +14,12 @@ from cutefce.cute_kernels.arch.base import TILE_K
 from cutefce.cute_kernels.config import KernelConfigs
 from cutefce.cute_kernels.integers import ceil_div
 from cutefce.cute_kernels.jit.cache import compiled
-from cutefce.cute_kernels.kernel_set import KernelSet
 from cutefce.cute_kernels.problem import can_keep
 from cutefce.cute_kernels.schedule.order import add_tiles, choose_k_splits
 from cutefce.cute_kernels.spec.gemm import GradGemmSpec
-from cutefce.ops.primitives.cute_projection import Semaphores
-from cutefce.ops.primitives.cute_rowwise import RowwiseSteps, low_bits, with_rank_one
-from cutefce.ops.primitives.portable_gradients import TargetGrad, matmul_into
-from cutefce.ops.primitives.select_rows import gather_rows, row_count, row_order, row_range
+from cutefce.ops.primitives.cute_rowwise import CublasPrimitives, low_bits, with_rank_one
+from cutefce.ops.primitives.portable_gradients import matmul_into
+from cutefce.ops.primitives.select_rows import row_count, row_order, row_range
 from cutefce.ops.rows.coefficients import RankOne
 from cutefce.ops.rows.kept_sums import Sums
 from cutefce.ops.rows.selection import RowSelection
@@ -58,26 +54,10 @@ class SortedTargets:
         return self.order, offsets, self.coefficient, self.h
 
 
-class CublasGradients(RowwiseSteps):
-    """The steps of the backward with kernels for the row-wise ones alone."""
-
-    def __init__(self, kernels: KernelSet, window: int, semaphores: Semaphores) -> None:
-        super().__init__(window)
-        self.kernels, self.semaphores = kernels, semaphores
-
-    def target_grad(self, h: Tensor, coefficient: Tensor | None, targets: Targets) -> TargetGrad:
-        if coefficient is not None and targets.selection is not None:
-            h = gather_rows(self.kernels, h, targets.selection)
-        return super().target_grad(h, coefficient, targets)
-
-
-class CuteGradients(RowwiseSteps):
+class CutePrimitives(CublasPrimitives):
     """The same steps on the kernels of one device, dtype and configuration."""
 
     lists_targets = True
-
-    def __init__(self, kernels: KernelSet, num_sms: int, semaphores: Semaphores) -> None:
-        self.kernels, self.num_sms, self.semaphores = kernels, num_sms, semaphores
 
     def add_hidden(
         self,
@@ -97,10 +77,13 @@ class CuteGradients(RowwiseSteps):
             self._launch(keep, given, selection, overwrite=int(not accumulate))
             return False
         (tokens, hidden), columns = sums.upper.shape, exps.shape[1]
-        own = in_windows or is_small(tokens, hidden, columns)
-        spec = grad_hidden_kernel(self.kernels, columns, own)
-        if spec is None and selection is not None and selection.must_skip:
-            spec = self.kernels.grad_hidden_again
+        is_short = columns < KernelConfigs.SHORT
+        spec = self.kernels.grad_hidden_short if is_short else self.kernels.grad_hidden
+        if spec is None:  # cuBLAS is faster where its host is, and it adds those of float16
+            own = in_windows or is_small(tokens, hidden, columns)
+            own &= can_keep(self.kernels.row_sums.dtype)
+            if own or (selection is not None and selection.must_skip):
+                spec = self.kernels.grad_hidden_again
         if spec is None:
             matmul_into(sums.upper, exps, w, accumulate=accumulate)
             return False
@@ -110,7 +93,10 @@ class CuteGradients(RowwiseSteps):
             spec = self.kernels.grad_hidden_scaling
             assert spec is not None
         clusters = self.num_sms // spec.config.cluster
-        splits = k_splits(spec, (tokens, hidden), columns, clusters)
+        rows, features = spec.config.rows, spec.config.tile_n
+        tiles = ceil_div(tokens, rows) * ceil_div(hidden, features)
+        k_tiles, adds = ceil_div(columns, TILE_K), add_tiles(features)
+        splits: int = choose_k_splits(tiles, clusters, k_tiles, adds)
         scaling = None if factor is None else (exps, factor.contiguous())
         operands = exps, w.t(), sums.upper, scaling, None
         self._launch(spec, operands, selection, splits, int(not accumulate), tokens)
@@ -185,22 +171,3 @@ class CuteGradients(RowwiseSteps):
 def is_small(tokens: int, hidden: int, columns: int) -> bool:
     """Whether calling cuBLAS for dX takes the host longer than the product takes the GPU."""
     return tokens * hidden * columns <= SMALL_PRODUCT
-
-
-def grad_hidden_kernel(kernels: KernelSet, columns: int, own: bool) -> GradGemmSpec | None:
-    """Return the kernel of dX's sums over `columns` of exponentials; None if cuBLAS adds them.
-
-    With `own`, cuBLAS adds those of float16 alone.
-    """
-    is_short = columns < KernelConfigs.SHORT
-    spec = kernels.grad_hidden_short if is_short else kernels.grad_hidden
-    return spec or (kernels.grad_hidden_again if own and can_keep(kernels.row_sums.dtype) else None)
-
-
-def k_splits(spec: GradGemmSpec, shape: Sequence[int], inner: int, clusters: int) -> int:
-    """Return how many parts the last tiles of sums of a `shape`, over `inner`, are split into."""
-    config = spec.config
-    tiles = ceil_div(shape[0], config.rows) * ceil_div(shape[1], config.tile_n)
-    k_tiles, adds = ceil_div(inner, TILE_K), add_tiles(config.tile_n)
-    splits: int = choose_k_splits(tiles, clusters, k_tiles, adds)
-    return splits

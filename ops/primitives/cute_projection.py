@@ -83,13 +83,11 @@ class PartialLse:
 class CuteProjection(CuteSoftTargetSteps, PortableProjection):
     """The same steps on the kernels of one device, dtype and configuration."""
 
-    def __init__(
-        self, kernels: KernelSet, num_sms: int, semaphores: Semaphores, clears: bool = False
-    ) -> None:
-        """Write zeros to stored rows that do not count, if `clears`: other GEMMs read them."""
-        self.kernels = kernels
-        self.semaphores, self.clears = semaphores, clears
-        self.num_sms = num_sms
+    kernels: KernelSet
+    num_sms: int
+    semaphores: Semaphores
+    clears: bool
+    """Whether zeros are written to stored rows that do not count: other GEMMs read them."""
 
     def prepare(self, h: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
         return with_aligned_rows(h), w

@@ -1,4 +1,4 @@
-"""The row-wise steps of the backward on the CuTe DSL kernels."""
+"""`Primitives` on the CuTe DSL kernels, whose GEMMs in the backward are those of cuBLAS."""
 
 from dataclasses import replace
 from typing import TypeVar
@@ -6,15 +6,17 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from cutefce.cute_kernels.config import PortableTiles
 from cutefce.cute_kernels.jit.cache import compiled
 from cutefce.cute_kernels.kernel_set import KernelSet
 from cutefce.cute_kernels.problem import FLOAT32_LOW_BITS
 from cutefce.cute_kernels.spec.gemm import GradGemmSpec
 from cutefce.cute_kernels.spec.rowwise import OUT_AND_SUMS, KeptSumsSpec, ScaleAddRowsSpec
 from cutefce.cute_kernels.workspace import Coefficient, Move
-from cutefce.ops.primitives.cute_projection import Semaphores
-from cutefce.ops.primitives.portable_gradients import PortableGradients
-from cutefce.ops.primitives.select_rows import row_count, row_order
+from cutefce.ops.primitives.cute_projection import CuteProjection, Semaphores
+from cutefce.ops.primitives.portable_gradients import TargetGrad
+from cutefce.ops.primitives.primitives import Primitives
+from cutefce.ops.primitives.select_rows import gather_rows, row_count, row_order
 from cutefce.ops.rows.coefficients import RankOne, RowCoefficients
 from cutefce.ops.rows.kept_sums import Sums
 from cutefce.ops.rows.scaling import Scaling, scaling_of
@@ -27,11 +29,23 @@ RankOneArgument = tuple[Tensor, Tensor] | None
 """A kernel's argument: factor (M,) and row (D,)."""
 
 
-class RowwiseSteps(PortableGradients):
-    """`PortableGradients` whose row-wise steps are kernels."""
+class CublasPrimitives(CuteProjection, Primitives):
+    """Kernels for the steps of the forward, and for the row-wise ones of the backward.
 
-    kernels: KernelSet
-    semaphores: Semaphores
+    It is for architectures without GEMM kernels.
+    """
+
+    def __init__(
+        self, kernels: KernelSet, num_sms: int, tiles: PortableTiles, clears: bool
+    ) -> None:
+        super().__init__(tiles)
+        self.kernels, self.num_sms = kernels, num_sms
+        self.semaphores, self.clears = Semaphores(), clears
+
+    def target_grad(self, h: Tensor, coefficient: Tensor | None, targets: Targets) -> TargetGrad:
+        if coefficient is not None and targets.selection is not None:
+            h = gather_rows(self.kernels, h, targets.selection)
+        return super().target_grad(h, coefficient, targets)
 
     def scaling(
         self,
@@ -84,7 +98,7 @@ class RowwiseSteps(PortableGradients):
 
     def finish_dx(
         self,
-        out: Tensor,
+        out: Sums,
         sums: Sums,
         w: Tensor,
         targets: Targets,
@@ -97,17 +111,17 @@ class RowwiseSteps(PortableGradients):
         order, scatters = row_order(order, index)
         if sums.low is None:
             plain = self.kernels.finish_dx
-            if out.dtype != w.dtype:  # one rank's addend
+            if out.upper.dtype != w.dtype:  # one rank's addend
                 plain = replace(plain, out="float32")
             spec, term = with_rank_one(plain, rank_one)
             rows = scale, target, index, term, order, scatters
-            compiled(spec)(out, sums.upper, w, *rows)
+            compiled(spec)(out.upper, sums.upper, w, *rows)
             return
-        if scatters and out is sums.upper:
+        if scatters and out.upper is sums.upper:
             scatters = OUT_AND_SUMS
         finish = replace(self.kernels.kept, step="finish", low_bits=low_bits(sums))
         kept, term = with_rank_one(finish, rank_one)
-        compiled(kept)(out, *sums, w, index, scale, target, term, order, scatters)
+        compiled(kept)(out.upper, *sums, w, index, scale, target, term, order, scatters)
 
     def keep_sums(
         self,

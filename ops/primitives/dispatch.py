@@ -24,10 +24,8 @@ from cutefce.cute_kernels.spec import rowwise as spec
 from cutefce.cute_kernels.variant import PLAIN, KernelVariant
 from cutefce.ops.dtypes import dtype_name
 from cutefce.ops.interface.arguments import TensorOptions
-from cutefce.ops.primitives.cute_gradients import CublasGradients, CuteGradients
-from cutefce.ops.primitives.cute_projection import CuteProjection, Semaphores
-from cutefce.ops.primitives.portable_gradients import PortableGradients
-from cutefce.ops.primitives.portable_projection import PortableProjection
+from cutefce.ops.primitives.cute_gradients import CutePrimitives
+from cutefce.ops.primitives.cute_rowwise import CublasPrimitives
 from cutefce.ops.primitives.primitives import Primitives
 from cutefce.ops.primitives.select_rows import has_aligned_rows
 from cutefce.ops.rows.selection import CountedRows
@@ -141,13 +139,11 @@ def primitives_for(
     if problem.tokens and reason is not None:
         report(reason, h.is_cuda)
     if not problem.triton:
-        return portable_primitives(tiles)
-    # these import Triton, which no other call needs
-    from cutefce.ops.primitives.triton_gradients import TritonGradients
-    from cutefce.ops.primitives.triton_projection import TritonProjection
+        return Primitives(tiles)
+    # this imports Triton, which no other call needs
+    from cutefce.ops.primitives.triton_primitives import TritonPrimitives
 
-    steps = TritonProjection(tiles, counted), TritonGradients(tiles.window, counted)
-    return Primitives(*steps, counted)
+    return TritonPrimitives(tiles, counted)
 
 
 def options_unsupported_reason(
@@ -160,27 +156,18 @@ def options_unsupported_reason(
 
 
 def kernel_primitives(
-    window: PortableTiles,
+    tiles: PortableTiles,
     kernels: KernelSet,
     num_sms: int,
     grad_bias: bool = False,
-) -> Primitives:
+) -> CublasPrimitives:
     """Return primitives on the kernels, for one call on one stream of a GPU with `num_sms` SMs."""
-    semaphores, gemms = Semaphores(), kernels.grad_weight
+    gemms = kernels.grad_weight
     # the bias' gradient is a GEMM of cuBLAS, as all are without kernels for them; and those of sums
     # of dW read whole K tiles of tokens, which row blocks of swapped operands may not fill
     clears = grad_bias or gemms is None or kernels.row_sums.config.rows % TILE_K > 0
-    projection = CuteProjection(kernels, num_sms, semaphores, clears)
-    if gemms is None:
-        return Primitives(projection, CublasGradients(kernels, window.window, semaphores))
-    gradients = CuteGradients(kernels, num_sms, semaphores)
-    return Primitives(projection, gradients)
-
-
-@process_cache
-def portable_primitives(tiles: PortableTiles) -> Primitives:
-    """Return primitives in plain torch."""
-    return Primitives(PortableProjection(tiles), PortableGradients(tiles.window))
+    primitives = CublasPrimitives if gemms is None else CutePrimitives
+    return primitives(kernels, num_sms, tiles, clears)
 
 
 def report(reason: str, on_gpu: bool, what: str = "served by the portable path:") -> None:

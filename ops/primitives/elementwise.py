@@ -139,14 +139,14 @@ def exponentials_(
     start: Tensor,
     reference: Tensor,
     target: Tensor,
-    sums: Tensor | None,
-    references: Tensor | None,
     exps: Tensor | None,
-    cap: Tensor | None = None,
+    cap: Tensor | None,
+    floor: Tensor | None,
+    sums: Tensor | None = None,
+    references: Tensor | None = None,
     of_all: Tensor | None = None,
     largest: Tensor | None = None,
     of_others: Tensor | None = None,
-    floor: Tensor | None = None,
 ) -> None:
     """Replace `logits` (R, P, C) by their exponentials, 0 at the `target` (R,).
 

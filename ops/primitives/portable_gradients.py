@@ -1,6 +1,6 @@
 """From exponentials to dX and dW in plain torch: the two GEMMs and what is done to their results.
 
-The symbols are those of `portable_projection`.  `CuteGradients` and `CublasGradients` launch
+The symbols are those of `portable_projection`.  `CutePrimitives` and `CublasPrimitives` launch
 kernels for the same functions.  These GEMMs run over all rows that they are given, whatever the
 selection.  They accumulate in the dtype of sums; the targets' part of dW is added in a fixed order.
 """
@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from cutefce.cute_kernels.config import PortableTiles
 from cutefce.ops.dtypes import sum_dtype
 from cutefce.ops.primitives.block_sizes import UPCAST_BLOCK, finished_rows, soft_block_rows
 from cutefce.ops.primitives.elementwise import (
@@ -41,10 +42,8 @@ class PortableGradients:
 
     counted: CountedRows | None = None
     """How many rows count, where products are of these alone."""
-
-    def __init__(self, window: int) -> None:
-        self.window = window
-        """Rows of dW whose sums exist at a time."""
+    tiles: PortableTiles
+    """Of which a window has as many columns as there are rows of dW whose sums exist at a time."""
 
     def scaling(
         self,
@@ -160,7 +159,7 @@ class PortableGradients:
 
     def finish_dx(
         self,
-        out: Tensor,
+        out: Sums,
         sums: Sums,
         w: Tensor,
         targets: Targets,
@@ -175,7 +174,16 @@ class PortableGradients:
         coefficients and factor are all 0 is 0, whatever `sums` and w hold.
         """
         assert order is None, "these steps run over all rows that they are given"
-        self._finish(Sums(out), sums, w, targets, coefficients, rank_one)
+        self.combine(
+            out,
+            sums.upper if sums.low is None else None,
+            joined=None if sums.low is None else sums,
+            scale=coefficients.scale,
+            table=w,
+            index=targets.safe_index,
+            coefficient=coefficients.target,
+            rank_one=rank_one,
+        )
 
     def keep_sums(
         self,
@@ -190,29 +198,8 @@ class PortableGradients:
 
         It is 0 for ignored tokens.  With `order`, that of row i is row order_i.
         """
-        assert order is None, "these steps run over all rows that they are given"
-        self._finish(kept, Sums(sums), w, targets, RowCoefficients.of_sums(stats, targets))
-
-    def _finish(
-        self,
-        out: Sums,
-        sums: Sums,
-        w: Tensor,
-        targets: Targets,
-        coefficients: RowCoefficients,
-        rank_one: RankOne | None = None,
-    ) -> None:
-        """Write what `finish_dx` rounds."""
-        self.combine(
-            out,
-            sums.upper if sums.low is None else None,
-            joined=None if sums.low is None else sums,
-            scale=coefficients.scale,
-            table=w,
-            index=targets.safe_index,
-            coefficient=coefficients.target,
-            rank_one=rank_one,
-        )
+        coefficients = RowCoefficients.of_sums(stats, targets)
+        self.finish_dx(kept, Sums(sums), w, targets, coefficients, order=order)
 
     def target_grad(self, h: Tensor, coefficient: Tensor | None, targets: Targets) -> TargetGrad:
         """Return Σ_{i: y_i = v} c_i h_i for all v; `coefficient` is c (N,).
@@ -252,7 +239,7 @@ class PortableGradients:
                 out.upper.addr_(rank_one.factor, rank_one.row)
             return
         target_grad.prepare()
-        for rows, own, sums in self.products(out, columns, scaled, self.window):
+        for rows, own, sums in self.products(out, columns, scaled, self.tiles.window):
             totals, slot = target_grad.totals(first + rows.start, first + rows.stop)
             more: Any = {"joined": own if accumulate else None, "last": grad_scale}
             more["rank_one"] = rank_one and rank_one.rows(rows)

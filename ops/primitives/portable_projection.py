@@ -108,11 +108,9 @@ def planes(options: LossOptions) -> int:
 class PortableProjection(SoftTargetSteps):
     """The steps of the forward; `Partials` are row sums in the form of one class of steps."""
 
-    counted: CountedRows | None = None
+    tiles: PortableTiles
+    counted: CountedRows | None
     """How many rows count, where others' exponentials and row sums may be undefined."""
-
-    def __init__(self, tiles: PortableTiles) -> None:
-        self.tiles = tiles
 
     def prepare(self, h: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
         """Return h and w in a layout that the other steps accept, copied if necessary."""
@@ -296,20 +294,15 @@ class PortableProjection(SoftTargetSteps):
                 own = None if targets.logits is None else targets.logits.part(rows, classes)
                 logits_into(logits[:, :valid], h[rows], w[classes], own)
                 logits[:, valid:].fill_(-torch.inf)
-                part = None if out is None else out.part(rows, parts)
                 run(
                     logits.unflatten(1, (-1, block)),
                     start,
                     reference[rows],
                     targets.index[rows],
-                    None if part is None else part.sums,
-                    None if part is None else part.references,
                     None if copy is None else copy.unflatten(1, (-1, block)),
                     None if cap is None or exps is None else cap[rows],
-                    None if part is None else part.of_all,
-                    None if part is None else part.largest,
-                    None if part is None else part.of_others,
                     None if floor is None else floor[rows],
+                    *(() if out is None else out.part(rows, parts)),
                 )
 
 

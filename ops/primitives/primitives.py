@@ -1,26 +1,23 @@
-"""What the steps of a program launch: one implementation of the forward and of the backward."""
+"""What the steps of a program launch."""
 
 from copy import copy
-from dataclasses import dataclass
 
+from cutefce.cute_kernels.config import PortableTiles
 from cutefce.ops.primitives.portable_gradients import PortableGradients
 from cutefce.ops.primitives.portable_projection import PortableProjection
 from cutefce.ops.rows.selection import CountedRows
 
 
-@dataclass(frozen=True)
-class Primitives:
-    """One implementation of the steps; all tensors of a call are on one device."""
+class Primitives(PortableProjection, PortableGradients):
+    """One implementation of the steps, in plain torch; all tensors of a call are on one device."""
 
-    projection: PortableProjection
-    gradients: PortableGradients
-    counted: CountedRows | None = None
-    """How many rows count, where products are of these alone."""
+    def __init__(self, tiles: PortableTiles, counted: CountedRows | None = None) -> None:
+        self.tiles, self.counted = tiles, counted
 
     def behind(self, first: int) -> "Primitives":
         """Return the same for a chunk of the tokens from `first` on."""
         if self.counted is None or not first:
             return self
-        projection, gradients = copy(self.projection), copy(self.gradients)
-        counted = projection.counted = gradients.counted = self.counted.behind(first)
-        return Primitives(projection, gradients, counted)
+        result = copy(self)
+        result.counted = self.counted.behind(first)
+        return result

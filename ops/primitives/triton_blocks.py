@@ -81,10 +81,6 @@ def _top_of_blocks(
     BLOCK: tl.constexpr,
     FEATURES: tl.constexpr,
     HAS_TMA: tl.constexpr,
-    HAS_SCALE: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_CAP: tl.constexpr,
-    HAS_FLOOR: tl.constexpr,
 ):
     """Compute a tile (ROWS, BLOCK): one block of classes, and some of the pairs that chose it.
 
@@ -116,14 +112,14 @@ def _top_of_blocks(
             b = load_tile(w, w_pitch, first, begin, classes, hidden, BLOCK, FEATURES, HAS_TMA)
             z = tl.dot(a, b.T, z)
         inside = first + own < classes
-        if HAS_BIAS:
+        if bias is not None:
             z += tl.load(bias + first + own, mask=inside, other=0.0)[None, :]
-        if HAS_CAP:
+        if slope is not None:
             z = softcapped(z, slope)
-        if HAS_SCALE:
+        if row_scale is not None:
             z *= tl.load(row_scale + rows, mask=exists, other=1.0)[:, None]
         z = tl.where(inside[None, :], z, float("-inf"))
-        if HAS_FLOOR:
+        if floor is not None:
             lowest = tl.load(floor + rows, mask=exists, other=float("-inf"))
             y = tl.load(target + rows, mask=exists, other=-1) - first
             is_out = (z < lowest[:, None]) & (own[None, :] != y[:, None])
@@ -164,10 +160,10 @@ def top_of_blocks(
         last_tiles,
         values,
         found,
-        values if row_scale is None else row_scale,
-        values if bias is None else bias,
-        slope or 0.0,
-        floors[0] if floors else values,
+        row_scale,
+        bias,
+        slope,
+        floors[0] if floors else None,
         target,
         hidden,
         classes,
@@ -181,10 +177,6 @@ def top_of_blocks(
         BLOCK=BLOCK,
         FEATURES=device.features,
         HAS_TMA=device.has_tma,
-        HAS_SCALE=row_scale is not None,
-        HAS_BIAS=bias is not None,
-        HAS_CAP=slope is not None,
-        HAS_FLOOR=bool(floors),
         num_stages=STAGES,
         num_warps=WARPS,
         enable_fp_fusion=True,

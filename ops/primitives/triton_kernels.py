@@ -120,27 +120,16 @@ def _project(
     BLOCKS: tl.constexpr,
     HAS_TMA: tl.constexpr,
     IS_WHOLE: tl.constexpr,
-    SUMS: tl.constexpr,
-    STORES: tl.constexpr,
-    STORES_TILES: tl.constexpr,
-    OF_ALL: tl.constexpr,
-    LARGEST: tl.constexpr,
-    OF_OTHERS: tl.constexpr,
-    HAS_SCALE: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_CAP: tl.constexpr,
-    HAS_FLOOR: tl.constexpr,
-    HAS_COUNT: tl.constexpr,
 ):
     """Compute tiles (ROWS, BLOCK) of exponentials of the columns [first, last), one after another.
 
     `exps_tiles` (N, K) is a descriptor, as `h` (N, D) and `w` (V, D) are with HAS_TMA; the other
-    tensors are those of `project`.  A thread block computes every BLOCKS-th tile, and loads the
-    next one's operands under the epilogue of this one.  More than eight parameters: operands, sizes
-    and constants of a kernel.
+    tensors are those of `project`, None where there are none.  A thread block computes every
+    BLOCKS-th tile, and loads the next one's operands under the epilogue of this one.  More than
+    eight parameters: operands, sizes and constants of a kernel.
     """
     row_tiles, column_tiles = tl.cdiv(tokens, ROWS), tl.cdiv(last - first, BLOCK)
-    if HAS_COUNT:
+    if count is not None:
         row_tiles = tl.minimum(row_tiles, tl.cdiv(tl.maximum(tl.load(count) - skipped, 1), ROWS))
     steps = tl.cdiv(hidden, FEATURES)
     for tile in tl.range(tl.program_id(0), row_tiles * column_tiles, BLOCKS, flatten=True):
@@ -155,23 +144,23 @@ def _project(
         rows, own = row * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
         exists = rows < tokens
         classes = first + column * BLOCK + own
-        if HAS_BIAS:
+        if bias is not None:
             z += tl.load(bias + column * BLOCK + own, mask=classes < last, other=0.0)[None, :]
-        if HAS_CAP:
+        if slope is not None:
             z = softcapped(z, slope)
             derivative = 1 - z * z
-        if HAS_SCALE:
+        if row_scale is not None:
             z *= tl.load(row_scale + rows, mask=exists, other=1.0)[:, None]
         if not IS_WHOLE:
             z = tl.where((classes < last)[None, :], z, float("-inf"))
         y = tl.load(target + rows, mask=exists, other=-1) - (first + column * BLOCK)
         y = tl.where((y < 0) | (y >= BLOCK), -1, y).to(tl.int32)
-        if HAS_FLOOR:
+        if floor is not None:
             lowest = tl.load(floor + rows, mask=exists, other=float("-inf"))
             is_out = (z < lowest[:, None]) & (own[None, :] != y[:, None])
             z = tl.where(is_out, float("-inf"), z)
         place = rows.to(tl.int64) * sums_pitch + column
-        if OF_ALL:
+        if of_all is not None:
             most, at = tl.max(z, 1, return_indices=True)
             base = tl.where(most == float("-inf"), 0.0, most)
             d = tl.where(own[None, :] == at[:, None], float("-inf"), z - base[:, None])
@@ -186,29 +175,29 @@ def _project(
         # the target's logit, rounded as by a GEMM, must not become the reference of the others
         z = tl.where(own[None, :] == y[:, None], float("-inf"), z)
         r = tl.load(reference + rows, mask=exists, other=0.0)
-        if OF_OTHERS:
+        if of_others is not None:
             highest, at = tl.max(z, 1, return_indices=True)
             to = of_others + place
             at = (first + column * BLOCK + at).to(tl.float32)
             tl.store(to, at, mask=exists)
             to += of_others_plane
             tl.store(to, tl.sum(tl.where(z > r[:, None], 1.0, 0.0), 1), mask=exists)
-        elif SUMS:
+        elif sums is not None:
             highest = tl.max(z, 1)
-        if LARGEST:
+        if largest is not None:
             tl.store(largest + place, highest, mask=exists)
-        if SUMS:
+        if sums is not None:
             r = tl.where(highest - r > SLACK, highest, r)
             tl.store(references + place, r, mask=exists)
         r = tl.where(r == float("-inf"), 0.0, r)  # -inf - -inf is NaN
         # the difference is exact where they are close, however large they are
         e = tl.exp2((z - r[:, None]) * 1.4426950408889634)
-        if SUMS:
+        if sums is not None:
             tl.store(sums + place, tl.sum(e, 1), mask=exists)
-        if STORES:
-            if HAS_CAP:
+        if exps is not None:
+            if slope is not None:
                 e *= derivative
-            if STORES_TILES:
+            if exps_tiles is not None:
                 exps_tiles.store([row * ROWS, column * BLOCK], e.to(exps_tiles.dtype))
             else:
                 to = (
@@ -241,37 +230,36 @@ def project(
     tokens, hidden = h.shape
     device = device_of(h.device)
     blocks, features = device.blocks, device.features
-    (first, last), none = window, reference  # which stands for tensors that are not read
+    first, last = window
     columns = last - first
     tiles = ceil_div(tokens, ROWS) * ceil_div(columns, BLOCK)
     # a tile of exponentials beside the next one's operands takes more memory than other GPUs share
     stores_tiles = exps is not None and features == HOPPER_FEATURES and is_aligned(exps)
     row_scale, bias, slope, *floors = transform
-    of_all, largest, of_others = (None, None, None) if out is None else out[2:]
+    sums, references, of_all, largest, of_others = out or (None,) * 5
     arguments: Any = (
         device.operand(h, [ROWS, features]),
         h.stride(0),
         device.operand(w, [BLOCK, features]),
         w.stride(0),
         TensorDescriptor.from_tensor(exps, [ROWS, BLOCK]) if stores_tiles else None,
-        none if exps is None else exps,
-        0 if exps is None else exps.stride(0),
+        exps,
+        pitch_of(exps),
         reference,
         target,
-        none if out is None else out.sums,
-        none if out is None else out.references,
-        0 if out is None else out.sums.stride(0),
-        none if of_all is None else of_all,
-        0 if of_all is None else of_all.stride(0),
-        none if largest is None else largest,
-        none if of_others is None else of_others,
-        0 if of_others is None else of_others.stride(0),
-        none if row_scale is None else row_scale,
-        none if bias is None else bias,
-        slope or 0.0,
-        floors[0] if floors else none,
-        none if counted is None else counted.count,
-        0 if counted is None else counted.first,
+        sums,
+        references,
+        pitch_of(sums),
+        of_all,
+        pitch_of(of_all),
+        largest,
+        of_others,
+        pitch_of(of_others),
+        row_scale,
+        bias,
+        slope,
+        floors[0] if floors else None,
+        *numbers_of(counted),
         tokens,
         hidden,
         first,
@@ -287,17 +275,6 @@ def project(
         BLOCKS=blocks,
         HAS_TMA=device.has_tma,
         IS_WHOLE=columns % BLOCK == 0,
-        SUMS=out is not None,
-        STORES=exps is not None,
-        STORES_TILES=stores_tiles,
-        OF_ALL=of_all is not None,
-        LARGEST=largest is not None,
-        OF_OTHERS=of_others is not None,
-        HAS_SCALE=row_scale is not None,
-        HAS_BIAS=bias is not None,
-        HAS_CAP=slope is not None,
-        HAS_FLOOR=bool(floors),
-        HAS_COUNT=counted is not None,
         num_stages=STAGES,
         num_warps=WARPS,
         enable_fp_fusion=True,
@@ -318,14 +295,13 @@ def _rescale(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
-    HAS_COUNT: tl.constexpr,
 ):
     """Make ROWS rows of `exps` relative to `reference` (N,), where they are not yet: few blocks.
 
     More than eight parameters: operands, sizes and constants of a kernel.
     """
     rows, blocks = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.cdiv(columns, BLOCK)
-    if HAS_COUNT:
+    if count is not None:
         tokens = tl.minimum(tokens, tl.load(count) - skipped)
     exists, r = rows < tokens, rows.to(tl.int64)
     new = tl.load(reference + rows, mask=exists, other=0.0)
@@ -355,19 +331,27 @@ def rescale(
     Those of rows that are not `counted` may stay as they are.
     """
     tokens, columns = exps.shape
-    count = reference if counted is None else counted.count
-    given: Any = exps, exps.stride(0), references, references.stride(0), reference, count
+    given: Any = exps, exps.stride(0), references, references.stride(0), reference
     _rescale[(ceil_div(tokens, RESCALED_ROWS),)](
         *given,
-        0 if counted is None else counted.first,
+        *numbers_of(counted),
         tokens,
         columns,
         ROWS=RESCALED_ROWS,
         BLOCK=BLOCK,
         BLOCKS=RESCALED_BLOCKS,
-        HAS_COUNT=counted is not None,
         enable_fp_fusion=True,
     )
+
+
+def pitch_of(x: Tensor | None) -> int:
+    """Return how many elements the first index of x steps over; 0 without one."""
+    return 0 if x is None else x.stride(0)
+
+
+def numbers_of(counted: CountedRows | None) -> tuple[Tensor | None, int]:
+    """Return a kernel's `count`, None if all rows count, and how many of these are `skipped`."""
+    return (None, 0) if counted is None else (counted.count, counted.first)
 
 
 def is_aligned(x: Tensor) -> bool:

@@ -11,6 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from cutefce.cute_kernels.integers import ceil_div
+from cutefce.ops.primitives.triton_kernels import pitch_of
+from cutefce.ops.rows.coefficients import RankOne
 from cutefce.ops.rows.kept_sums import Sums
 
 COLUMNS = 1024
@@ -58,14 +60,8 @@ def _combine(
     LOW_BITS: tl.constexpr,
     JOINS: tl.constexpr,
     SPLITS: tl.constexpr,
-    HAS_X: tl.constexpr,
-    HAS_SCALE: tl.constexpr,
-    HAS_TABLE: tl.constexpr,
-    HAS_FACTOR: tl.constexpr,
-    HAS_LAST: tl.constexpr,
-    CLEARS: tl.constexpr,
 ):
-    """Compute some columns of a row of `combine`.
+    """Compute some columns of a row of `combine`; what is not given is None.
 
     More than eight parameters: operands, pitches and constants of a kernel.
     """
@@ -73,7 +69,7 @@ def _combine(
     c = start + tl.arange(0, COLUMNS)
     exists = c < columns
     sums = tl.zeros((COLUMNS,), tl.float32)
-    if HAS_X:
+    if x is not None:
         sums += tl.load(x + r * x_pitch + c, mask=exists, other=0.0).to(tl.float32)
     if JOINS:
         upper = tl.load(kept + r * kept_pitch + c, mask=exists, other=0)
@@ -83,22 +79,22 @@ def _combine(
             lower = (lower >> (4 * (c & 1)).to(tl.uint8)) & 15
         sums += join_pieces(upper, lower, LOW_BITS)
     is_zero = True
-    if HAS_SCALE:
+    if scale is not None:
         a = tl.load(scale + r * scale_step)
         sums *= a
         is_zero = a == 0
-    if HAS_TABLE:
+    if table is not None:
         b, entry = tl.load(coefficient + r), tl.load(index + r)
         values = tl.load(table + entry * table_pitch + c, mask=exists, other=0.0)
         sums += b * values.to(tl.float32)
         is_zero = is_zero & (b == 0)
-    if HAS_FACTOR:
+    if factor is not None:
         g = tl.load(factor + r)
         sums += g * tl.load(row + c, mask=exists, other=0.0)
         is_zero = is_zero & (g == 0)
-    if HAS_LAST:
+    if last is not None:
         sums *= tl.load(last)
-    if CLEARS:
+    if coefficient is not None:
         sums = tl.where(is_zero, 0.0, sums)
     if SPLITS:
         upper, lower = split_pieces(sums, LOW_BITS)
@@ -123,65 +119,44 @@ def combine(
     table: Tensor | None = None,
     index: Tensor | None = None,
     coefficient: Tensor | None = None,
-    factor: Tensor | None = None,
-    row: Tensor | None = None,
+    rank_one: RankOne | None = None,
     last: Tensor | None = None,
-    clears: bool = False,
 ) -> None:
-    """Write ((x_r + joined_r) scale_r + b_r table_index_r + factor_r row) last to `out` (R, D).
+    """Do what `PortableGradients.combine` does, with sums in float32, and b beside a table.
 
     More than eight parameters: the parts of a sum, of which most calls have few.
-
-    Args:
-        out: of any dtype, rounded to nearest; or kept sums.
-        x: (R, D) of any dtype, may be `out`.
-        joined: kept sums that may share memory with `out`, if that is of 16 bits.
-        scale: (R,) float32.
-        table: (L, D) of any dtype.
-        index: (R,) int64 in [0, L).
-        coefficient: (R,) float32: b.
-        factor: (R,) float32.
-        row: (D,) float32.
-        last: () float32.
-        clears: whether a row is 0 whose scale, coefficient and factor are, whatever x holds.
     """
-    to = none = out.upper
+    to = out.upper
     rows, columns = to.shape
     kept, low = out if joined is None or out.low is not None else joined
-    words, low = (none, none) if low is None else (kept.view(torch.int16), low)
+    words = None if low is None else kept.view(torch.int16)
     if not rows:
         return
     arguments: Any = (
         to,
         to.stride(0),
         words,
-        words.stride(0),
+        pitch_of(words),
         low,
-        low.stride(0),
-        none if x is None else x,
-        0 if x is None else x.stride(0),
-        none if scale is None else scale,
-        0 if scale is None else scale.stride(0),
-        none if table is None else table,
-        0 if table is None else table.stride(0),
-        none if index is None else index,
-        none if coefficient is None else coefficient,
-        none if factor is None else factor,
-        none if row is None else row,
-        none if last is None else last,
+        pitch_of(low),
+        x,
+        pitch_of(x),
+        scale,
+        pitch_of(scale),
+        table,
+        pitch_of(table),
+        index,
+        coefficient,
+        None if rank_one is None else rank_one.factor,
+        None if rank_one is None else rank_one.row,
+        last,
         columns,
     )
     _combine[(rows, ceil_div(columns, COLUMNS))](
         *arguments,
         COLUMNS=COLUMNS,
-        LOW_BITS=8 if low.shape[1] == columns else 4,
+        LOW_BITS=8 if low is None or low.shape[1] == columns else 4,
         JOINS=joined is not None,
         SPLITS=out.low is not None,
-        HAS_X=x is not None,
-        HAS_SCALE=scale is not None,
-        HAS_TABLE=table is not None,
-        HAS_FACTOR=factor is not None,
-        HAS_LAST=last is not None,
-        CLEARS=clears,
         enable_fp_fusion=True,
     )

@@ -21,6 +21,8 @@ from cutefce.ops.primitives.triton_kernels import (
     device_of,
     is_aligned,
     load_tile,
+    numbers_of,
+    pitch_of,
     place_of,
 )
 from cutefce.ops.primitives.triton_rows import join_pieces, split_pieces
@@ -68,77 +70,6 @@ def _halves(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def _put(
-    sums,
-    out_tiles,
-    out,
-    out_pitch,
-    low_tiles,
-    low,
-    low_pitch,
-    slot,
-    is_listed,
-    last,
-    top,
-    left,
-    classes,
-    hidden,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    DTYPE: tl.constexpr,
-    LOW_BITS: tl.constexpr,
-    ACCUMULATES: tl.constexpr,
-    TILES: tl.constexpr,
-    HAS_TARGETS: tl.constexpr,
-    HAS_LAST: tl.constexpr,
-):
-    """Write `sums` (ROWS, COLUMNS) to the rows from `top` on, and the columns from `left` on.
-
-    16-bit results are int16.  More than eight parameters: operands, pitches, a place and constants
-    of a kernel.
-    """
-    rows, own = top + tl.arange(0, ROWS), left + tl.arange(0, COLUMNS)
-    exist = (rows < classes)[:, None] & (own < hidden)[None, :]
-    to = out + rows.to(tl.int64)[:, None] * out_pitch + own[None, :]
-    if LOW_BITS == 0:
-        result = sums * tl.load(last) if HAS_LAST else sums
-        if ACCUMULATES:
-            result += out_tiles.load([top, left]) if TILES else tl.load(to, mask=exist, other=0.0)
-        result = result.to(DTYPE)
-    else:
-        # of two columns in a byte, the first has the lower bits
-        BYTES: tl.constexpr = COLUMNS * LOW_BITS // 8
-        begin = left * LOW_BITS // 8
-        byte = begin + tl.arange(0, BYTES)
-        have = is_listed[:, None] & (byte < hidden * LOW_BITS // 8)[None, :]
-        bytes_to = low + slot.to(tl.int64)[:, None] * low_pitch + byte[None, :]
-        if ACCUMULATES:
-            if TILES:
-                upper, lower = out_tiles.load([top, left]), low_tiles.load([top, begin])
-            else:
-                upper = tl.load(to, mask=exist, other=0)
-                lower = tl.load(bytes_to, mask=have, other=0)
-            if LOW_BITS == 4:
-                lower = tl.reshape(tl.join(lower & 15, lower >> 4), (ROWS, COLUMNS))
-            sums += join_pieces(upper, lower, LOW_BITS)
-        result, lower = split_pieces(sums, LOW_BITS)
-        if LOW_BITS == 4:
-            even, odd = tl.split(tl.reshape(lower, (ROWS, BYTES, 2)))
-            lower = even | (odd << 4)
-        if TILES and not HAS_TARGETS:
-            low_tiles.store([top, begin], lower.to(tl.uint8))
-        else:
-            tl.store(bytes_to, lower.to(tl.uint8), mask=have)
-        if HAS_TARGETS:
-            rounded = (sums * tl.load(last) if HAS_LAST else sums).to(DTYPE)
-            result = tl.where(is_listed[:, None], result, rounded.to(tl.int16, bitcast=True))
-    if TILES:
-        out_tiles.store([top, left], result)
-    else:
-        tl.store(to, result, mask=exist)
-
-
-@triton.jit
 def _weight(
     exps,
     exps_pitch,
@@ -169,27 +100,27 @@ def _weight(
     LOW_BITS: tl.constexpr,
     ACCUMULATES: tl.constexpr,
     HAS_TMA: tl.constexpr,
-    TILES: tl.constexpr,
     PARTS: tl.constexpr,
     HAS_TARGETS: tl.constexpr,
     BY_TOKEN: tl.constexpr,
-    HAS_FACTOR: tl.constexpr,
-    HAS_LAST: tl.constexpr,
-    HAS_COUNT: tl.constexpr,
 ):
     """Compute tiles (ROWS, BLOCK) of dW's rows, one after another.
 
     `exps` (N, K) and `states` (N, D) are descriptors with HAS_TMA, as `out_tiles` (K, D) and
-    `low_tiles` are with TILES; the other tensors are those of `weight_product`.  A thread block
-    computes every BLOCKS-th tile, and loads the next one's operands under the epilogue of this one.
+    `low_tiles` are; the other tensors are those of `weight_product`, None if not given.  A thread
+    block computes every BLOCKS-th tile, and loads the next one's operands under the epilogue of
+    this one.
     With HAS_TARGETS, rows with terms of targets are written as pieces, which `_add_terms` finishes:
     the low bits to the row of `low` of their number, or BY_TOKEN of that of their first token.
+    16-bit results beside low bits are int16.
     More than eight parameters: operands, sizes and constants of a kernel.
     """
     row_tiles, column_tiles = tl.cdiv(classes, ROWS), tl.cdiv(hidden, BLOCK)
-    if HAS_COUNT:
+    if count is not None:
         tokens = tl.minimum(tokens, tl.maximum(tl.load(count) - skipped, 1))
     steps = tl.cdiv(tokens, TOKENS)
+    COLUMNS: tl.constexpr = BLOCK // PARTS
+    BYTES: tl.constexpr = COLUMNS * LOW_BITS // 8
     stored = tl.cdiv(classes, 8) * 8  # columns of exponentials: those of no class are not written
     for tile in tl.range(tl.program_id(0), row_tiles * column_tiles, BLOCKS, flatten=True):
         top, column = place_of(tile, row_tiles, column_tiles, GROUP)
@@ -205,7 +136,7 @@ def _weight(
             begin = tl.load(bounds + first + rows, mask=is_listed, other=0)
             is_listed &= tl.load(bounds + first + rows + 1, mask=is_listed, other=0) > begin
             slot = begin if BY_TOKEN else rows
-        if HAS_FACTOR:
+        if factor is not None:
             f = tl.load(factor + rows, mask=rows < classes, other=0.0)
             sums += f[:, None] * tl.load(row + own, mask=own < hidden, other=0.0)[None, :]
         # a part of the features after the other: registers hold few tiles
@@ -213,31 +144,50 @@ def _weight(
         for half in tl.static_range(2):
             parts = _halves(halves[half], ROWS, BLOCK // 2)
             for part in tl.static_range(2):
-                _put(
-                    parts[part],
-                    out_tiles,
-                    out,
-                    out_pitch,
-                    low_tiles,
-                    low,
-                    low_pitch,
-                    slot,
-                    is_listed,
-                    last,
-                    top * ROWS,
-                    left,
-                    classes,
-                    hidden,
-                    ROWS=ROWS,
-                    COLUMNS=BLOCK // PARTS,
-                    DTYPE=DTYPE,
-                    LOW_BITS=LOW_BITS,
-                    ACCUMULATES=ACCUMULATES,
-                    TILES=TILES,
-                    HAS_TARGETS=HAS_TARGETS,
-                    HAS_LAST=HAS_LAST,
-                )
-                left += BLOCK // PARTS
+                z, c = parts[part], left + tl.arange(0, COLUMNS)
+                exist = (rows < classes)[:, None] & (c < hidden)[None, :]
+                to = out + rows.to(tl.int64)[:, None] * out_pitch + c[None, :]
+                if LOW_BITS == 0:
+                    result = z * tl.load(last) if last is not None else z
+                    if ACCUMULATES:
+                        if out_tiles is not None:
+                            result += out_tiles.load([top * ROWS, left])
+                        else:
+                            result += tl.load(to, mask=exist, other=0.0)
+                    result = result.to(DTYPE)
+                else:
+                    # of two columns in a byte, the first has the lower bits
+                    first_byte = left * LOW_BITS // 8
+                    byte = first_byte + tl.arange(0, BYTES)
+                    have = is_listed[:, None] & (byte < hidden * LOW_BITS // 8)[None, :]
+                    bytes_to = low + slot.to(tl.int64)[:, None] * low_pitch + byte[None, :]
+                    if ACCUMULATES:
+                        if out_tiles is not None:
+                            upper = out_tiles.load([top * ROWS, left])
+                            lower = low_tiles.load([top * ROWS, first_byte])
+                        else:
+                            upper = tl.load(to, mask=exist, other=0)
+                            lower = tl.load(bytes_to, mask=have, other=0)
+                        if LOW_BITS == 4:
+                            lower = tl.reshape(tl.join(lower & 15, lower >> 4), (ROWS, COLUMNS))
+                        z += join_pieces(upper, lower, LOW_BITS)
+                    result, lower = split_pieces(z, LOW_BITS)
+                    if LOW_BITS == 4:
+                        even, odd = tl.split(tl.reshape(lower, (ROWS, BYTES, 2)))
+                        lower = even | (odd << 4)
+                    if low_tiles is not None:
+                        low_tiles.store([top * ROWS, first_byte], lower.to(tl.uint8))
+                    else:
+                        tl.store(bytes_to, lower.to(tl.uint8), mask=have)
+                    if HAS_TARGETS:
+                        rounded = (z * tl.load(last) if last is not None else z).to(DTYPE)
+                        rounded = rounded.to(tl.int16, bitcast=True)
+                        result = tl.where(is_listed[:, None], result, rounded)
+                if out_tiles is not None:
+                    out_tiles.store([top * ROWS, left], result)
+                else:
+                    tl.store(to, result, mask=exist)
+                left += COLUMNS
 
 
 @triton.jit
@@ -261,7 +211,6 @@ def _add_terms(
     LOW_BITS: tl.constexpr,
     KEEPS: tl.constexpr,
     BY_TOKEN: tl.constexpr,
-    HAS_LAST: tl.constexpr,
 ):
     """Add the terms of targets to some columns of the row of a class, where its first token is.
 
@@ -280,8 +229,8 @@ def _add_terms(
     to = out + row * out_pitch + c
     sums = tl.load(to, mask=exists, other=0)
     slot = place.to(tl.int64) if BY_TOKEN else row
-    bytes_to = low + slot * low_pitch + c * LOW_BITS // 8
     if LOW_BITS > 0:
+        bytes_to = low + slot * low_pitch + c * LOW_BITS // 8
         lower = tl.load(bytes_to, mask=exists, other=0)
         if LOW_BITS == 4:
             lower = (lower >> (4 * (c & 1)).to(tl.uint8)) & 15
@@ -289,7 +238,7 @@ def _add_terms(
     for at in range(place, tl.load(bounds + first + row + 1)):
         x = tl.load(h + tl.load(order + at) * h_pitch + c, mask=exists, other=0.0)
         sums += tl.load(coefficient + at) * x.to(tl.float32)
-    if HAS_LAST:
+    if last is not None:
         sums *= tl.load(last)
     if KEEPS:
         upper, lower = split_pieces(sums, LOW_BITS)
@@ -335,7 +284,7 @@ def weight_product(
     """
     to, low = out
     keeps = low is not None
-    (tokens, classes), hidden, none = exps.shape, states.shape[1], states
+    (tokens, classes), hidden = exps.shape, states.shape[1]
     device, is_wide = device_of(exps.device), to.dtype == torch.float32
     in_kernel, by_token = listed is not None and not (keeps or is_wide), False
     if listed is not None and in_kernel:
@@ -347,8 +296,7 @@ def weight_product(
     low_tile = [ROWS, BLOCK // PARTS * low_bits // 8]
     dtype = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
     outs: Any = words, words.stride(0)
-    lows: Any = none if low is None else low, 0 if low is None else low.stride(0)
-    factor = none if last is None else last
+    lows: Any = low, pitch_of(low)
     count = ceil_div(classes, ROWS) * ceil_div(hidden, BLOCK)
     _weight[(min(device.blocks, count),)](
         device.operand(exps, [device.features, ROWS]),
@@ -359,12 +307,11 @@ def weight_product(
         *outs,
         TensorDescriptor.from_tensor(low, low_tile) if tiles and keeps else None,
         *lows,
-        none if listed is None else listed.bounds,
-        none if rank_one is None else rank_one.factor,
-        none if rank_one is None else rank_one.row,
-        factor,
-        none if counted is None else counted.count,
-        0 if counted is None else counted.first,
+        None if listed is None else listed.bounds,
+        None if rank_one is None else rank_one.factor,
+        None if rank_one is None else rank_one.row,
+        last,
+        *numbers_of(counted),
         tokens,
         classes,
         hidden,
@@ -378,13 +325,9 @@ def weight_product(
         LOW_BITS=low_bits,
         ACCUMULATES=accumulate,
         HAS_TMA=device.has_tma,
-        TILES=tiles,
         PARTS=PARTS,
         HAS_TARGETS=in_kernel,
         BY_TOKEN=by_token,
-        HAS_FACTOR=rank_one is not None,
-        HAS_LAST=last is not None,
-        HAS_COUNT=counted is not None,
         num_stages=STAGES,
         num_warps=WARPS,
         enable_fp_fusion=True,
@@ -400,7 +343,7 @@ def weight_product(
         listed.coefficient,
         listed.h,
         listed.h.stride(0),
-        factor,
+        last,
         first,
         classes,
         hidden,
@@ -409,5 +352,4 @@ def weight_product(
         LOW_BITS=low_bits,
         KEEPS=keeps,
         BY_TOKEN=by_token,
-        HAS_LAST=last is not None,
     )

@@ -11,7 +11,6 @@ from cutefce.ops.primitives.portable_projection import Logits
 from cutefce.ops.primitives.weighted_sum import add_soft_rows
 from cutefce.ops.program.run import Call
 from cutefce.ops.program.steps import Step
-from cutefce.ops.program.views import exps_of, rows_of, scale_of, states_of
 from cutefce.ops.rows.outputs import reduce_outputs, stat_rows
 from cutefce.ops.rows.scaling import as_probabilities
 from cutefce.ops.rows.statistics import RowStats, reduce_losses, returned_rows
@@ -21,19 +20,19 @@ from cutefce.ops.rows.top_classes import top_rows
 
 def gather(call: Call, s: Step) -> None:
     """Write hidden states in the order of the targets, scaled if factors are read."""
-    x, out = call.part(s.rows), rows_of(call, s, s.writes[0])
-    scale, selection = scale_of(call) if "factors" in s.reads else None, x.targets.selection
+    x, out = call.part(s.rows), call.rows(s, s.writes[0])
+    scale, selection = call.scale() if "factors" in s.reads else None, x.targets.selection
     if selection is not None:
-        x.primitives.projection.select(x.h, selection, scale, out)
+        x.primitives.select(x.h, selection, scale, out)
     else:
         assert scale is not None, "else the hidden states themselves are read"
-        x.primitives.gradients.scale_rows(out, x.h, scale)
+        x.primitives.scale_rows(out, x.h, scale)
 
 
 def target_logit(call: Call, s: Step) -> None:
     """Find the logits of targets."""
     x = call.part(s.rows)
-    call.values["logits"] = x.primitives.projection.target_logit(x.h, x.w, x.targets)
+    call.values["logits"] = x.primitives.target_logit(x.h, x.w, x.targets)
     call.values["partials"] = []
     call.values.pop("partial", None)  # of the chunk before
     if x.targets.class_logits is not None:
@@ -50,10 +49,10 @@ def all_reduce(call: Call, s: Step) -> None:
 def all_gather(call: Call, s: Step) -> None:
     """Gather the row sums of all ranks."""
     x = call.part(s.rows)
-    projection, ranks = x.primitives.projection, x.ranks
+    primitives, ranks = x.primitives, x.ranks
     assert ranks is not None
-    partial = projection.concat_partials(call.values.pop("partials"))
-    shares = projection.gather_partials(partial, ranks.all_gather)
+    partial = primitives.concat_partials(call.values.pop("partials"))
+    shares = primitives.gather_partials(partial, ranks.all_gather)
     call.values |= {"partial": partial, "shares": shares}
 
 
@@ -64,27 +63,27 @@ def clear(call: Call, s: Step) -> None:
 
 def project(call: Call, s: Step) -> None:
     """Sum exponentials, or compute them again."""
-    x, states = call.part(s.rows), states_of(call, s)
-    projection = x.primitives.projection
-    exps = None if s.exps is None else exps_of(call, s, whole=True)
+    x, states = call.part(s.rows), call.states(s)
+    primitives = x.primitives
+    exps = None if s.exps is None else call.exps(s, whole=True)
     if "logits" in s.reads:
         logits = Logits(states, x.w, s.columns, call.values["logits"], x.targets)
-        call.values["partials"].append(projection.project_exp(logits, exps))
+        call.values["partials"].append(primitives.project_exp(logits, exps))
         leave_out_entries(call, s)
         return
     assert exps is not None
     stats, targets = call.values["stats"], x.targets
     if s.repairs and "exps" not in s.writes:
         logits = Logits(states, x.w, s.columns, stats.reference, targets)
-        projection.repair_stored_exps(logits, exps, call.values["partial"])
+        primitives.repair_stored_exps(logits, exps, call.values["partial"])
         return
     if s.repairs:  # of windows that are not stored
         targets = copy.copy(targets)
-        targets.selection = projection.far_rows(call.values["partial"], x.targets)
+        targets.selection = primitives.far_rows(call.values["partial"], x.targets)
         call.values["far rows"] = targets.selection
     is_early = s.repairs or "stats" in s.reads
     reference = stats.reference if is_early else call.values["scaling"].reference
-    projection.recompute_exp(Logits(states, x.w, s.columns, reference, targets), exps)
+    primitives.recompute_exp(Logits(states, x.w, s.columns, reference, targets), exps)
     leave_out_entries(call, s)
 
 
@@ -93,38 +92,38 @@ def leave_out_entries(call: Call, s: Step) -> None:
     x = call.part(s.rows)
     is_window = call.program.in_chunks and s.columns != (0, x.w.shape[0])
     if is_window and x.targets.soft is not None:
-        x.primitives.projection.put_soft(None, exps_of(call, s), s.columns[0], x.targets)
+        x.primitives.put_soft(None, call.exps(s), s.columns[0], x.targets)
 
 
 def reduce(call: Call, s: Step) -> None:
     """Make statistics of row sums, with the outputs that are asked for, and the loss."""
     x, logit = call.part(s.rows), call.values["logits"]
-    projection, targets = x.primitives.projection, x.targets
+    primitives, targets = x.primitives, x.targets
     outputs, more, part = targets.options.output_names, None, None
     if targets.soft is not None and targets.soft.excess is None:
         # launched behind a product, it takes no CPU time for which a GPU waits
-        excess = projection.soft_excess(x.h, x.w, targets, logit)
+        excess = primitives.soft_excess(x.h, x.w, targets, logit)
         targets.soft.excess = excess if x.ranks is None else x.ranks.all_reduce_(excess)
     if x.ranks is None:
-        partial = projection.concat_partials(call.values.pop("partials"))
-        stats, loss = projection.reduce_partials(partial, logit, targets)
+        partial = primitives.concat_partials(call.values.pop("partials"))
+        stats, loss = primitives.reduce_partials(partial, logit, targets)
     else:
         partial = call.values["partial"]
-        stats, loss = projection.reduce_partials(call.values.pop("shares"), logit, targets)
+        stats, loss = primitives.reduce_partials(call.values.pop("shares"), logit, targets)
         # where another rank has the target
         stats.sum_exp_others.masked_fill_(targets.active & ~targets.owned, 0)
     if outputs and stat_rows(outputs):
         if targets.options.reduces_rows:
-            part = projection.partial_outputs(partial)
+            part = primitives.partial_outputs(partial)
             part = part if x.ranks is None else x.ranks.partial_outputs(part)
         classes = targets.index + targets.first
         more = reduce_outputs(part, logit, classes, targets.class_logits, outputs)
     top = None
     if targets.options.top_k:
-        values, numbers = projection.top_logits(x.h, x.w, partial, logit, targets)
+        values, numbers = primitives.top_logits(x.h, x.w, partial, logit, targets)
         if x.ranks is not None:  # each has a part of the classes
             values, numbers = x.ranks.join_columns(values), x.ranks.join_columns(numbers)
-        top = top_rows(values, numbers, stats, targets, projection.largest)
+        top = top_rows(values, numbers, stats, targets, primitives.largest)
     if x.h.dtype == torch.float16:
         stats = as_probabilities(stats)
     others = [rows for rows in (stats.rows, more, top) if rows is not None]
@@ -162,14 +161,14 @@ def coefficients(call: Call, s: Step) -> None:
     if not call.program.in_chunks:
         given: Any = x.h.dtype, x.targets, stats, call.values["upstream"]
         is_late = len(s.writes) > 1 or s.final
-        made = x.primitives.gradients.scaling(*given, in_reference=is_late)
+        made = x.primitives.scaling(*given, in_reference=is_late)
         call.values |= {"scaling": made, "entries": made.entries}
         return
     whole, dtype = call.inputs.targets, stats.rows.dtype
     loss_scale = whole.loss_scale(dtype)
     given = x.h.dtype, x.targets, stats, loss_scale
-    scaling = x.primitives.gradients.scaling(*given, in_reference=False)
-    tokens, rows = call.inputs.tokens, slice(*s.rows)
+    scaling = x.primitives.scaling(*given, in_reference=False)
+    tokens, rows = len(whole.index), slice(*s.rows)
     call.values["scaling"] = scaling
     if call.program.problem.adds_in_forward:
         assert whole.tensors.grad_output is not None
@@ -187,9 +186,9 @@ def entries(call: Call, s: Step) -> None:
     if s.writes[0].startswith("sums"):
         values = x.targets.soft_entries(call.values["stats"], x.h.dtype)
         if values is not None:
-            add_soft_rows(rows_of(call, s, s.writes[0]), values, x.targets, x.w)
+            add_soft_rows(call.rows(s, s.writes[0]), values, x.targets, x.w)
         return
-    exps = exps_of(call, s)
+    exps = call.exps(s)
     if call.program.in_chunks:
         values = x.targets.soft_entries(call.values["stats"], x.h.dtype)
     else:
@@ -199,7 +198,7 @@ def entries(call: Call, s: Step) -> None:
             scale_by_log(exps, *scaling.factor)
     call.values["entries"] = values
     if values is not None:
-        x.primitives.projection.put_soft(values, exps, s.columns[0], x.targets)
+        x.primitives.put_soft(values, exps, s.columns[0], x.targets)
 
 
 def scale_exps(call: Call, s: Step) -> None:
@@ -209,9 +208,9 @@ def scale_exps(call: Call, s: Step) -> None:
     """
     x, own = call.part(s.rows), call.values["scaling"]
     coefficients = own.dx if call.program.in_chunks else own
-    target, scale = coefficients.target, scale_of(call)
+    target, scale = coefficients.target, call.scale()
     if "known" in call.values:
         target = target * call.values["known"]
-    exps, is_scaled = exps_of(call, s), call.values.pop("is scaled", False)
+    exps, is_scaled = call.exps(s), call.values.pop("is scaled", False)
     given: Any = call.values["entries"], target, exps, s.columns[0], x.targets, scale, is_scaled
-    x.primitives.projection.scale_soft(*given)
+    x.primitives.scale_soft(*given)

@@ -4,8 +4,10 @@ Layouts come in families that store more and more: of each family, the one that 
 within the budget is a candidate.
 """
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import TypeVar
 
 from cutefce.ops.budgets import MINIMUM
@@ -16,6 +18,8 @@ so much is often worth half of the time."""
 AS_FAST = 1.02
 """Time, over the least within this memory, for which "min" takes still less memory."""
 
+_memory = attrgetter("workspace_bytes", "seconds")
+_cost = attrgetter("seconds", "workspace_bytes")
 L = TypeVar("L")
 P = TypeVar("P", bound="Costed")
 
@@ -89,39 +93,10 @@ def _fastest(families: Sequence[Sequence[L]], of: Callable[[L], P], limit: int) 
         if best is not None and all(of(x).seconds >= best.seconds for x in family[:-3:-1]):
             continue
         found = [x for x in (family[-1], family[0]) if of(x).workspace_bytes <= limit][:1]
-        most = _most_within(family[1:-1], limit, lambda x: of(x).workspace_bytes)
-        for x in (*found, *most):
+        within = bisect_right(family[1:-1], limit, key=lambda x: of(x).workspace_bytes)
+        if within:
+            found.append(family[within])
+        for x in found:
             if best is None or _cost(of(x)) < _cost(best):
                 best = of(x)
     return best
-
-
-def _memory(x: Costed) -> tuple[int, float]:
-    return x.workspace_bytes, x.seconds
-
-
-def _cost(x: Costed) -> tuple[float, int]:
-    return x.seconds, x.workspace_bytes
-
-
-def _most_within(family: Sequence[L], limit: int, size: Callable[[L], int]) -> Sequence[L]:
-    """Return the last layout of at most `limit` bytes, if there is one.
-
-    Bytes grow about linearly, so that a guess between two that are known is nearly right.
-    """
-    if not family or size(family[0]) > limit:
-        return []
-    low, high = 0, len(family) - 1
-    if size(family[high]) <= limit:
-        return family[high:]
-    while high - low > 1:
-        least, most = size(family[low]), size(family[high])
-        guess = low + (limit - least) * (high - low) // max(most - least, 1)
-        guess = min(max(guess, low + 1), high - 1)
-        if size(family[guess]) <= limit:
-            low = guess
-            if low + 1 < high and size(family[low + 1]) > limit:
-                break
-        else:
-            high = guess
-    return family[low : low + 1]

@@ -23,37 +23,36 @@ from cutefce.ops.primitives.select_rows import restore_rows, row_range
 from cutefce.ops.program.inputs import LossInputs
 from cutefce.ops.program.run import Call
 from cutefce.ops.program.steps import Step
-from cutefce.ops.program.views import exps_of, rows_of, scale_of, sums_of
 from cutefce.ops.rows.coefficients import RankOne, RowCoefficients
 from cutefce.ops.rows.kept_sums import Sums
 
 
 def gemm_hidden(call: Call, s: Step) -> None:
     """Write or add a window's part of dX's sums."""
-    x, exps = call.part(s.rows), exps_of(call, s)
-    gradients, w = x.primitives.gradients, row_range(x.w, *s.columns)
-    sums = Sums(rows_of(call, s, s.writes[0])) if len(s.writes) == 1 else sums_of(call, s.writes)
+    x, exps = call.part(s.rows), call.exps(s)
+    primitives, w = x.primitives, row_range(x.w, *s.columns)
+    sums = Sums(call.rows(s, s.writes[0])) if len(s.writes) == 1 else call.sums(s.writes)
     selection = call.values.pop("far rows") if s.repairs else x.targets.selection
     more: Any = {"accumulate": s.adds, "selection": selection}
     more["in_windows"] = s.columns != (0, x.w.shape[0]) and not call.program.in_chunks
     if call.program.scales_exps and call.program.problem.grad_weight:
-        more["factor"] = scale_of(call)
-    call.values["is scaled"] = gradients.add_hidden(sums, exps, w, **more)
+        more["factor"] = call.scale()
+    call.values["is scaled"] = primitives.add_hidden(sums, exps, w, **more)
 
 
 def rescale(call: Call, s: Step) -> None:
     """Make sums relative to the references of probabilities."""
-    sums, scale = sums_of(call, s.writes), call.values["scaling"].relative
+    sums, scale = call.sums(s.writes), call.values["scaling"].relative
     if sums.low is None:
         sums.upper.mul_(scale[:, None])
     else:
-        call.inputs.primitives.gradients.scale_kept_rows(sums, scale)
+        call.inputs.primitives.scale_kept_rows(sums, scale)
 
 
 def keep_hidden(call: Call, s: Step) -> None:
     """Keep the sums of a chunk; or its rows of dX, for a known upstream gradient."""
     x, rows, stats = call.part(s.rows), slice(*s.rows), call.values["stats"]
-    products, order, kept = rows_of(call, s, "sums"), x.targets.order, _kept(call, s.writes)
+    products, order, kept = call.rows(s, "sums"), x.targets.order, _kept(call, s.writes)
     own = kept.rows(rows) if order is None else kept
     if s.final:
         factor = call.inputs.targets.tensors.grad_output
@@ -61,7 +60,7 @@ def keep_hidden(call: Call, s: Step) -> None:
         coefficients = call.values["scaling"].dx.times(factor)
         finish_dx(x, own.upper, Sums(products), coefficients, order)
     elif kept.low is not None:
-        x.primitives.gradients.keep_sums(own, products, x.w, x.targets, stats, order)
+        x.primitives.keep_sums(own, products, x.w, x.targets, stats, order)
     else:
         finish_dx(x, products, Sums(products), RowCoefficients.of_sums(stats, x.targets))
         kept.upper[rows] = products
@@ -73,7 +72,7 @@ def finish_hidden(call: Call, s: Step) -> None:
         finish_chunks(call, s)
         return
     x, name = call.inputs, "sums" if "sums" in s.reads else "dx"
-    sums = sums_of(call, (name,) if s.low is None else (name, s.low))
+    sums = call.sums((name,) if s.low is None else (name, s.low))
     finish_dx(x, call.view("dx"), sums, call.values["scaling"].dx, x.targets.order)
 
 
@@ -85,7 +84,7 @@ def finish_chunks(call: Call, s: Step) -> None:
     x, out = call.inputs, call.view("dx")
     sums = _kept(call, ("dx",) if s.low is None else ("dx", s.low))
     stats, upstream, selection = (call.values[name] for name in ("stats", "upstream", "selection"))
-    gradients, targets, order = x.primitives.gradients, x.targets, None
+    primitives, targets, order = x.primitives, x.targets, None
     if selection is not None and selection.is_on_device:
         order = selection.order
     rounded = call.program.problem.adds_in_forward
@@ -93,9 +92,9 @@ def finish_chunks(call: Call, s: Step) -> None:
     if rounded:
         upstream = torch.where(upstream.isnan(), upstream, 1)
         factor = torch.where(targets.active, upstream.to(stats.rows.dtype), 0)
-        gradients.scale_rows(out, out, factor if order is None else selection.restore(factor))
+        primitives.scale_rows(out, out, factor if order is None else selection.restore(factor))
     else:
-        dx = gradients.scaling(x.h.dtype, targets, stats, upstream, in_reference=False).dx
+        dx = primitives.scaling(x.h.dtype, targets, stats, upstream, in_reference=False).dx
         # what the target has beyond the part that the sums contain
         dx = replace(dx, target=dx.target + dx.scale * stats.sum_exp_others)
         finish_dx(x, out, sums, dx, order if is_placed else None)
@@ -104,7 +103,7 @@ def finish_chunks(call: Call, s: Step) -> None:
 
 def _kept(call: Call, names: Sequence[str]) -> Sums:
     """Return what chunks keep: dX, or its sums, in fewer bits or not."""
-    return sums_of(call, names, call.program.problem.few_low_bits)
+    return call.sums(names, call.program.problem.few_low_bits)
 
 
 def finish_dx(
@@ -121,7 +120,7 @@ def finish_dx(
     """
     every = class_term(inputs, coefficients)
     rows = inputs.w, inputs.targets, coefficients, every, order
-    inputs.primitives.gradients.finish_dx(out, sums, *rows)
+    inputs.primitives.finish_dx(Sums(out), sums, *rows)
 
 
 def class_term(inputs: LossInputs, coefficients: RowCoefficients) -> RankOne | None:

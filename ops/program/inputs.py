@@ -32,8 +32,3 @@ class LossInputs:
     """The other ranks; None for a call of one device."""
     selection: RowSelection | None = None
     """Which tokens these are; None for all."""
-
-    @property
-    def tokens(self) -> int:
-        """Number of targets, N."""
-        return self.targets.index.shape[0]

@@ -44,8 +44,7 @@ class Lowering(ProgramBuilder):
         self.scales_exps = scales_exps(p, x)
         self.order = ("order",) if p.selects else ()
         self.class_row = ("class_row",) if p.every_class else ()
-        narrow = p.accumulates_wider and x.low_bits > 0 and p.dx_item == p.item_bytes
-        self.keeps_hidden = narrow and p.grad_hidden
+        self.keeps_hidden = p.grad_hidden and p.rounds_hidden and x.low_bits > 0
         """Whether dX's sums over windows are kept in pieces."""
         self.sums_in_dx = p.grad_hidden and not p.selects
         self.sums_in_dx &= self.keeps_hidden or p.dx_item == p.accumulator_bytes
@@ -229,8 +228,11 @@ class Lowering(ProgramBuilder):
             self.add_bias(rows, n, *factors)
         if p.grad_hidden and not self.has_windows:
             self.add_hidden(rows, n)
-        if p.grad_hidden:
-            self.keep_hidden(rows, factors if p.adds_in_forward else ())
+        if p.grad_hidden:  # what is kept of a chunk's sums until the factors of tokens are known
+            early = factors if p.adds_in_forward else ()
+            reads = (*self.order, *self.hidden_sums(), *early)
+            kept = self.kept_hidden()
+            self.emit(Kind.KEEP_HIDDEN, reads, kept, rows, final=p.adds_in_forward)
         if p.grad_weight:
             scaled = states
             if self.scales_exps:
@@ -241,11 +243,6 @@ class Lowering(ProgramBuilder):
                 self.list_targets((), *factors)
             every = states if p.every_class else ()
             self.add_weight(rows, n, scaled, factors[0], every)
-
-    def keep_hidden(self, rows: Range, factors: Sequence[str]) -> None:
-        """Emit what is kept of a chunk's sums of dX until the factors of tokens are known."""
-        reads = (*self.order, *self.hidden_sums(), *factors)
-        self.emit(Kind.KEEP_HIDDEN, reads, self.kept_hidden(), rows, final=self.p.adds_in_forward)
 
     def kept_hidden(self) -> tuple[str, ...]:
         """Name what is kept of dX: it or its larger pieces in its memory."""

@@ -151,7 +151,8 @@ def _families(p: LossProblem, *, may_chunk: bool) -> Iterator[Sequence[Layout]]:
         yield from _chunks(p, every)
     for window in widths:
         # float32 sums are worth their memory where few windows add to them
-        for low in (*_bits(p, window), *[0] * (window == widths[0])) or (0,):
+        bits = [_low_bits(p, ceil_div(p.vocab, window))] * (p.grad_hidden and p.rounds_hidden)
+        for low in (*bits, *[0] * (window == widths[0])) or (0,):
             for aliased in {0, most_aliased(p, window, block)}:
                 rest = p.vocab - aliased
                 step = max(ceil_div(rest, STEPS), LEAST_STEP // (tokens * p.item_bytes))
@@ -162,13 +163,6 @@ def _families(p: LossProblem, *, may_chunk: bool) -> Iterator[Sequence[Layout]]:
                 some = [Layout(tokens, window, x, aliased, low) for x in kept]
                 # no window is computed again, of whatever width
                 yield [*some, Layout(tokens, widths[0], round_up(rest, block), aliased, low)]
-
-
-def _bits(p: LossProblem, window: int) -> list[int]:
-    """Return the low bits of sums of dX over windows that are worth a try."""
-    if not (p.accumulates_wider and p.grad_hidden and p.dx_item == p.item_bytes):
-        return []
-    return [_low_bits(p, ceil_div(p.vocab, window))]
 
 
 def _low_bits(p: LossProblem, additions: int, is_exact: bool = False) -> int:

@@ -3,7 +3,6 @@
 It serves to choose among the programs of one call, so what these have in common may be left out.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from cutefce.ops.program.problem import LossProblem
@@ -60,7 +59,8 @@ def _seconds(program: Program, step: Step, device: Device) -> float:
         case Kind.GATHER | Kind.RESCALE | Kind.KEEP_HIDDEN | Kind.FINISH_HIDDEN:
             return device.launch + 2 * rows * p.hidden * p.item_bytes / device.bytes
         case Kind.FINISH_WEIGHT:
-            return device.launch + _bytes(program, (*step.reads, *step.writes)) / device.bytes
+            size = sum(program.buffers[name].size for name in {*step.reads, *step.writes})
+            return device.launch + size / device.bytes
     return device.launch
 
 
@@ -99,7 +99,3 @@ def _sums(program: Program, step: Step) -> float:
     item = sum(program.buffers[name].size for name in step.writes)
     held = max(program.buffers[step.writes[0]].rows, 1)
     return 2 * (rows[1] - rows[0]) * item / held
-
-
-def _bytes(program: Program, names: Iterable[str]) -> int:
-    return sum(program.buffers[name].size for name in {*names})

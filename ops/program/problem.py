@@ -80,6 +80,11 @@ class LossProblem(Problem):
         """Bytes of an element of dX as a rank returns it: ranks add theirs before it is rounded."""
         return self.accumulator_bytes if self.ranks else self.item_bytes
 
+    @property
+    def rounds_hidden(self) -> bool:
+        """Whether dX has fewer bits than its sums, which may be kept in pieces."""
+        return self.accumulates_wider and self.dx_item == self.item_bytes
+
     @cached_property
     def dw_item(self) -> int:
         """Bytes of an element of dW as it is returned."""

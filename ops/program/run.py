@@ -11,9 +11,12 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from cutefce.cute_kernels.integers import round_up
 from cutefce.ops.dtypes import sum_dtype
 from cutefce.ops.program.inputs import LossInputs
 from cutefce.ops.program.steps import Home, Program, Range, Step
+from cutefce.ops.rows.kept_sums import Sums
+from cutefce.ops.rows.scaling import Scaling
 from cutefce.ops.torch_compat import capture_id
 
 
@@ -75,12 +78,13 @@ class Interpreter(Generic[InputsT]):
         self.allocate(scratch)
         for step in steps:
             table[step.kind](self, step)
-        del self.memory[scratch]
+        self.memory.pop(scratch, None)
 
     def allocate(self, home: Home) -> None:
-        """Allocate an arena."""
-        h = self.inputs.h
-        self.memory[home] = h.new_empty(self.program.arenas[home] // h.dtype.itemsize)
+        """Allocate an arena, if it has buffers: a GPU's host takes microseconds for it."""
+        if home in self.program.homes:
+            h = self.inputs.h
+            self.memory[home] = h.new_empty(self.program.arenas[home] // h.dtype.itemsize)
 
     def dtype_of(self, item: int) -> torch.dtype:
         """Return the dtype of elements of `item` bytes."""
@@ -128,3 +132,37 @@ class Call(Interpreter[LossInputs]):
                 found = found.as_strided(size, (b.columns, 1), b.offset // b.item)
             self.views[name, columns] = found
         return found
+
+    def rows(self, s: Step, name: str, columns: int | None = None) -> Tensor:
+        """Return the rows of a buffer of a chunk that a step has."""
+        view = self.view(name, columns)
+        return view[: s.rows[1] - s.rows[0]] if self.program.in_chunks else view
+
+    def states(self, s: Step) -> Tensor:
+        """Return the hidden states that a step reads."""
+        return self.part(s.rows).h if s.states is None else self.rows(s, s.states)
+
+    def exps(self, s: Step, *, whole: bool = False) -> Tensor:
+        """Return the exponentials of a step's columns, or `whole` ones with those of no class."""
+        assert s.exps is not None
+        columns = s.columns[1] - s.columns[0]
+        if whole:
+            block = self.program.problem.block
+            columns = min(round_up(columns, block), self.program.buffers[s.exps].columns)
+        return self.rows(s, s.exps, columns)
+
+    def scale(self) -> Tensor | None:
+        """Return the factors of hidden states beside exponentials; None if these have them."""
+        scaling: Scaling = self.values["scaling"]
+        scale = scaling.row_scale if scaling.row_scale is not None else scaling.relative
+        factor = self.values.get("known")
+        return scale if scale is None or factor is None else scale * factor
+
+    def sums(self, names: Sequence[str], low_bits: int | None = None) -> Sums:
+        """Return sums of a buffer, or in the two pieces of which the second has their low bits.
+
+        These are as many as those of sums over windows or of dW, or `low_bits`.
+        """
+        upper, *low = map(self.view, names)
+        columns = self.inputs.h.shape[1] * (low_bits or self.program.low_bits) // 8
+        return Sums(upper, low[0][:, :columns] if low else None)

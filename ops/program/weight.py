@@ -26,7 +26,6 @@ from cutefce.ops.primitives.weighted_sum import weighted_sum
 from cutefce.ops.program.inputs import LossInputs
 from cutefce.ops.program.run import Call
 from cutefce.ops.program.steps import Home, Step
-from cutefce.ops.program.views import exps_of, rows_of, scale_of, states_of, sums_of
 from cutefce.ops.rows.blocks import blocks, row_blocks
 from cutefce.ops.rows.coefficients import RankOne
 from cutefce.ops.rows.kept_sums import Sums, add_kept_to_
@@ -37,29 +36,29 @@ from cutefce.ops.rows.targets import Targets
 
 def list_targets(call: Call, s: Step) -> None:
     """List the terms of targets and of every class in dW."""
-    x, gradients = call.inputs, call.inputs.primitives.gradients
+    x, primitives = call.inputs, call.inputs.primitives
     if call.program.in_chunks:
         call.values["listed"] = None
-        if gradients.lists_targets:
+        if primitives.lists_targets:
             target = call.values["target"]
             if "known" in call.values:
                 target = target * call.values["known"]
-            call.values["listed"] = gradients.target_grad(x.h, target, x.targets)
+            call.values["listed"] = primitives.target_grad(x.h, target, x.targets)
         return
     scaling = call.values["scaling"]
     target = None if call.program.scales_exps else scaling.target
-    call.values["listed"] = gradients.target_grad(x.h, target, x.targets)
-    call.values["row"] = every_row(x, scaling.every, states_of(call, s))
+    call.values["listed"] = primitives.target_grad(x.h, target, x.targets)
+    call.values["row"] = every_row(x, scaling.every, call.states(s))
 
 
 def gemm_weight(call: Call, s: Step) -> None:
     """Write or add a window's rows of dW."""
-    states, exps = states_of(call, s), exps_of(call, s)
+    states, exps = call.states(s), call.exps(s)
     if not call.program.in_chunks:
         add_window(call, *s.columns, exps, states)
         return
     x = call.part(s.rows)
-    gradients, selection = x.primitives.gradients, call.inputs.targets.selection
+    primitives, selection = x.primitives, call.inputs.targets.selection
     is_first, of_chunk = s.rows[0] == 0, None
     if selection is not None:
         of_chunk = selection.rows(slice(*s.rows))
@@ -68,12 +67,12 @@ def gemm_weight(call: Call, s: Step) -> None:
     own = call.values["scaling"].dx
     if "known" in call.values:
         own = own.times(call.values["known"])
-    if s.final and gradients.lists_targets and not call.program.scales_exps:
+    if s.final and primitives.lists_targets and not call.program.scales_exps:
         terms = call.values["listed"]
     else:
-        has_terms = not (call.program.scales_exps or gradients.lists_targets)
-        terms = gradients.target_grad(x.h, own.target if has_terms else None, x.targets)
-    plain = rows_of(call, s, "states") if "states" in s.reads else x.h
+        has_terms = not (call.program.scales_exps or primitives.lists_targets)
+        terms = primitives.target_grad(x.h, own.target if has_terms else None, x.targets)
+    plain = call.rows(s, "states") if "states" in s.reads else x.h
     row = every_row(x, own.every, plain)
     if row is not None and not is_first:
         before = call.values["row"]
@@ -82,7 +81,7 @@ def gemm_weight(call: Call, s: Step) -> None:
     more: Any = {"rank_one": row if s.final else None, "selection": of_chunk}
     # the caller's buffer holds sums before the first chunk
     more["accumulate"] = s.adds or s.writes[0] == "into"
-    gradients.add_weight(_sums(call, s.writes), exps, states, terms, 0, **more)
+    primitives.add_weight(_sums(call, s.writes), exps, states, terms, 0, **more)
 
 
 def _sums(call: Call, names: tuple[str, ...]) -> Sums:
@@ -90,7 +89,7 @@ def _sums(call: Call, names: tuple[str, ...]) -> Sums:
     if names[0] == "into":
         assert call.inputs.accumulate_into is not None
         return Sums(call.inputs.accumulate_into)
-    return sums_of(call, names)
+    return call.sums(names)
 
 
 def finish_weight(call: Call, s: Step) -> None:
@@ -106,16 +105,16 @@ def finish_weight(call: Call, s: Step) -> None:
     elif sums.low is None:
         sums.upper.mul_(factor)
     else:
-        call.inputs.primitives.gradients.finish_kept_dw(sums, factor)
+        call.inputs.primitives.finish_kept_dw(sums, factor)
 
 
 def bias(call: Call, s: Step) -> None:
     """Sum the columns of exponentials with the factors of tokens."""
     x, scaling = call.part(s.rows), call.values["scaling"]
     out = call.view(s.writes[0]).view(-1)[s.columns[0] : s.columns[1]]
-    exps = exps_of(call, s)
+    exps = call.exps(s)
     # others hold no numbers
-    rows = x.primitives.gradients.rows_of_products(exps)
+    rows = x.primitives.rows_of_products(exps)
     exps = row_range(exps, 0, rows)
     if call.program.in_chunks:
         sums = weighted_sum(exps, row_range(scaling.dx.scale, 0, rows))
@@ -124,7 +123,7 @@ def bias(call: Call, s: Step) -> None:
             every = call.values.get("every")
             finish_dbias(out, call.inputs.targets, call.values["target"], every)
         return
-    scale = scale_of(call) if "factors" in s.reads else None
+    scale = call.scale() if "factors" in s.reads else None
     out.copy_(weighted_sum(exps, None if scale is None else row_range(scale, 0, rows)))
 
 
@@ -171,8 +170,8 @@ def add_window(call: Call, first: int, last: int, exps: Tensor, scaled: Tensor) 
         more["rank_one"] = row and row.rows(slice(first, first + len(out)))
         if not as_sums:
             more["grad_scale"] = grad_scale
-        listed, gradients = call.values["listed"], x.primitives.gradients
-        gradients.add_weight(Sums(out), exps, scaled, listed, first, **more)
+        listed, primitives = call.values["listed"], x.primitives
+        primitives.add_weight(Sums(out), exps, scaled, listed, first, **more)
         if as_sums and exps.dtype == torch.float16:
             out.mul_(grad_scale)
 

@@ -66,13 +66,9 @@ class LogitMap:
 
     def rows(self, rows: slice | Tensor) -> "LogitMap":
         """Return the map of some of the tokens."""
-        scale, factor, floor = self.row_scale, self.factor, self.floor
-        return replace(
-            self,
-            row_scale=scale if scale is None else scale[rows],
-            factor=factor if factor is None or not factor.ndim else factor[rows],
-            floor=floor if floor is None else floor[rows],
-        )
+        of_tokens = {"row_scale": self.row_scale, "factor": self.factor, "floor": self.floor}
+        own: Any = {name: x[rows] for name, x in of_tokens.items() if x is not None and x.ndim}
+        return replace(self, **own)
 
     def part(self, rows: slice | Tensor, columns: slice) -> "LogitMap":
         """Return the map of some of the tokens and a slice of the classes."""

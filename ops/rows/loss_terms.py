@@ -16,11 +16,11 @@ Of label smoothing ε, z-loss λ, class weights κ (1 if not given), token weigh
 as `torch.nn.functional.cross_entropy` defines smoothing.  "mean" divides by Σ m_i.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_tensor
 
 from cutefce.ops.interface.arguments import LossOptions, TensorOptions
 
@@ -131,12 +131,9 @@ class LossTerms:
 
     def rows(self, rows: slice | Tensor) -> "LossTerms":
         """Return the terms of some of the tokens."""
-
-        def part(x: Any) -> Any:
-            return x[rows] if isinstance(x, Tensor) else x
-
-        own = part(self.lse), part(self.target), part(self.class_row), part(self.lse_squared)
-        return LossTerms(*own, part(self.weight), self.class_weight, part(self.others))
+        of_tokens = {name: x for name, x in vars(self).items() if name != "class_weight"}
+        own: Any = {name: x[rows] for name, x in of_tokens.items() if is_tensor(x)}
+        return replace(self, **own)
 
     def losses(self, lse: Tensor, nll: Tensor, class_logits: Tensor | None) -> Tensor:
         """Return the losses (N,) of log-sum-exps, lse - u_y and U, all (N,).

@@ -11,7 +11,6 @@ from cutefce.ops.primitives.portable_projection import Logits
 from cutefce.ops.program.inputs import LossInputs
 from cutefce.ops.program.run import Call
 from cutefce.ops.program.steps import Step
-from cutefce.ops.program.views import states_of
 from cutefce.ops.rows.logit_map import LogitMap
 from cutefce.ops.rows.targets import Targets
 from cutefce.ops.sampling.estimate_classes import estimate_classes, places_of
@@ -33,7 +32,7 @@ def class_sums(call: Call, s: Step) -> tuple[Any, Any, float]:
         sums = _sums_of_chosen(call, s, total)
     if x.ranks is not None:
         gather = x.ranks.all_gather
-        sums = [x.primitives.projection.gather_partials(partial, gather) for partial in sums]
+        sums = [x.primitives.gather_partials(partial, gather) for partial in sums]
     if count == total:
         return None, sums[0], 0.0
     return *sums, math.log((total - frequent) / (count - frequent))
@@ -82,5 +81,5 @@ def _project(call: Call, s: Step, w: Tensor, index: Tensor, logits: LogitMap | N
     options = replace(x.targets.options, reduction="none", outputs="")
     targets = Targets(index, len(w), options, logits=logits)
     targets.selection = x.targets.selection
-    operands = states_of(call, s), w, (0, len(w)), call.values["logits"]
-    return x.primitives.projection.project_exp(Logits(*operands, targets))
+    operands = call.states(s), w, (0, len(w)), call.values["logits"]
+    return x.primitives.project_exp(Logits(*operands, targets))

@@ -39,7 +39,6 @@ from cutefce.ops.primitives.select_rows import (
 from cutefce.ops.program.hidden import class_term, finish_dx
 from cutefce.ops.program.run import Call
 from cutefce.ops.program.steps import Home, Step
-from cutefce.ops.program.views import states_of
 from cutefce.ops.program.weight import every_row, finish_dbias
 from cutefce.ops.rows.blocks import blocks
 from cutefce.ops.rows.coefficients import RowCoefficients
@@ -52,7 +51,7 @@ from cutefce.ops.sampling.steps import SampleKind
 
 
 def _projection(call: Call) -> CuteProjection:
-    return cast(CuteProjection, call.inputs.primitives.projection)
+    return cast(CuteProjection, call.inputs.primitives)
 
 
 def _arch(call: Call) -> str:
@@ -105,7 +104,7 @@ def sample(call: Call, s: Step) -> None:
     results = own.threshold, own.row_hash, own.counts
     kernel = PrepareSamplesSpec(_arch(call), "first")
     compiled(kernel)(*rows, *results, _log2_samples(call), selects)
-    given = states_of(call, s), call.values["logits"], targets
+    given = call.states(s), call.values["logits"], targets
     call.values["partials"].append(_fill(call, own, *given))
 
 
@@ -137,7 +136,7 @@ def _sample_again(call: Call, s: Step) -> None:
     results = own.threshold, own.counts, reference
     kernel = PrepareSamplesSpec(arch, "again")
     compiled(kernel)(*given, *results, _log2_samples(call))
-    rows = gather_rows(projection.kernels, states_of(call, s), selection, out=call.view("again"))
+    rows = gather_rows(projection.kernels, call.states(s), selection, out=call.view("again"))
     _fill(call, own, rows, reference, _of_rows(targets, selection), order)
 
 
@@ -190,7 +189,7 @@ def list_entries(call: Call, s: Step) -> None:
     See `cute_kernels.sampling.list_samples`.
     """
     own, targets, factors = Entries.of(call), call.inputs.targets, call.values["scaling"].dx
-    states = states_of(call, s) if call.program.problem.grad_weight else None
+    states = call.states(s) if call.program.problem.grad_weight else None
     row = None if states is None else every_row(call.inputs, factors.every, states)
     # 0, or NaN if a token has no defined gradient
     start = own.threshold.new_empty(1)

@@ -98,7 +98,7 @@ def test_every_configuration(
     config: GemmConfig, shape: tuple[int, int, int], dtype: torch.dtype
 ) -> None:
     case = random_case(*shape, dtype=dtype, device="cuda", ignored=0)
-    steps = primitives(config, dtype).projection
+    steps = primitives(config, dtype)
     targets = Targets(case.y, shape[2], NONE)
     logit = steps.target_logit(case.h, case.w, targets)
     exact = exact_exps(case, logit)
@@ -120,7 +120,7 @@ def test_every_configuration(
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_repair_stores_only_flagged_blocks_again(config: GemmConfig) -> None:
     """Blocks are those of the kernel that repairs, whatever the tiles of row sums."""
-    steps = primitives(config, torch.bfloat16).projection
+    steps = primitives(config, torch.bfloat16)
     assert isinstance(steps, CuteProjection)
     rows = steps.kernels.repair_exps.config.rows
     case = random_case(3 * rows + 1, 64, 2000, dtype=torch.bfloat16, device="cuda", ignored=0)
@@ -173,7 +173,7 @@ def test_sums_are_accurate_and_deterministic(
         grad_weight=config,
         grad_hidden_short=config,
     )
-    steps = with_configs(configs, torch.bfloat16).gradients
+    steps = with_configs(configs, torch.bfloat16)
     exps = torch.rand(tokens, -(-vocab // 8) * 8, device="cuda").to(torch.bfloat16)[:, :vocab]
     before = torch.randn(tokens, hidden, device="cuda"), torch.randn(vocab, hidden, device="cuda")
     coef, targets = torch.randn(tokens, device="cuda"), Targets(case.y, vocab, LossOptions())
@@ -478,7 +478,7 @@ def test_sums_of_all_columns_do_not_depend_on_the_target(config: GemmConfig) -> 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_diverged_rows_in_every_configuration(config: GemmConfig) -> None:
     """With stored exponentials and without them."""
-    steps = primitives(config, torch.bfloat16).projection
+    steps = primitives(config, torch.bfloat16)
     for name in names(torch.bfloat16):
         case = broken_case(name, torch.bfloat16, "cuda")
         want = torch_result(case).loss

@@ -49,7 +49,7 @@ def test_primitives_leave_nothing_to_the_garbage_collector(
     """Their semaphores are GPU memory, which a call must give back when it ends."""
     configs = arch.default_configs(tokens=8192, hidden=4096, num_sms=132)
     primitives = kernel_primitives(small_tiles, kernel_set(arch, "bfloat16", configs), 132)
-    projection = primitives.projection
+    projection = primitives
     assert isinstance(projection, CuteProjection)
     alive = weakref.ref(projection.semaphores)
     gc.collect()
@@ -96,7 +96,7 @@ def test_launch_arguments_match_the_kernels(
 def test_partials_of_all_ranks_are_gathered(small_tiles: PortableTiles) -> None:
     """Sums from 2^-80 to 2^900, beyond the range of float32."""
     kernels = kernel_set(ARCHS[0], "bfloat16", ARCHS[0].default_configs(8192, 4096, 132))
-    steps = kernel_primitives(small_tiles, kernels, 132).projection
+    steps = kernel_primitives(small_tiles, kernels, 132)
     sums = torch.tensor([[0.0, 1.0], [-80.0, -80.0], [900.0, 2.0], [-torch.inf, -torch.inf]])
     semaphores, other = torch.zeros(3, dtype=torch.int32), torch.arange(4.0)
     joined = steps.gather_partials(

@@ -344,7 +344,7 @@ def test_kept_sums(size: tuple[int, int], rank_one: bool, scatters: int) -> None
     places = order if scatters else torch.arange(7)
     keep = dataclasses.replace(kernels.kept, low_bits=low_bits)
     run(keep, kept, low, sums, table, target, others, -100, order, scatters)
-    PortableGradients(16).keep_sums(Sums(want, want_low), sums, table, targets, stats)
+    PortableGradients().keep_sums(Sums(want, want_low), sums, table, targets, stats)
     is_nan = joined_sums(want, want_low).isnan()
     assert torch.equal(joined_sums(kept, low)[places].isnan(), is_nan)
     pair = joined_sums(kept, low)[places], joined_sums(want, want_low)
@@ -359,7 +359,9 @@ def test_kept_sums(size: tuple[int, int], rank_one: bool, scatters: int) -> None
     run(kernel, out, want.clone(), want_low, *more, scatters)
     run(kernel, kept, kept, low, *more, OUT_AND_SUMS if scatters else 0)
     coefficients = RowCoefficients(scale, target_scale)
-    PortableGradients(16).finish_dx(want, Sums(want, want_low), table, targets, coefficients, term)
+    PortableGradients().finish_dx(
+        Sums(want), Sums(want, want_low), table, targets, coefficients, term
+    )
     for dx in (out, kept):
         torch.testing.assert_close(dx[places], want, rtol=0.0, atol=0.0, equal_nan=True)
 
@@ -373,7 +375,7 @@ def test_rows_of_kept_sums_are_scaled(low_bits: int) -> None:
     split_sums(kept, low, sums)
     want, want_low = kept.clone(), low.contiguous()
     run(dataclasses.replace(kernels.kept, step="scale", low_bits=low_bits), kept, low, scale)
-    PortableGradients(16).scale_kept_rows(Sums(want, want_low), scale)
+    PortableGradients().scale_kept_rows(Sums(want, want_low), scale)
     got, expected = joined_sums(kept, low), joined_sums(want, want_low)
     torch.testing.assert_close(got, expected, rtol=0.0, atol=0.0, equal_nan=True)
 

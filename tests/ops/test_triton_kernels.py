@@ -70,9 +70,9 @@ def expected(
     padded[:, : u.shape[1]] = u
     tiles, start = padded.view(len(u), -1, block), torch.zeros((), dtype=torch.int64, device=DEVICE)
     cap = transform[0] if transform[2] is not None else None
-    more = out.get("sums"), out.get("references"), None, cap
-    rest = *map(out.get, ("of_all", "largest", "of_others")), *transform[3:]
-    exponentials_(tiles, start, reference, y, *more, *rest)
+    floor = transform[3] if len(transform) > 3 else None
+    names = "sums", "references", "of_all", "largest", "of_others"
+    exponentials_(tiles, start, reference, y, None, cap, floor, *map(out.get, names))
     return padded[:, : u.shape[1]]
 
 

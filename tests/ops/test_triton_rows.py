@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from cutefce.ops.primitives.portable_gradients import PortableGradients
+from cutefce.ops.rows.coefficients import RankOne
 from cutefce.ops.rows.kept_sums import Sums
 from tests.support.kept_sums import joined_sums
 from tests.support.tiers import rest_slow
@@ -20,7 +21,7 @@ pytest.importorskip("triton")
 kernels = pytest.importorskip("cutefce.ops.primitives.triton_rows")
 
 SHAPES = [(5, 40), (3, 1100)]
-PORTABLE = PortableGradients(16)
+PORTABLE = PortableGradients()
 shapes = pytest.mark.parametrize("shape", rest_slow(SHAPES), ids=str)
 
 
@@ -57,7 +58,7 @@ def test_rows_with_factors_and_rows_of_a_table(shape: tuple[int, int], dtype: to
     want[1] = 0
     out = torch.empty(shape, dtype=dtype, device=DEVICE)
     given: dict[str, Any] = {"table": table, "index": index, "coefficient": b}
-    kernels.combine(Sums(out), x, scale=scale, factor=factor, row=row, clears=True, **given)
+    kernels.combine(Sums(out), x, scale=scale, rank_one=RankOne(factor, row), **given)
     torch.testing.assert_close(out, want.to(dtype), rtol=2e-3, atol=2e-3)
     kernels.combine(Sums(x), x, scale=scale, last=torch.tensor(0.5, device=DEVICE))
     assert x[1].isnan().all()

@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 from enum import IntEnum
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -47,8 +47,8 @@ def kind_of(configuration: GemmConfig) -> Kind:
     return Kind(Sm90().listed["project_exp"].index(configuration))
 
 
-class FaultyProjection:
-    """A projection with a fault; on a GPU, the GPU hangs or crashes."""
+class FaultyPrimitives:
+    """Primitives with a fault; on a GPU, the GPU hangs or crashes."""
 
     held: list[Tensor] = []  # noqa: RUF012 - leaks for good
 
@@ -57,6 +57,9 @@ class FaultyProjection:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.own, name)
+
+    def behind(self, _: int) -> Any:
+        return self
 
     def project_exp(self, x: Logits, exps: Tensor | None = None) -> Any:
         if self.kind is Kind.SLOW:
@@ -76,16 +79,6 @@ class FaultyProjection:
             stats.sum_exp_others.mul_(1.0001)
         return stats, loss
 
-
-class FaultyGradients:
-    """Gradients of which one kind is wrong."""
-
-    def __init__(self, own: Any, kind: Kind) -> None:
-        self.own, self.kind = own, kind
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.own, name)
-
     def add_weight(self, out: Sums, *arguments: Any, **more: Any) -> None:
         self.own.add_weight(out, *arguments, **more)
         if self.kind is Kind.WRONG_GRADIENTS and "grad_scale" in more:
@@ -93,9 +86,8 @@ class FaultyGradients:
 
 
 def faulty(own: Primitives, kind: Kind) -> Primitives:
-    projection: Any = FaultyProjection(own.projection, kind)
-    gradients: Any = FaultyGradients(own.gradients, kind)
-    return Primitives(projection, gradients)
+    result: Any = FaultyPrimitives(own, kind)
+    return cast(Primitives, result)
 
 
 def _hang(on_gpu: bool) -> None:

@@ -9,7 +9,7 @@ from cutefce.ops.rows.kept_sums import Sums, join
 
 def split_sums(kept: Tensor, low: Tensor, sums: Tensor) -> None:
     """Write float32 `sums` (N, D) to `kept` (N, D), of 16 bits, and `low` uint8; see `Sums`."""
-    PortableGradients(16).combine(Sums(kept, low), sums)
+    PortableGradients().combine(Sums(kept, low), sums)
 
 
 def joined_sums(kept: Tensor, low: Tensor) -> Tensor:

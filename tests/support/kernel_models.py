@@ -68,6 +68,7 @@ from cutefce.ops.primitives import (
     dispatch,
     select_rows,
 )
+from cutefce.ops.primitives.primitives import Primitives
 from cutefce.ops.program import problem as program_problem
 from cutefce.ops.program.plan import Plan
 from cutefce.ops.rows.loss_terms import LossTerms
@@ -632,7 +633,7 @@ def serve_calls(
         h: Tensor, w: Tensor, problem: Problem, tiles: PortableTiles, targets: Targets, *_: Any
     ) -> Any:
         if problem.arch is None:
-            return dispatch.portable_primitives(tiles)
+            return Primitives(tiles)
         variant = variant_of(targets)
         kernels = kernel_set.kernel_set(arch, problem.dtype, configs, variant)
         return dispatch.kernel_primitives(tiles, kernels, num_sms, problem.grad_bias)

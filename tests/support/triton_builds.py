@@ -30,24 +30,27 @@ POINTERS = {
     **{"target": "*i64", "index": "*i64", "bounds": "*i32", "count": "*i32", "slope": "fp32"},
 }
 """Types of operands; others are int32."""
-OUTPUTS = "OF_ALL", "LARGEST", "OF_OTHERS"
-OPTIONS = (*OUTPUTS, "HAS_SCALE", "HAS_BIAS", "HAS_CAP", "HAS_FLOOR", "HAS_COUNT")
-PROJECTIONS = {"sums": ("SUMS",), "sums, stored, all options": ("SUMS", "STORES", *OPTIONS)}
-BLOCKS = {"blocks": (), "blocks, all options": ("HAS_SCALE", "HAS_BIAS", "HAS_CAP", "HAS_FLOOR")}
+OPTIONS = "row_scale", "bias", "slope", "floor"
+ALL_OPTIONS = ("exps", "of_all", "largest", "of_others", "count", *OPTIONS)
+PROJECTIONS = {"sums": (), "sums, stored, all options": ALL_OPTIONS}
+BLOCKS = {"blocks": (), "blocks, all options": OPTIONS}
 ROWS = {
-    "kept": ("HAS_X", "JOINS", "SPLITS"),
-    "dX": ("HAS_X", "HAS_SCALE", "HAS_TABLE", "HAS_FACTOR", "CLEARS"),
+    "kept": ("JOINS", "SPLITS"),
+    "dX": ("scale", "table", "factor", "coefficient"),
 }
 WEIGHTS = {
-    "dW": ("HAS_TARGETS", "HAS_FACTOR", "HAS_LAST", "HAS_COUNT"),
-    "kept dW": ("ACCUMULATES", "KEEPS"),
+    "dW": ("coefficient", "factor", "last", "count", "HAS_TARGETS"),
+    "kept dW": ("coefficient", "ACCUMULATES", "KEEPS"),
 }
-"""Flags of the kernels that are compiled."""
+"""Operands and flags that the kernels which are compiled have, of those that are not always there.
+"""
+OPTIONAL = {*ALL_OPTIONS[1:], "scale", "table", "coefficient", "factor", "last"}
 
 
 def build(capability: int, kernel: Any, types: dict[str, str], constants: dict[str, Any]) -> Any:
     """Return registers, bytes of stack and of shared memory of a kernel."""
     constants |= {"SLACK": SLACK}
+    types = types | dict.fromkeys((OPTIONAL & types.keys()) - constants.keys(), "none")
     constants = {name: constants.get(name, False) for name in kernel.arg_names if name.isupper()}
     signature = {
         name: "constexpr" if name in constants else types.get(name, "i32")
@@ -98,12 +101,12 @@ def main() -> None:
             "w": operand(tiles.BLOCK, features),
             "exps_tiles": f"tensordesc<bf16[{tiles.ROWS},{tiles.BLOCK}]>",
         }
-        if "STORES" not in flags or features != tiles.HOPPER_FEATURES:
+        if "exps" not in flags:
+            types["exps"] = "none"
+        if "exps" not in flags or features != tiles.HOPPER_FEATURES:
             types["exps_tiles"] = "none"
         sizes = {"ROWS": tiles.ROWS, "BLOCK": tiles.BLOCK, "FEATURES": features}
         sizes |= {"GROUP": tiles.GROUP, "BLOCKS": 100, "HAS_TMA": has_tma}
-        if types["exps_tiles"] != "none":
-            flags = (*flags, "STORES_TILES")
         found[name] = build(
             capability, tiles._project, types, {**sizes, **dict.fromkeys(flags, True)}
         )
@@ -136,7 +139,7 @@ def main() -> None:
         }
         constants = {
             **{"ROWS": rows, "BLOCK": block, "TOKENS": features, "GROUP": tiles.GROUP},
-            **{"BLOCKS": 100, "LOW_BITS": low_bits, "HAS_TMA": has_tma, "TILES": has_tma},
+            **{"BLOCKS": 100, "LOW_BITS": low_bits, "HAS_TMA": has_tma},
             **{"PARTS": triton_weight.PARTS, "DTYPE": tl.bfloat16},
             **dict.fromkeys(flags, True),
         }

@@ -38,7 +38,7 @@ def divergence_outputs(case: Case, primitives: Primitives) -> dict[str, CheckedO
     The dtype of factors and of the logits' operands is that of the case.
     """
     like, arch = case.h, case.problem.arch or ""
-    on_kernels = isinstance(primitives.projection, CuteProjection)
+    on_kernels = isinstance(primitives, CuteProjection)
     kernel = logits_kernel(arch_named(arch), case.problem.dtype) if on_kernels else None
     generator = torch.Generator().manual_seed(0)
     logits = list(SPREAD * torch.randn(2, ROWS, CLASSES, generator=generator).to(like.device))

@@ -18,6 +18,7 @@ from cutefce.autotune_cache.tuning.outputs.steps import Way, gradients, prepared
 from cutefce.cute_kernels.jit.cache import compiled
 from cutefce.cute_kernels.spec.sampling import PrepareSamplesSpec
 from cutefce.ops.primitives.cute_projection import CuteProjection, PartialLse
+from cutefce.ops.primitives.cute_rowwise import CublasPrimitives
 from cutefce.ops.primitives.portable_projection import Logits
 from cutefce.ops.primitives.primitives import Primitives
 from cutefce.ops.program import calls as programs
@@ -39,8 +40,8 @@ FLIPS = 1 << 11
 """Float32 roundings of an entry in 32: that many may be kept or not by rounding of logits."""
 
 
-class _LowEstimates(CuteProjection):
-    """A projection whose estimates of every third token are too low, but for the target's part."""
+class _LowEstimates(CublasPrimitives):
+    """Primitives whose estimates of every third token are too low, but for the target's part."""
 
     def project_exp(self, *operands: Any) -> PartialLse:
         """Do what the projection does of the classes of the estimate."""
@@ -57,7 +58,7 @@ def few_samples(vocab: int) -> int:
 def sampled_outputs(case: Case, primitives: Primitives) -> dict[str, CheckedOutput]:
     """Return gradients of all entries, what is kept of few samples, and estimates, by name."""
     inputs, plan, _ = prepared(case, primitives, Way())
-    projection = primitives.projection
+    projection = primitives
     if isinstance(projection, CuteProjection):
         few = few_samples(case.problem.vocab)
         entries = _entries(*_sampled(inputs, plan, projection, few))
@@ -127,9 +128,8 @@ def _sampled(
     Some of its estimates are too low.
     """
     targets, given = copy(inputs.targets), projection
-    low = _LowEstimates(given.kernels, given.num_sms, given.semaphores, given.clears)
+    low = _LowEstimates(given.kernels, given.num_sms, given.tiles, given.clears)
     targets.tensors = replace(targets.tensors, seed=_seed(targets.index))
-    primitives = replace(inputs.primitives, projection=low)
-    inputs = replace(inputs, primitives=primitives, targets=targets)
+    inputs = replace(inputs, primitives=low, targets=targets)
     sampled = replace(plan.problem, samples=samples, stores=False)
     return inputs, Plan(sampled, plan.layout)

@@ -26,7 +26,7 @@ def soft_outputs(case: Case, primitives: Primitives) -> dict[str, CheckedOutput]
     These are put among zeros, and among factors of tokens: alone, and behind dX's product, where
     its kernel multiplies exponentials.
     """
-    projection, vocab = primitives.projection, case.problem.vocab
+    projection, vocab = primitives, case.problem.vocab
     h, w = projection.prepare(case.h, case.w)
     steps = torch.arange(CLASSES, device=h.device)
     index = (case.y.clamp(min=0)[:, None] + STRIDE * steps) % vocab
@@ -47,7 +47,7 @@ def soft_outputs(case: Case, primitives: Primitives) -> dict[str, CheckedOutput]
     factor = factor.to(dtype)
     sums = h.new_empty(h.shape, dtype=dtype)
     projection.scale_soft(soft.coefficient, factor, scaled, 0, targets, factor)
-    add = primitives.gradients.add_hidden
+    add = primitives.add_hidden
     is_scaled = add(Sums(sums), beside, w, accumulate=False, factor=factor)
     projection.scale_soft(soft.coefficient, factor, beside, 0, targets, factor, is_scaled)
     results = {

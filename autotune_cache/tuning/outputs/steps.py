@@ -95,16 +95,15 @@ def prepared(
     targets = make_targets(case, way.reduction)
     if way.ignores:
         y = _partly_ignored(case)
-        if isinstance(primitives.projection, CuteProjection):
+        if isinstance(primitives, CuteProjection):
             selection = select_on_device(p.arch or "", y, IGNORED, chunk)
             y = selection.targets
         targets = Targets(y, p.vocab, targets.options)
         targets.selection = selection
-    if way.clears and isinstance(primitives.projection, CuteProjection):
-        projection = copy.copy(primitives.projection)
-        projection.clears = True
-        primitives = replace(primitives, projection=projection)
-    h, w = primitives.projection.prepare(case.h, case.w)
+    if way.clears and isinstance(primitives, CuteProjection):
+        primitives = copy.copy(primitives)
+        primitives.clears = True
+    h, w = primitives.prepare(case.h, case.w)
     inputs = LossInputs(primitives, h, w, targets)
     grad_hidden, grad_weight = way.gradients
     problem = LossProblem(
@@ -177,7 +176,7 @@ def partial_outputs(case: Case, primitives: Primitives) -> dict[str, CheckedOutp
     if selection is not None:
         sums, upstream = sums.index_select(0, selection.order), selection.take(upstream)
     partial, coefficients = torch.empty_like(sums), RowCoefficients(upstream, upstream)
-    primitives.gradients.finish_dx(partial, Sums(sums), inputs.w, inputs.targets, coefficients)
+    primitives.finish_dx(Sums(partial), Sums(sums), inputs.w, inputs.targets, coefficients)
     counts = (_partly_ignored(case) != IGNORED)[:, None]
     results = {}
     for name, x in (("partial dX of a rank", partial), ("moved rows", partial.to(case.h.dtype))):
