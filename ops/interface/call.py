@@ -1,7 +1,6 @@
 """`torch.ops.cutefce.loss` and `plan`: from a user's call to the operators that run it."""
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,9 +17,14 @@ from cutefce.ops.interface.arguments import (
     StepOptions,
     TensorOptions,
 )
-from cutefce.ops.interface.probabilities import is_probabilities, loss_of_probabilities
+from cutefce.ops.interface.probabilities import (
+    check_probabilities,
+    is_probabilities,
+    of_rows,
+    reduced,
+)
 from cutefce.ops.interface.soft_targets import check_output_classes, check_soft_targets
-from cutefce.ops.operators.autograd import LinearCrossEntropy, RowOutputs, run
+from cutefce.ops.operators.autograd import LinearCrossEntropy, run
 from cutefce.ops.operators.context import (
     autocast,
     can_bypass_dispatcher,
@@ -67,8 +71,6 @@ def loss(
         IndexError: on a CPU, for a target outside [0, V).  On a GPU, which is not synchronized,
             such a token's loss and the gradients that it takes part in are NaN.
     """
-    if target is not None and is_probabilities(target):
-        return loss_of_probabilities(input, linear_weight, target, arguments)[0]
     return _evaluate(input, linear_weight, target, arguments)[0]
 
 
@@ -79,13 +81,10 @@ def loss_and_lse(
     **arguments: Any,
 ) -> tuple[Tensor, Tensor]:
     """Return `loss` and the log-sum-exps (...) of the logits, 0 if ignored, without gradient."""
-    if target is not None and is_probabilities(target):
-        return loss_of_probabilities(input, linear_weight, target, arguments)
-    result, more = _evaluate(input, linear_weight, target, arguments, with_stats=True)
-    (stats,) = more
+    result, stats = _evaluate(input, linear_weight, target, arguments)
     lse = torch.where(_is_active(stats), RowStats(stats).lse, 0).detach()
-    shape = arguments["target_indices"].shape[:-1] if target is None else target.shape
-    return result, lse.reshape(shape)
+    shape = (arguments["target_indices"] if target is None else target).shape
+    return result, lse.reshape(shape[:-1] if target is None or is_probabilities(target) else shape)
 
 
 def log_probs(
@@ -105,8 +104,7 @@ def log_probs(
         `ABSENT_CLASS` for these tokens.
     """
     arguments = {"outputs": "lse", **arguments, "reduction": OUTPUTS}
-    result, more = _evaluate(input, linear_weight, target, arguments, with_stats=True)
-    *rows, stats = result, *more
+    *rows, stats = _evaluate(input, linear_weight, target, arguments)
     given, active, k = stats[NUM_STATS:].detach(), _is_active(stats), arguments.get("top_k", 0)
     rows += [torch.where(active, row, 0) for row in given[: len(given) - 2 * k]]
     if target is not None:
@@ -127,35 +125,36 @@ def _evaluate(
     linear_weight: Tensor,
     target: Tensor | None,
     arguments: dict[str, Any],
-    with_stats: bool = False,
-) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Return the loss, and further results of `loss_forward` if they are wanted."""
+) -> tuple[Tensor, ...]:
+    """Return the loss, or the outputs, and the statistics of the tokens."""
     with report_errors(arguments.get("group")):
         call = checked_call(input, linear_weight, target, arguments)
-    h, w, y, step, options, tensors, sharding = call
-    grads = step.gradients
+    _, w, y, step, options, tensors, sharding = call
+    if is_probabilities(y):
+        losses, stats = _run(of_rows(call))
+        return reduced(losses, call), stats
     if tensors.target_indices is not None and tensors.target_probs is not None:
         soft = tensors.target_indices, tensors.target_probs
         y = leads(*soft, sharding.vocab(w), options.ignore_index).reshape(y.shape)
     elif tensors.target_indices is not None:
         given = tensors.target_indices, sharding.vocab(w), options.ignore_index
         y = class_leads(*given).reshape(y.shape)
-    if options.is_sampled and any(grads):
+    if options.is_sampled and any(step.gradients):
         seed = (draw_seed if can_bypass_dispatcher(y) else torch.ops.cutefce.draw_seed)(y)
-        tensors = dataclasses.replace(tensors, seed=seed)
+        call = call._replace(tensors=dataclasses.replace(tensors, seed=seed))
     rows = y if y.ndim == 1 else y.reshape(-1)  # which takes CPU time even if it does nothing
-    result: Tensor
-    rest: Sequence[Tensor] = ()
-    if not any(grads) and not with_stats:
-        result, _ = run(loss_forward, (h, w, rows), (step, options, tensors, sharding))
-    else:
-        trained = RowOutputs if options.reduction == OUTPUTS else LinearCrossEntropy
-        records = step, options, tensors, sharding
-        operands = h, w, tensors.linear_bias, rows, records
-        result, *rest = torch_compat.apply_function(trained, *operands)
-    if options.reduction == "none":
-        result = result.reshape(y.shape)
-    return result, (*rest,)
+    result, *more = _run(call._replace(y=rows))
+    return result.reshape(y.shape) if options.reduction == "none" else result, *more
+
+
+def _run(call: LossCall) -> tuple[Tensor, ...]:
+    """Return the results of a call with targets (N,) or (N, V), and the statistics."""
+    h, w, y, *records = call
+    if call.options.reduction == OUTPUTS or any(call.step.gradients):
+        operands = h, w, call.tensors.linear_bias, y, tuple(records)
+        return torch_compat.apply_function(LinearCrossEntropy, *operands)
+    results: tuple[Tensor, Tensor] = run(loss_forward, (h, w, y), tuple(records))
+    return results
 
 
 def checked_call(
@@ -175,13 +174,14 @@ def checked_call(
         sharding = Sharding.from_keywords(arguments)
     returns_outputs = options.reduction == OUTPUTS
     checks.check_transform("linear_log_probs" if returns_outputs else "linear_cross_entropy")
+    is_dense = is_probabilities(target) and not returns_outputs
     h, w = autocast(input, linear_weight)
-    parts = sharding.parts(h)
+    parts = 1 if is_dense else sharding.parts(h)
     if target is None or tensors.soft_targets:
         check = check_output_classes if returns_outputs else check_soft_targets
         target = check(target, h, options, tensors, parts)
     grads, own = wanted_gradients(h, w, tensors.linear_bias), w
-    if w.dtype != h.dtype and is_mixed(h, w):
+    if w.dtype != h.dtype and is_mixed(h, w) and not is_dense:
         w = w.detach().to(h.dtype)
         if grads[1]:
             tensors = dataclasses.replace(tensors, weight_cast=w)
@@ -189,7 +189,10 @@ def checked_call(
             own = w
     if arguments:
         options.check()
-    heads.check_tensors(h, w, target, parts)
+    if is_dense:
+        check_probabilities(target, h, w, arguments)
+    else:
+        heads.check_tensors(h, w, target, parts)
     sharding.check(w)
     adds, grad = tensors.accumulate_into is not None, torch.is_grad_enabled()
     if adds and grad and not own.requires_grad:
@@ -198,7 +201,8 @@ def checked_call(
             "expected None"
         )
     if tensors.given:
-        of = checks.Operands(h, w, target.shape, sharding.vocab(w))
+        tokens = target.shape[:-1] if is_dense else target.shape
+        of = checks.Operands(h, w, tokens, sharding.vocab(w))
         if tensors.accumulate_into is not None:  # of what is given, which may be cast
             given = {"linear_weight": linear_weight, "input": input}
             checks.check_apart("accumulate_into", tensors.accumulate_into, **given)
