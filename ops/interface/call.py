@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cutefce.cute_kernels.workspace import NUM_STATS, Stat
+from cutefce.cute_kernels.workspace import Stat
 from cutefce.ops import torch_compat
 from cutefce.ops.interface import checks, heads
 from cutefce.ops.interface.arguments import (
@@ -35,14 +35,13 @@ from cutefce.ops.operators.operators import LIBRARY, loss_forward
 from cutefce.ops.operators.plans import copied_item_bytes
 from cutefce.ops.operators.seed import draw_seed
 from cutefce.ops.parallel.consistency import report_errors
-from cutefce.ops.rows.statistics import RowStats
 from cutefce.ops.rows.targets import OUTPUTS
-from cutefce.ops.rows.top_classes import ABSENT_CLASS
 from cutefce.ops.soft_targets.leads import leads
 from cutefce.ops.soft_targets.output_classes import class_leads
 
 DEFAULTS = LossOptions(), TensorOptions(), Sharding()
-TENSORS = "Tensor input, Tensor linear_weight"
+REFERENCE = int(Stat.REFERENCE)
+TENSORS = "Tensor input, Tensor linear_weight, Tensor? target=None"
 
 
 def loss(
@@ -74,50 +73,27 @@ def loss(
     return _evaluate(input, linear_weight, target, arguments)[0]
 
 
-def loss_and_lse(
-    input: Tensor,
-    linear_weight: Tensor,
-    target: Tensor | None = None,
-    **arguments: Any,
-) -> tuple[Tensor, Tensor]:
-    """Return `loss` and the log-sum-exps (...) of the logits, 0 if ignored, without gradient."""
-    result, stats = _evaluate(input, linear_weight, target, arguments)
-    lse = torch.where(_is_active(stats), RowStats(stats).lse, 0).detach()
-    shape = (arguments["target_indices"] if target is None else target).shape
-    return result, lse.reshape(shape[:-1] if target is None or is_probabilities(target) else shape)
-
-
-def log_probs(
+def loss_and_stats(
     input: Tensor,
     linear_weight: Tensor,
     target: Tensor | None = None,
     **arguments: Any,
 ) -> list[Tensor]:
-    """Return the log-probabilities of targets (...), and other values of each token.
+    """Return `loss`, or with names of `outputs` those of tokens, and the statistics.
 
-    As `loss` with reduction "outputs"; with `target_indices` (..., K) in place of the target.
-
-    Returns:
-        log-probabilities, (...) or (..., K), lse and entropy (0 if not asked for), which have
-        gradients; then those of `ops.rows.outputs.stat_rows`.  All are 0 for ignored tokens.  With
-        `top_k`, the last are those of `ops.rows.top_classes.top_rows` (..., 2 top_k): -inf and
-        `ABSENT_CLASS` for these tokens.
+    Outputs are log-probabilities of targets (N,), or of `target_indices` (N, K), lse and entropy
+    (N,), 0 if not asked for or ignored, which have gradients.  The statistics (R, N) have none:
+    those of `Stat`, of `ops.rows.outputs.stat_rows` and, with `top_k`, of
+    `ops.rows.top_classes.top_rows`.
     """
-    arguments = {"outputs": "lse", **arguments, "reduction": OUTPUTS}
-    *rows, stats = _evaluate(input, linear_weight, target, arguments)
-    given, active, k = stats[NUM_STATS:].detach(), _is_active(stats), arguments.get("top_k", 0)
-    rows += [torch.where(active, row, 0) for row in given[: len(given) - 2 * k]]
-    if target is not None:
-        own = shape = target.shape
-    else:
-        own = arguments["target_indices"].shape  # (..., K)
-        shape = own[:-1]
-    results = [rows[0].reshape(own), *(row.reshape(shape) for row in rows[1:])]
-    if k:
-        values = torch.where(active, given[-2 * k : -k], -torch.inf)
-        classes = torch.where(active, given[-k:], ABSENT_CLASS)
-        results.append(torch.cat([values, classes]).t().reshape(*shape, 2 * k))
-    return results
+    if "outputs" in arguments:
+        arguments["reduction"] = OUTPUTS
+    return [*_evaluate(input, linear_weight, target, arguments)]
+
+
+def is_active(stats: Tensor) -> Tensor:
+    """Return (N,) bool: the token of statistics (R, N) is not ignored."""
+    return stats[REFERENCE] != torch.inf
 
 
 def _evaluate(
@@ -227,25 +203,15 @@ def needs_operator(h: Tensor, w: Tensor, y: Tensor) -> bool:
     return not can_bypass_dispatcher(h, w, y)
 
 
-def _is_active(stats: Tensor) -> Tensor:
-    """Return (N,) bool: the token of statistics (NUM_STATS, N) is not ignored."""
-    return stats[Stat.REFERENCE] != torch.inf
-
-
 for overload, budget in (("", "int? workspace=None"), (".preset", "str workspace")):
     first, *others = (record.schema(public=True) for record in OPTIONS)
     keywords = ", ".join((first, budget, *others))
-    for function, own, results in (
-        (loss, "Tensor? target=None, *", "Tensor"),
-        (loss_and_lse, "Tensor? target=None, *", "(Tensor loss, Tensor lse)"),
-        (
-            log_probs,
-            "Tensor? target=None, *, str outputs='lse', int top_k=0, Tensor? logit_floor=None",
-            "Tensor[]",
-        ),
+    for function, own, result in (
+        (loss, "", "Tensor"),
+        (loss_and_stats, "str outputs='', int top_k=0, Tensor? logit_floor=None, ", "Tensor[]"),
     ):
         name = f"{function.__name__}{overload}"
-        LIBRARY.define(f"{name}({TENSORS}, {own}, {keywords}) -> {results}")
+        LIBRARY.define(f"{name}({TENSORS}, *, {own}{keywords}) -> {result}")
         LIBRARY.impl(name, function, "CompositeImplicitAutograd")
 
 torch_compat.import_behind("torch.utils.flop_counter", "cutefce.ops.operators.flops")

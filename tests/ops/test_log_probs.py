@@ -392,7 +392,7 @@ def test_opcheck(classes: int | None, outputs: str, device: str) -> None:
         outputs = outputs.replace("is_top1,", "").replace(",rank", "")
         options |= {"target_indices": x.index, "outputs": outputs}
     given = leaves[0], leaves[1], None if classes else x.index
-    torch.library.opcheck(torch.ops.cutefce.log_probs.default, given, options)
+    torch.library.opcheck(torch.ops.cutefce.loss_and_stats.default, given, options)
 
 
 def counted(run: Callable[[Tensor], Tensor], h: Tensor) -> Tensor:
