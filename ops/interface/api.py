@@ -49,8 +49,8 @@ def _loss(
     return_lse = given.pop("return_lse", False)
     if isinstance(linear_weight, Tensor) and linear_weight.ndim > 2:
         each = functools.partial(linear_cross_entropy, return_lse=return_lse)
-        loss, lse = loss_of_positions(each, input, linear_weight, target, given)
-        return loss if lse is None else LossOutput(loss, lse)
+        value, lse = loss_of_positions(each, input, linear_weight, target, given)
+        return value if lse is None else LossOutput(value, lse)
     part = localize(input, linear_weight, one_class(target, given), given)
     local = with_tensors(part.options, part.h)
     operands = part.h, part.w, None if target is None else part.y

@@ -23,7 +23,7 @@ from cutefce.ops.interface.probabilities import (
     of_rows,
     reduced,
 )
-from cutefce.ops.interface.soft_targets import check_output_classes, check_soft_targets
+from cutefce.ops.interface.soft_targets import check_soft_targets
 from cutefce.ops.operators.autograd import LinearCrossEntropy, run
 from cutefce.ops.operators.context import (
     autocast,
@@ -154,8 +154,7 @@ def checked_call(
     h, w = autocast(input, linear_weight)
     parts = 1 if is_dense else sharding.parts(h)
     if target is None or tensors.soft_targets:
-        check = check_output_classes if returns_outputs else check_soft_targets
-        target = check(target, h, options, tensors, parts)
+        target = check_soft_targets(target, h, options, tensors, parts)
     grads, own = wanted_gradients(h, w, tensors.linear_bias), w
     if w.dtype != h.dtype and is_mixed(h, w) and not is_dense:
         w = w.detach().to(h.dtype)

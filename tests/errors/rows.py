@@ -280,13 +280,13 @@ WRONG: dict[str, list[Row]] = {
         Row(
             Y,
             ValueError,
-            "got one beside target_indices and target_probs, expected None beside them",
+            "got one beside target_indices, expected None beside it",
             on=(SOFT_LOSS,),
         ),
         Row(
             DENSE,
             ValueError,
-            "got one beside target_indices and target_probs, expected None beside them",
+            "got one beside target_indices, expected None beside it",
             also={"target_indices": INDICES, "target_probs": PROBS},
             on=LOSSES,
         ),
