@@ -42,7 +42,9 @@ STRINGS = Type("str", (Sequence,), "a sequence of strings")
 BOOL = Type("bool", (bool,), "a bool")
 BOOLS = Type("bool[]", (list,), "a list of bools")
 SIZE = INTEGER.of(lambda x: x >= 1, "1 or more")
-SIZES = Type("int[]", (Sequence,), "a tuple of integers")
+SIZES = Type("int[]", (Sequence,), "a tuple of integers").of(
+    lambda x: all(size >= 1 for size in x), "sizes of 1 or more"
+)
 SIZES_OR_NONE = Type("int[]?", (Sequence, NONE), "a sequence of integers or None")
 GROUP = Type("str?", (ProcessGroup, NONE), "a ProcessGroup that this rank is in")
 
@@ -99,7 +101,7 @@ def check_type(name: str, value: Any, type: Type) -> None:
             break
     else:
         raise TypeError(f"{name}: got {shown(value)}, expected {type.expected}")
-    for x in value or () if type is SIZES_OR_NONE else ():
+    for x in value or () if type in (SIZES, SIZES_OR_NONE) else ():
         if isinstance(x, bool) or not isinstance(x, INTEGERS):
             raise TypeError(f"{name}: got {shown(x)} among them, expected integers")
 
@@ -199,22 +201,16 @@ class Operands(NamedTuple):
     """The argument that h is, as errors name it."""
 
 
+def check_floats(name: str, x: Tensor, of: Operands, shape: Sequence[int]) -> None:
+    """Raise TypeError or ValueError unless x is a floating-point constant of a shape."""
+    check_constant(name, x)
+    _check_floats(name, x, of, shape)
+
+
 def check_bias(name: str, x: Tensor, of: Operands) -> None:
     """Raise TypeError or ValueError unless x is floating-point, of each of this rank's classes."""
     check_layout(name, x)
     _check_floats(name, x, of, of.w.shape[:-1])
-
-
-def check_class_factors(name: str, x: Tensor, of: Operands) -> None:
-    """Raise TypeError or ValueError unless x is a floating-point constant of each class."""
-    check_constant(name, x)
-    _check_floats(name, x, of, (of.vocab,))
-
-
-def check_token_factors(name: str, x: Tensor, of: Operands) -> None:
-    """Raise TypeError or ValueError unless x is a floating-point constant of each token."""
-    check_constant(name, x)
-    _check_floats(name, x, of, of.tokens)
 
 
 def check_temperature(name: str, x: Tensor, of: Operands) -> None:
@@ -222,8 +218,7 @@ def check_temperature(name: str, x: Tensor, of: Operands) -> None:
     if x.ndim and tuple(x.shape) != tuple(of.tokens):
         expected = f"() or {tuple(of.tokens)}"
         raise ValueError(f"{name}: got shape {tuple(x.shape)}, expected {expected}")
-    check_constant(name, x)
-    _check_floats(name, x, of, x.shape)
+    check_floats(name, x, of, x.shape)
 
 
 def check_scalar(name: str, x: Tensor, of: Operands) -> None:
@@ -242,7 +237,6 @@ def check_scalar(name: str, x: Tensor, of: Operands) -> None:
 
 def check_buffer(name: str, x: Tensor, of: Operands) -> None:
     """Raise TypeError or ValueError unless the gradient of w (V, D) can be added to x."""
-    check_layout(name, x)
     check_constant(name, x)
     dtypes = dict.fromkeys((torch.promote_types(of.w.dtype, torch.float32), of.w.dtype))
     if x.dtype not in dtypes:
@@ -286,8 +280,8 @@ def _check_place(name: str, x: Tensor, of: Operands, shape: Sequence[int]) -> No
 
 
 BIAS = TENSOR_OR_NONE.checked_by(check_bias)
-OF_CLASSES = TENSOR_OR_NONE.checked_by(check_class_factors)
-OF_TOKENS = TENSOR_OR_NONE.checked_by(check_token_factors)
+OF_CLASSES = TENSOR_OR_NONE.checked_by(lambda name, x, of: check_floats(name, x, of, (of.vocab,)))
+OF_TOKENS = TENSOR_OR_NONE.checked_by(lambda name, x, of: check_floats(name, x, of, of.tokens))
 BUFFER = TENSOR_OR_NONE.checked_by(check_buffer)
 TEMPERATURE = (
     Type("Tensor?", (Tensor, *NUMBERS), "a number or a tensor")

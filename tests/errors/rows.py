@@ -136,7 +136,7 @@ WRONG: dict[str, list[Row]] = {
         Row(H.long(), TypeError, f"got dtype torch.int64, {FLOATS}"),
         Row(H > 0, TypeError, f"got dtype torch.bool, {FLOATS}; pass input.float()"),
         Row(H.to_sparse(), TypeError, SPARSE),
-        Row(nested(H), TypeError, NESTED, but=(*SOFT, "module", "plan")),
+        Row(nested(H), TypeError, NESTED, but=(*SOFT, "plan")),
         Row(H[:, :7], ValueError, "got shape (4, 7), expected (..., 8)"),
         Row(H[0, 0], ValueError, "got shape (), expected (..., 8)", but=(K, *SOFT)),
     ],
@@ -849,8 +849,8 @@ WRONG: dict[str, list[Row]] = {
     ],
     "out_features": [
         Row(3, TypeError, "got 3 (int), expected a tuple of integers"),
-        Row((3, "4"), TypeError, "got '4' among them, expected integers"),
-        Row((3, 0), ValueError, "got 0, expected 1 or more"),
+        Row((3, "4"), TypeError, "got '4' (str) among them, expected integers"),
+        Row((3, 0), ValueError, "got (3, 0), expected sizes of 1 or more"),
     ],
     "bias": [
         Row(torch.ones(10), TypeError, "got a value of type Tensor, expected a bool"),
