@@ -134,7 +134,6 @@ def linear_cross_entropy(  # type: ignore[empty-body]
     group: ProcessGroup | None = None,
     shards: Sequence[int] | None = None,
     sequence_parallel: bool = False,
-    **removed: Any,
 ) -> Tensor | LossOutput:
     """Cross entropy of softmax(input @ linear_weight.T) against target, without the logits.
 
@@ -200,7 +199,6 @@ def linear_cross_entropy(  # type: ignore[empty-body]
         sequence_parallel: input holds this rank's equal share of the first dimension, in rank
             order, and so does its gradient.  Targets, and losses with "none", are those of all
             tokens.
-        **removed: arguments of earlier versions, which are refused.
 
     Returns:
         () or, with "none", (...): float32, or float64 for float64 inputs.  With `return_lse`, a

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from cutefce.ops.interface import checks
 from cutefce.ops.interface.api import linear_cross_entropy, refuse_chunking
-from cutefce.ops.interface.arguments import LossOptions, check_arguments, check_types, refuse
+from cutefce.ops.interface.arguments import LossOptions, check_arguments
 from cutefce.ops.parallel.consistency import report_errors
 
 ATTRIBUTES = *LossOptions.names(public=True), "workspace"
@@ -64,11 +64,9 @@ class LinearCrossEntropyLoss(nn.Module):
         gradient: str = "exact",
         samples: int = 256,
         workspace: int | str | None = None,
-        **removed: Any,
     ) -> None:
         """Make the head; the parameters are those of torch's module and of the function."""
         super().__init__()
-        refuse(removed)
         self.reduction = reduction
         self.ignore_index = ignore_index
         self.label_smoothing = label_smoothing

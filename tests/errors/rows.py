@@ -22,8 +22,8 @@ SOFT_LOSS, CLASSES = "loss of soft targets", "log_probs of classes"
 SOFT = SOFT_LOSS, CLASSES
 """Those with `target_indices`."""
 DIVERGENCES = "divergence", "plan_divergence"
-REMOVED_FROM = "loss", "loss without gradients", K, SOFT_LOSS, "module", "plan", "defer"
-"""Those that say of an argument of an earlier version what to do without it."""
+REFUSING = "loss", "loss without gradients", K, SOFT_LOSS, "plan", "defer"
+"""Those that say of an unknown argument that there is none."""
 
 
 @dataclass(frozen=True)
@@ -606,18 +606,8 @@ WRONG: dict[str, list[Row]] = {
             on=("operator of log_probs",),
         ),
     ],
-    "accum_dtype": [
-        Row(
-            torch.bfloat16,
-            TypeError,
-            "got torch.bfloat16 (dtype), expected no such argument: sums of dW are not rounded to "
-            "bfloat16 any more; a smaller `workspace` takes less memory",
-            on=REMOVED_FROM,
-        ),
-        Row(None, TypeError, "got None (NoneType), expected no such argument: ", on=REMOVED_FROM),
-    ],
     "z_los": [
-        Row(0.1, TypeError, "got 0.1 (float), expected no such argument", on=REMOVED_FROM),
+        Row(0.1, TypeError, "got 0.1 (float), expected no such argument", on=REFUSING),
     ],
     "reduction": [
         Row(None, TypeError, f"got None (NoneType), {STRING}"),
