@@ -118,18 +118,17 @@ def _evaluate(
     if options.is_sampled and any(step.gradients):
         seed = (draw_seed if can_bypass_dispatcher(y) else torch.ops.cutefce.draw_seed)(y)
         call = call._replace(tensors=dataclasses.replace(tensors, seed=seed))
-    rows = y if y.ndim == 1 else y.reshape(-1)  # which takes CPU time even if it does nothing
-    result, *more = _run(call._replace(y=rows))
+    result, *more = _run(call._replace(y=y if y.ndim == 1 else y.reshape(-1)))
     return result.reshape(y.shape) if options.reduction == "none" else result, *more
 
 
 def _run(call: LossCall) -> tuple[Tensor, ...]:
     """Return the results of a call with targets (N,) or (N, V), and the statistics."""
-    h, w, y, *records = call
+    h, w, y = call[:3]
     if call.options.reduction == OUTPUTS or any(call.step.gradients):
-        operands = h, w, call.tensors.linear_bias, y, tuple(records)
+        operands = h, w, call.tensors.linear_bias, y, call[3:]
         return torch_compat.apply_function(LinearCrossEntropy, *operands)
-    results: tuple[Tensor, Tensor] = run(loss_forward, (h, w, y), tuple(records))
+    results: tuple[Tensor, Tensor] = run(loss_forward, (h, w, y), call[3:])
     return results
 
 
@@ -195,11 +194,11 @@ def checked_call(
     return LossCall(rows, own, target, step, options, tensors, sharding)
 
 
-def needs_operator(h: Tensor, w: Tensor, y: Tensor) -> bool:
+def needs_operator(*operands: Tensor) -> bool:
     """Whether something must see an operator; calling its function directly takes less CPU time."""
     if torch.compiler.is_compiling() or torch_compat.has_function_mode():
         return True
-    return not can_bypass_dispatcher(h, w, y)
+    return not can_bypass_dispatcher(*operands)
 
 
 for overload, budget in (("", "int? workspace=None"), (".preset", "str workspace")):

@@ -159,13 +159,10 @@ def run(operator: Callable[..., Any], operands: tuple[Any, ...], records: tuple[
     `operands` are its first arguments; `records` have the others, the last but one those that are
     tensors.
     """
-    if torch.compiler.is_compiling():
-        return dispatch(operator, operands, records)
-    tensors = [x for x in operands if isinstance(x, Tensor)]
-    if records:
-        tensors += records[-2].given.values()
-    if can_bypass_dispatcher(*tensors):
-        return IMPLS[operator](*operands, *records)
+    if not torch.compiler.is_compiling():
+        more = records[-2].given.values() if records else ()
+        if can_bypass_dispatcher(*operands, *more):
+            return IMPLS[operator](*operands, *records)
     return dispatch(operator, operands, records)
 
 
