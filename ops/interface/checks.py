@@ -8,8 +8,9 @@ elsewhere: placements of DTensors in `ops.parallel.dtensor`, disagreement of ran
 """
 
 import math
+import reprlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from numbers import Integral, Real
 from typing import Any, NamedTuple
 
@@ -63,32 +64,14 @@ INTEGER_OR_NONE = Type("int", (*INTEGERS, NONE), "an integer or None").of(
 )
 
 
-LONGEST = 40
-"""Characters of a value that an error shows as it is."""
-
-
 def one_of(names: tuple[str, ...]) -> Type:
     """Return the type of an argument that names one of several things."""
     return STRING.of(lambda x: x in names, f"one of {names}")
 
 
 def shown(value: Any) -> str:
-    """Return a short form of a wrong argument: its value if it has a short one."""
-    text, kind = _short(value, repr), type(value).__name__
-    if text is not None:
-        return f"{text} ({kind})"
-    if isinstance(value, int):
-        return f"an integer of {value.bit_length()} bits"
-    return f"a value of type {kind}"
-
-
-def _short(value: Any, write: Callable[[Any], str]) -> str | None:
-    """Return the text of a value, or None if that is long, or several lines."""
-    try:
-        text = write(value)
-    except ValueError:  # python does not write an integer of thousands of digits
-        return None
-    return text if len(text) <= LONGEST and "\n" not in text else None
+    """Return the text of a wrong argument, shortened, and its type."""
+    return f"{reprlib.repr(value)} ({type(value).__name__})"
 
 
 def check_type(name: str, value: Any, type: Type) -> None:
@@ -109,8 +92,7 @@ def check_type(name: str, value: Any, type: Type) -> None:
 def check_value(name: str, value: Any, type: Type) -> None:
     """Raise ValueError unless a number or a string is a right one of its type."""
     if type.contains is not None and not type.contains(value):
-        got = _short(value, repr if isinstance(value, str) else str) or shown(value)
-        raise ValueError(f"{name}: got {got}, expected {type.values}")
+        raise ValueError(f"{name}: got {reprlib.repr(value)}, expected {type.values}")
 
 
 def check_transform(name: str) -> None:
