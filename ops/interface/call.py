@@ -19,7 +19,6 @@ from cutefce.ops.interface.arguments import (
 )
 from cutefce.ops.interface.probabilities import (
     check_probabilities,
-    is_probabilities,
     of_rows,
     reduced,
 )
@@ -106,7 +105,7 @@ def _evaluate(
     with report_errors(arguments.get("group")):
         call = checked_call(input, linear_weight, target, arguments)
     _, w, y, step, options, tensors, sharding = call
-    if is_probabilities(y):
+    if y.is_floating_point():
         losses, stats = _run(of_rows(call))
         return reduced(losses, call), stats
     if tensors.target_indices is not None and tensors.target_probs is not None:
@@ -118,17 +117,20 @@ def _evaluate(
     if options.is_sampled and any(step.gradients):
         seed = (draw_seed if can_bypass_dispatcher(y) else torch.ops.cutefce.draw_seed)(y)
         call = call._replace(tensors=dataclasses.replace(tensors, seed=seed))
-    result, *more = _run(call._replace(y=y if y.ndim == 1 else y.reshape(-1)))
+    if y.ndim != 1 or y is not call.y:
+        call = call._replace(y=y.reshape(-1))
+    result, *more = _run(call)
     return result.reshape(y.shape) if options.reduction == "none" else result, *more
 
 
 def _run(call: LossCall) -> tuple[Tensor, ...]:
     """Return the results of a call with targets (N,) or (N, V), and the statistics."""
-    h, w, y = call[:3]
-    if call.options.reduction == OUTPUTS or any(call.step.gradients):
-        operands = h, w, call.tensors.linear_bias, y, call[3:]
+    h, w, y, step, options, tensors, sharding = call
+    records = step, options, tensors, sharding
+    if options.reduction == OUTPUTS or any(step.gradients):
+        operands = h, w, tensors.linear_bias, y, records
         return torch_compat.apply_function(LinearCrossEntropy, *operands)
-    results: tuple[Tensor, Tensor] = run(loss_forward, (h, w, y), call[3:])
+    results: tuple[Tensor, Tensor] = run(loss_forward, (h, w, y), records)
     return results
 
 
@@ -149,7 +151,7 @@ def checked_call(
         sharding = Sharding.from_keywords(arguments)
     returns_outputs = options.reduction == OUTPUTS
     checks.check_transform("linear_log_probs" if returns_outputs else "linear_cross_entropy")
-    is_dense = is_probabilities(target) and not returns_outputs
+    is_dense = target is not None and target.is_floating_point() and not returns_outputs
     h, w = autocast(input, linear_weight)
     parts = 1 if is_dense else sharding.parts(h)
     if target is None or tensors.soft_targets:

@@ -23,9 +23,10 @@ def can_bypass_dispatcher(h: Tensor, *others: Any) -> bool:
     if torch_compat.has_dispatch_mode() or h.is_meta:
         return False
     for x in (h, *others):
-        if isinstance(x, Tensor) and (
-            type(x) not in PLAIN_TYPES or x.layout is not torch.strided or x.is_neg()
-        ):
+        if type(x) in PLAIN_TYPES:
+            if x.layout is not torch.strided or x.is_neg():
+                return False
+        elif isinstance(x, Tensor):
             return False
     return True
 
@@ -82,6 +83,8 @@ def isolated_context(function: Callable[..., Any]) -> Callable[..., Any]:
         if first.is_cuda and first.get_device() != torch.cuda.current_device():
             with torch.cuda.device(first.device):
                 return run(first, *rest, **more)
+        if not is_autocasting(first.device.type):
+            return function(first, *rest, **more)
         with outside_autocast(first.device.type):
             return function(first, *rest, **more)
 
