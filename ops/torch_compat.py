@@ -9,7 +9,7 @@ from datetime import timedelta
 from importlib import import_module
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
-from types import FunctionType
+from types import FunctionType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
@@ -48,36 +48,30 @@ _NO_DISPATCH_MODE = {
 }
 
 
-class _Waiting:
-    """A finder of modules that runs something behind the import of one of them."""
+def import_behind(first: str, name: str) -> None:
+    """Import the module `name` as soon as somebody has imported the module `first`."""
+    if first in sys.modules:
+        import_module(name)
+        return
+    finder: Any = SimpleNamespace()
 
-    def __init__(self, name: str, run: Callable[[], Any]) -> None:
-        self.name, self.run = name, run
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        """Return the module's own specification, whose loader runs more; None of other modules."""
-        if name != self.name:
+    def find(module: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if module != first:
             return None
-        sys.meta_path.remove(cast(Any, self))
-        spec = find_spec(name)
+        sys.meta_path.remove(finder)
+        spec = find_spec(first)
         loader: Any = spec and spec.loader
         load = loader.exec_module
 
-        def load_and_run(module: Any) -> None:
+        def load_and_import(module: Any) -> None:
             load(module)
-            self.run()
+            import_module(name)
 
-        loader.exec_module = load_and_run
+        loader.exec_module = load_and_import
         return spec
 
-
-def import_behind(first: str, name: str) -> None:
-    """Import the module `name` as soon as somebody has imported the module `first`."""
-    run = functools.partial(import_module, name)
-    if first in sys.modules:
-        run()
-    else:
-        sys.meta_path.insert(0, cast(Any, _Waiting(first, run)))
+    finder.find_spec = find
+    sys.meta_path.insert(0, finder)
 
 
 def address_of(x: Tensor) -> int:

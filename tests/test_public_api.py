@@ -33,7 +33,7 @@ SIGNATURES = {
     "weight reduction ignore_index "
     "label_smoothing options token_weights z_loss logit_scale softcap temperature return_lse "
     "gradient samples workspace denominator accumulate_into grad_output group shards "
-    "sequence_parallel removed",
+    "sequence_parallel",
     "linear_divergence": "student_input student_weight teacher_input teacher_weight target "
     "divergence beta student_bias teacher_bias logit_scale softcap temperature reduction "
     "ignore_index denominator return_overlap workspace group shards",
@@ -51,7 +51,7 @@ SIGNATURES = {
     "shards",
     "LinearCrossEntropyLoss": "in_features num_classes out_features bias device dtype reduction "
     "weight ignore_index label_smoothing options z_loss logit_scale softcap gradient samples "
-    "workspace removed",
+    "workspace",
 }
 """Whole signatures, or the names of the arguments."""
 FUNCTIONS = [getattr(cutefce, name) for name in SIGNATURES if name[0].islower() or name[0] == "L"]

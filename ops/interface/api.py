@@ -11,10 +11,12 @@ from torch.distributed import ProcessGroup
 from cutefce.ops.interface import call, checks
 from cutefce.ops.interface.arguments import check_arguments
 from cutefce.ops.interface.positions import loss_of_positions
+from cutefce.ops.interface.probabilities import is_probabilities
 from cutefce.ops.interface.public_function import runs
 from cutefce.ops.interface.scalars import with_tensors
 from cutefce.ops.interface.soft_targets import one_class
 from cutefce.ops.parallel.dtensor import localize
+from cutefce.ops.rows.statistics import RowStats
 
 
 class LossOutput(NamedTuple):
@@ -47,18 +49,24 @@ def _loss(
     return_lse = given.pop("return_lse", False)
     if isinstance(linear_weight, Tensor) and linear_weight.ndim > 2:
         each = functools.partial(linear_cross_entropy, return_lse=return_lse)
-        loss, lse = loss_of_positions(each, input, linear_weight, target, given)
-        return loss if lse is None else LossOutput(loss, lse)
+        value, lse = loss_of_positions(each, input, linear_weight, target, given)
+        return value if lse is None else LossOutput(value, lse)
     part = localize(input, linear_weight, one_class(target, given), given)
     local = with_tensors(part.options, part.h)
-    run: Any = call.loss_and_lse if return_lse else call.loss
-    if local.keys() - {"workspace"} or call.needs_operator(part.h, part.w, part.y):
-        run = torch.ops.cutefce.loss_and_lse if return_lse else torch.ops.cutefce.loss
-    y = None if target is None else part.y
-    result = run(part.h, part.w, y, **local)
-    value, lse = result if return_lse else (result, None)
-    value = value.movedim(0, part.dim) if value.ndim else value
-    return value if lse is None else LossOutput(value, lse.movedim(0, part.dim))
+    operands = part.h, part.w, None if target is None else part.y
+    is_seen = local.keys() - {"workspace"} or call.needs_operator(part.h, part.w, part.y)
+    calls: Any = torch.ops.cutefce if is_seen else call
+    stats = None
+    if return_lse:
+        result, stats = calls.loss_and_stats(*operands, **local)
+    else:
+        result = calls.loss(*operands, **local)
+    loss: Tensor = result.movedim(0, part.dim) if result.ndim else result
+    if stats is None:
+        return loss
+    lse = torch.where(call.is_active(stats), RowStats(stats).lse, 0)
+    shape = part.y.shape[:-1] if is_probabilities(part.y) else part.y.shape
+    return LossOutput(loss, lse.reshape(shape).movedim(0, part.dim))
 
 
 @overload
@@ -126,7 +134,6 @@ def linear_cross_entropy(  # type: ignore[empty-body]
     group: ProcessGroup | None = None,
     shards: Sequence[int] | None = None,
     sequence_parallel: bool = False,
-    **removed: Any,
 ) -> Tensor | LossOutput:
     """Cross entropy of softmax(input @ linear_weight.T) against target, without the logits.
 
@@ -192,7 +199,6 @@ def linear_cross_entropy(  # type: ignore[empty-body]
         sequence_parallel: input holds this rank's equal share of the first dimension, in rank
             order, and so does its gradient.  Targets, and losses with "none", are those of all
             tokens.
-        **removed: arguments of earlier versions, which are refused.
 
     Returns:
         () or, with "none", (...): float32, or float64 for float64 inputs.  With `return_lse`, a

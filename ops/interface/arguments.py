@@ -388,12 +388,6 @@ ARGUMENTS: dict[str, Argument] = OTHERS | {
 LOSS_OPTIONS = [name for record in OPTIONS for name in record.names(public=True)]
 """Options of the loss that its callers know."""
 
-REMOVED = {
-    "accum_dtype": ": sums of dW are not rounded to bfloat16 any more; a smaller `workspace` takes "
-    "less memory"
-}
-"""Arguments of earlier versions, and what to do without them."""
-
 
 def check_types(**arguments: Any) -> None:
     """Raise TypeError for the first argument that is not of its type in `ARGUMENTS`."""
@@ -437,5 +431,4 @@ def check_outputs(names: Sequence[str]) -> None:
 def refuse(arguments: Mapping[str, Any]) -> None:
     """Raise TypeError for the first of `arguments`, which a function does not have."""
     for name, value in arguments.items():
-        hint = REMOVED.get(name, "")
-        raise TypeError(f"{name}: got {checks.shown(value)}, expected no such argument{hint}")
+        raise TypeError(f"{name}: got {checks.shown(value)}, expected no such argument")

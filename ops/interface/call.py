@@ -1,13 +1,12 @@
 """`torch.ops.cutefce.loss` and `plan`: from a user's call to the operators that run it."""
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from cutefce.cute_kernels.workspace import NUM_STATS, Stat
+from cutefce.cute_kernels.workspace import Stat
 from cutefce.ops import torch_compat
 from cutefce.ops.interface import checks, heads
 from cutefce.ops.interface.arguments import (
@@ -18,9 +17,13 @@ from cutefce.ops.interface.arguments import (
     StepOptions,
     TensorOptions,
 )
-from cutefce.ops.interface.probabilities import is_probabilities, loss_of_probabilities
-from cutefce.ops.interface.soft_targets import check_output_classes, check_soft_targets
-from cutefce.ops.operators.autograd import LinearCrossEntropy, RowOutputs, run
+from cutefce.ops.interface.probabilities import (
+    check_probabilities,
+    of_rows,
+    reduced,
+)
+from cutefce.ops.interface.soft_targets import check_soft_targets
+from cutefce.ops.operators.autograd import LinearCrossEntropy, run
 from cutefce.ops.operators.context import (
     autocast,
     can_bypass_dispatcher,
@@ -31,14 +34,13 @@ from cutefce.ops.operators.operators import LIBRARY, loss_forward
 from cutefce.ops.operators.plans import copied_item_bytes
 from cutefce.ops.operators.seed import draw_seed
 from cutefce.ops.parallel.consistency import report_errors
-from cutefce.ops.rows.statistics import RowStats
 from cutefce.ops.rows.targets import OUTPUTS
-from cutefce.ops.rows.top_classes import ABSENT_CLASS
 from cutefce.ops.soft_targets.leads import leads
 from cutefce.ops.soft_targets.output_classes import class_leads
 
 DEFAULTS = LossOptions(), TensorOptions(), Sharding()
-TENSORS = "Tensor input, Tensor linear_weight"
+REFERENCE = int(Stat.REFERENCE)
+TENSORS = "Tensor input, Tensor linear_weight, Tensor? target=None"
 
 
 def loss(
@@ -67,59 +69,30 @@ def loss(
         IndexError: on a CPU, for a target outside [0, V).  On a GPU, which is not synchronized,
             such a token's loss and the gradients that it takes part in are NaN.
     """
-    if target is not None and is_probabilities(target):
-        return loss_of_probabilities(input, linear_weight, target, arguments)[0]
     return _evaluate(input, linear_weight, target, arguments)[0]
 
 
-def loss_and_lse(
-    input: Tensor,
-    linear_weight: Tensor,
-    target: Tensor | None = None,
-    **arguments: Any,
-) -> tuple[Tensor, Tensor]:
-    """Return `loss` and the log-sum-exps (...) of the logits, 0 if ignored, without gradient."""
-    if target is not None and is_probabilities(target):
-        return loss_of_probabilities(input, linear_weight, target, arguments)
-    result, more = _evaluate(input, linear_weight, target, arguments, with_stats=True)
-    (stats,) = more
-    lse = torch.where(_is_active(stats), RowStats(stats).lse, 0).detach()
-    shape = arguments["target_indices"].shape[:-1] if target is None else target.shape
-    return result, lse.reshape(shape)
-
-
-def log_probs(
+def loss_and_stats(
     input: Tensor,
     linear_weight: Tensor,
     target: Tensor | None = None,
     **arguments: Any,
 ) -> list[Tensor]:
-    """Return the log-probabilities of targets (...), and other values of each token.
+    """Return `loss`, or with names of `outputs` those of tokens, and the statistics.
 
-    As `loss` with reduction "outputs"; with `target_indices` (..., K) in place of the target.
-
-    Returns:
-        log-probabilities, (...) or (..., K), lse and entropy (0 if not asked for), which have
-        gradients; then those of `ops.rows.outputs.stat_rows`.  All are 0 for ignored tokens.  With
-        `top_k`, the last are those of `ops.rows.top_classes.top_rows` (..., 2 top_k): -inf and
-        `ABSENT_CLASS` for these tokens.
+    Outputs are log-probabilities of targets (N,), or of `target_indices` (N, K), lse and entropy
+    (N,), 0 if not asked for or ignored, which have gradients.  The statistics (R, N) have none:
+    those of `Stat`, of `ops.rows.outputs.stat_rows` and, with `top_k`, of
+    `ops.rows.top_classes.top_rows`.
     """
-    arguments = {"outputs": "lse", **arguments, "reduction": OUTPUTS}
-    result, more = _evaluate(input, linear_weight, target, arguments, with_stats=True)
-    *rows, stats = result, *more
-    given, active, k = stats[NUM_STATS:].detach(), _is_active(stats), arguments.get("top_k", 0)
-    rows += [torch.where(active, row, 0) for row in given[: len(given) - 2 * k]]
-    if target is not None:
-        own = shape = target.shape
-    else:
-        own = arguments["target_indices"].shape  # (..., K)
-        shape = own[:-1]
-    results = [rows[0].reshape(own), *(row.reshape(shape) for row in rows[1:])]
-    if k:
-        values = torch.where(active, given[-2 * k : -k], -torch.inf)
-        classes = torch.where(active, given[-k:], ABSENT_CLASS)
-        results.append(torch.cat([values, classes]).t().reshape(*shape, 2 * k))
-    return results
+    if "outputs" in arguments:
+        arguments["reduction"] = OUTPUTS
+    return [*_evaluate(input, linear_weight, target, arguments)]
+
+
+def is_active(stats: Tensor) -> Tensor:
+    """Return (N,) bool: the token of statistics (R, N) is not ignored."""
+    return stats[REFERENCE] != torch.inf
 
 
 def _evaluate(
@@ -127,35 +100,38 @@ def _evaluate(
     linear_weight: Tensor,
     target: Tensor | None,
     arguments: dict[str, Any],
-    with_stats: bool = False,
-) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Return the loss, and further results of `loss_forward` if they are wanted."""
+) -> tuple[Tensor, ...]:
+    """Return the loss, or the outputs, and the statistics of the tokens."""
     with report_errors(arguments.get("group")):
         call = checked_call(input, linear_weight, target, arguments)
-    h, w, y, step, options, tensors, sharding = call
-    grads = step.gradients
+    _, w, y, step, options, tensors, sharding = call
+    if y.is_floating_point():
+        losses, stats = _run(of_rows(call))
+        return reduced(losses, call), stats
     if tensors.target_indices is not None and tensors.target_probs is not None:
         soft = tensors.target_indices, tensors.target_probs
         y = leads(*soft, sharding.vocab(w), options.ignore_index).reshape(y.shape)
     elif tensors.target_indices is not None:
         given = tensors.target_indices, sharding.vocab(w), options.ignore_index
         y = class_leads(*given).reshape(y.shape)
-    if options.is_sampled and any(grads):
+    if options.is_sampled and any(step.gradients):
         seed = (draw_seed if can_bypass_dispatcher(y) else torch.ops.cutefce.draw_seed)(y)
-        tensors = dataclasses.replace(tensors, seed=seed)
-    rows = y if y.ndim == 1 else y.reshape(-1)  # which takes CPU time even if it does nothing
-    result: Tensor
-    rest: Sequence[Tensor] = ()
-    if not any(grads) and not with_stats:
-        result, _ = run(loss_forward, (h, w, rows), (step, options, tensors, sharding))
-    else:
-        trained = RowOutputs if options.reduction == OUTPUTS else LinearCrossEntropy
-        records = step, options, tensors, sharding
-        operands = h, w, tensors.linear_bias, rows, records
-        result, *rest = torch_compat.apply_function(trained, *operands)
-    if options.reduction == "none":
-        result = result.reshape(y.shape)
-    return result, (*rest,)
+        call = call._replace(tensors=dataclasses.replace(tensors, seed=seed))
+    if y.ndim != 1 or y is not call.y:
+        call = call._replace(y=y.reshape(-1))
+    result, *more = _run(call)
+    return result.reshape(y.shape) if options.reduction == "none" else result, *more
+
+
+def _run(call: LossCall) -> tuple[Tensor, ...]:
+    """Return the results of a call with targets (N,) or (N, V), and the statistics."""
+    h, w, y, step, options, tensors, sharding = call
+    records = step, options, tensors, sharding
+    if options.reduction == OUTPUTS or any(step.gradients):
+        operands = h, w, tensors.linear_bias, y, records
+        return torch_compat.apply_function(LinearCrossEntropy, *operands)
+    results: tuple[Tensor, Tensor] = run(loss_forward, (h, w, y), records)
+    return results
 
 
 def checked_call(
@@ -175,13 +151,13 @@ def checked_call(
         sharding = Sharding.from_keywords(arguments)
     returns_outputs = options.reduction == OUTPUTS
     checks.check_transform("linear_log_probs" if returns_outputs else "linear_cross_entropy")
+    is_dense = target is not None and target.is_floating_point() and not returns_outputs
     h, w = autocast(input, linear_weight)
-    parts = sharding.parts(h)
+    parts = 1 if is_dense else sharding.parts(h)
     if target is None or tensors.soft_targets:
-        check = check_output_classes if returns_outputs else check_soft_targets
-        target = check(target, h, options, tensors, parts)
+        target = check_soft_targets(target, h, options, tensors, parts)
     grads, own = wanted_gradients(h, w, tensors.linear_bias), w
-    if w.dtype != h.dtype and is_mixed(h, w):
+    if w.dtype != h.dtype and is_mixed(h, w) and not is_dense:
         w = w.detach().to(h.dtype)
         if grads[1]:
             tensors = dataclasses.replace(tensors, weight_cast=w)
@@ -189,7 +165,10 @@ def checked_call(
             own = w
     if arguments:
         options.check()
-    heads.check_tensors(h, w, target, parts)
+    if is_dense:
+        check_probabilities(target, h, w, arguments)
+    else:
+        heads.check_tensors(h, w, target, parts)
     sharding.check(w)
     adds, grad = tensors.accumulate_into is not None, torch.is_grad_enabled()
     if adds and grad and not own.requires_grad:
@@ -198,7 +177,8 @@ def checked_call(
             "expected None"
         )
     if tensors.given:
-        of = checks.Operands(h, w, target.shape, sharding.vocab(w))
+        tokens = target.shape[:-1] if is_dense else target.shape
+        of = checks.Operands(h, w, tokens, sharding.vocab(w))
         if tensors.accumulate_into is not None:  # of what is given, which may be cast
             given = {"linear_weight": linear_weight, "input": input}
             checks.check_apart("accumulate_into", tensors.accumulate_into, **given)
@@ -216,32 +196,22 @@ def checked_call(
     return LossCall(rows, own, target, step, options, tensors, sharding)
 
 
-def needs_operator(h: Tensor, w: Tensor, y: Tensor) -> bool:
+def needs_operator(*operands: Tensor) -> bool:
     """Whether something must see an operator; calling its function directly takes less CPU time."""
     if torch.compiler.is_compiling() or torch_compat.has_function_mode():
         return True
-    return not can_bypass_dispatcher(h, w, y)
-
-
-def _is_active(stats: Tensor) -> Tensor:
-    """Return (N,) bool: the token of statistics (NUM_STATS, N) is not ignored."""
-    return stats[Stat.REFERENCE] != torch.inf
+    return not can_bypass_dispatcher(*operands)
 
 
 for overload, budget in (("", "int? workspace=None"), (".preset", "str workspace")):
     first, *others = (record.schema(public=True) for record in OPTIONS)
     keywords = ", ".join((first, budget, *others))
-    for function, own, results in (
-        (loss, "Tensor? target=None, *", "Tensor"),
-        (loss_and_lse, "Tensor? target=None, *", "(Tensor loss, Tensor lse)"),
-        (
-            log_probs,
-            "Tensor? target=None, *, str outputs='lse', int top_k=0, Tensor? logit_floor=None",
-            "Tensor[]",
-        ),
+    for function, own, result in (
+        (loss, "", "Tensor"),
+        (loss_and_stats, "str outputs='', int top_k=0, Tensor? logit_floor=None, ", "Tensor[]"),
     ):
         name = f"{function.__name__}{overload}"
-        LIBRARY.define(f"{name}({TENSORS}, {own}, {keywords}) -> {results}")
+        LIBRARY.define(f"{name}({TENSORS}, *, {own}{keywords}) -> {result}")
         LIBRARY.impl(name, function, "CompositeImplicitAutograd")
 
 torch_compat.import_behind("torch.utils.flop_counter", "cutefce.ops.operators.flops")

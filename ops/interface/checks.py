@@ -8,8 +8,9 @@ elsewhere: placements of DTensors in `ops.parallel.dtensor`, disagreement of ran
 """
 
 import math
+import reprlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from numbers import Integral, Real
 from typing import Any, NamedTuple
 
@@ -42,7 +43,9 @@ STRINGS = Type("str", (Sequence,), "a sequence of strings")
 BOOL = Type("bool", (bool,), "a bool")
 BOOLS = Type("bool[]", (list,), "a list of bools")
 SIZE = INTEGER.of(lambda x: x >= 1, "1 or more")
-SIZES = Type("int[]", (Sequence,), "a tuple of integers")
+SIZES = Type("int[]", (Sequence,), "a tuple of integers").of(
+    lambda x: all(size >= 1 for size in x), "sizes of 1 or more"
+)
 SIZES_OR_NONE = Type("int[]?", (Sequence, NONE), "a sequence of integers or None")
 GROUP = Type("str?", (ProcessGroup, NONE), "a ProcessGroup that this rank is in")
 
@@ -61,32 +64,14 @@ INTEGER_OR_NONE = Type("int", (*INTEGERS, NONE), "an integer or None").of(
 )
 
 
-LONGEST = 40
-"""Characters of a value that an error shows as it is."""
-
-
 def one_of(names: tuple[str, ...]) -> Type:
     """Return the type of an argument that names one of several things."""
     return STRING.of(lambda x: x in names, f"one of {names}")
 
 
 def shown(value: Any) -> str:
-    """Return a short form of a wrong argument: its value if it has a short one."""
-    text, kind = _short(value, repr), type(value).__name__
-    if text is not None:
-        return f"{text} ({kind})"
-    if isinstance(value, int):
-        return f"an integer of {value.bit_length()} bits"
-    return f"a value of type {kind}"
-
-
-def _short(value: Any, write: Callable[[Any], str]) -> str | None:
-    """Return the text of a value, or None if that is long, or several lines."""
-    try:
-        text = write(value)
-    except ValueError:  # python does not write an integer of thousands of digits
-        return None
-    return text if len(text) <= LONGEST and "\n" not in text else None
+    """Return the text of a wrong argument, shortened, and its type."""
+    return f"{reprlib.repr(value)} ({type(value).__name__})"
 
 
 def check_type(name: str, value: Any, type: Type) -> None:
@@ -99,7 +84,7 @@ def check_type(name: str, value: Any, type: Type) -> None:
             break
     else:
         raise TypeError(f"{name}: got {shown(value)}, expected {type.expected}")
-    for x in value or () if type is SIZES_OR_NONE else ():
+    for x in value or () if type in (SIZES, SIZES_OR_NONE) else ():
         if isinstance(x, bool) or not isinstance(x, INTEGERS):
             raise TypeError(f"{name}: got {shown(x)} among them, expected integers")
 
@@ -107,8 +92,7 @@ def check_type(name: str, value: Any, type: Type) -> None:
 def check_value(name: str, value: Any, type: Type) -> None:
     """Raise ValueError unless a number or a string is a right one of its type."""
     if type.contains is not None and not type.contains(value):
-        got = _short(value, repr if isinstance(value, str) else str) or shown(value)
-        raise ValueError(f"{name}: got {got}, expected {type.values}")
+        raise ValueError(f"{name}: got {reprlib.repr(value)}, expected {type.values}")
 
 
 def check_transform(name: str) -> None:
@@ -199,22 +183,16 @@ class Operands(NamedTuple):
     """The argument that h is, as errors name it."""
 
 
+def check_floats(name: str, x: Tensor, of: Operands, shape: Sequence[int]) -> None:
+    """Raise TypeError or ValueError unless x is a floating-point constant of a shape."""
+    check_constant(name, x)
+    _check_floats(name, x, of, shape)
+
+
 def check_bias(name: str, x: Tensor, of: Operands) -> None:
     """Raise TypeError or ValueError unless x is floating-point, of each of this rank's classes."""
     check_layout(name, x)
     _check_floats(name, x, of, of.w.shape[:-1])
-
-
-def check_class_factors(name: str, x: Tensor, of: Operands) -> None:
-    """Raise TypeError or ValueError unless x is a floating-point constant of each class."""
-    check_constant(name, x)
-    _check_floats(name, x, of, (of.vocab,))
-
-
-def check_token_factors(name: str, x: Tensor, of: Operands) -> None:
-    """Raise TypeError or ValueError unless x is a floating-point constant of each token."""
-    check_constant(name, x)
-    _check_floats(name, x, of, of.tokens)
 
 
 def check_temperature(name: str, x: Tensor, of: Operands) -> None:
@@ -222,8 +200,7 @@ def check_temperature(name: str, x: Tensor, of: Operands) -> None:
     if x.ndim and tuple(x.shape) != tuple(of.tokens):
         expected = f"() or {tuple(of.tokens)}"
         raise ValueError(f"{name}: got shape {tuple(x.shape)}, expected {expected}")
-    check_constant(name, x)
-    _check_floats(name, x, of, x.shape)
+    check_floats(name, x, of, x.shape)
 
 
 def check_scalar(name: str, x: Tensor, of: Operands) -> None:
@@ -242,7 +219,6 @@ def check_scalar(name: str, x: Tensor, of: Operands) -> None:
 
 def check_buffer(name: str, x: Tensor, of: Operands) -> None:
     """Raise TypeError or ValueError unless the gradient of w (V, D) can be added to x."""
-    check_layout(name, x)
     check_constant(name, x)
     dtypes = dict.fromkeys((torch.promote_types(of.w.dtype, torch.float32), of.w.dtype))
     if x.dtype not in dtypes:
@@ -286,8 +262,8 @@ def _check_place(name: str, x: Tensor, of: Operands, shape: Sequence[int]) -> No
 
 
 BIAS = TENSOR_OR_NONE.checked_by(check_bias)
-OF_CLASSES = TENSOR_OR_NONE.checked_by(check_class_factors)
-OF_TOKENS = TENSOR_OR_NONE.checked_by(check_token_factors)
+OF_CLASSES = TENSOR_OR_NONE.checked_by(lambda name, x, of: check_floats(name, x, of, (of.vocab,)))
+OF_TOKENS = TENSOR_OR_NONE.checked_by(lambda name, x, of: check_floats(name, x, of, of.tokens))
 BUFFER = TENSOR_OR_NONE.checked_by(check_buffer)
 TEMPERATURE = (
     Type("Tensor?", (Tensor, *NUMBERS), "a number or a tensor")

@@ -1,10 +1,11 @@
 """Errors of hidden states, weights and targets that do not fit together."""
 
+import torch
 from torch import Tensor
 
 from cutefce.ops import torch_compat
 from cutefce.ops.interface import checks
-from cutefce.ops.operators.context import is_mixed
+from cutefce.ops.operators.context import PLAIN_TYPES, is_mixed
 
 SHARDED = (
     "call cutefce.linear_cross_entropy with a linear_weight that is sharded over the vocabulary"
@@ -92,6 +93,8 @@ def check_shapes(h: Tensor, w: Tensor, names: tuple[str, str] = ("input", "linea
 
 def check_plain(name: str, x: Tensor, hint: str) -> None:
     """Raise TypeError unless a tensor is a plain, strided one; `hint` is about DTensors."""
+    if type(x) in PLAIN_TYPES and x.layout is torch.strided and not x.is_nested:
+        return  # without further calls, which take CPU time
     if torch_compat.is_dtensor(x):
         raise TypeError(
             f"{name}: got a DTensor with placements {x.placements}, expected a plain tensor; "

@@ -15,12 +15,14 @@ from cutefce.ops.interface.arguments import (
     check_arguments,
     check_outputs,
 )
+from cutefce.ops.interface.call import is_active
 from cutefce.ops.interface.kept_classes import kept_indices, kept_values
 from cutefce.ops.interface.public_function import runs
 from cutefce.ops.interface.scalars import with_tensors
 from cutefce.ops.interface.soft_targets import one_class
 from cutefce.ops.parallel.dtensor import localize
 from cutefce.ops.rows.outputs import stat_rows
+from cutefce.ops.rows.top_classes import ABSENT_CLASS
 
 
 class LogProbs(NamedTuple):
@@ -80,7 +82,7 @@ def _log_probs(
         target = _any_target(input, outputs, given)
     call = localize(input, linear_weight, one_class(target, given), given)
     names = [name for name in OUTPUTS if name in outputs]
-    own, lse, entropy, *stored = torch.ops.cutefce.log_probs(
+    own, lse, entropy, stats = torch.ops.cutefce.loss_and_stats(
         call.h,
         call.w,
         None if target is None else call.y,
@@ -88,21 +90,30 @@ def _log_probs(
         workspace=workspace,
         **with_tensors(call.options, call.h),
     )
-    rows = dict(zip(stat_rows(names), stored, strict=False))
-    top = stored[len(rows) :]
+
+    def whole(rows: Tensor, *more: int) -> Tensor:
+        """Return values of tokens (N, ...) as (..., *more)."""
+        return rows.reshape(*call.y.shape, *more).movedim(0, call.dim)
+
+    active = is_active(stats)
+    stored = torch.where(active, stats, 0)
+    rows = {name: stored[row] for name, row in stat_rows(names).items()}
     rows |= {"lse": lse, "entropy": entropy}  # those that have gradients
-    found = {name: rows[name].movedim(0, call.dim) for name in names}
+    found = {name: whole(rows[name]) for name in names}
     if "is_top1" in found:
         found["is_top1"] = found["is_top1"].bool()
     for name in numbers:
         found[name] = found[name].long()
     others = (found.get(name) for name in OUTPUTS)
-    log_probs: Any = own.movedim(0, call.dim) if has_target else None
-    values = LogProbs(log_probs, *others)
-    if not top:
+    classes = call.options["target_indices"].shape[-1:] if target is None else ()
+    log_probs: Any = whole(own, *classes) if has_target else None
+    values, k = LogProbs(log_probs, *others), given.get("top_k", 0)
+    if not k:
         return values
-    top_log_probs, classes = top[0].movedim(0, call.dim).chunk(2, -1)
-    return values._replace(top_log_probs=top_log_probs, top_classes=classes.long())
+    top_log_probs = torch.where(active, stats[-2 * k : -k], -torch.inf)
+    top_classes = torch.where(active, stats[-k:], ABSENT_CLASS).long()
+    top = whole(top_log_probs.t(), k), whole(top_classes.t(), k)
+    return values._replace(top_log_probs=top[0], top_classes=top[1])
 
 
 def _check_numbers(outputs: Sequence[str], given: dict[str, Any], classes: int) -> None:

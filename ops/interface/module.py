@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from cutefce.ops.interface import checks
 from cutefce.ops.interface.api import linear_cross_entropy, refuse_chunking
-from cutefce.ops.interface.arguments import LossOptions, check_arguments, check_types, refuse
+from cutefce.ops.interface.arguments import LossOptions, check_arguments
 from cutefce.ops.parallel.consistency import report_errors
 
 ATTRIBUTES = *LossOptions.names(public=True), "workspace"
@@ -64,11 +64,9 @@ class LinearCrossEntropyLoss(nn.Module):
         gradient: str = "exact",
         samples: int = 256,
         workspace: int | str | None = None,
-        **removed: Any,
     ) -> None:
         """Make the head; the parameters are those of torch's module and of the function."""
         super().__init__()
-        refuse(removed)
         self.reduction = reduction
         self.ignore_index = ignore_index
         self.label_smoothing = label_smoothing
@@ -79,19 +77,14 @@ class LinearCrossEntropyLoss(nn.Module):
         self.samples = samples
         self.workspace = workspace
         given = self._attributes()
-        sizes = {"in_features": in_features, "num_classes": num_classes}
-        check_arguments(given | sizes | {"bias": bias, "weight": weight})
-        check_types(out_features=out_features)
-        for x in out_features:
-            if isinstance(x, bool) or not isinstance(x, checks.INTEGERS):
-                raise TypeError(f"out_features: got {x!r} among them, expected integers")
-            checks.check_value("out_features", x, checks.SIZE)
+        more = {"in_features": in_features, "num_classes": num_classes, "bias": bias}
+        check_arguments(given | more | {"weight": weight, "out_features": out_features})
         LossOptions.from_keywords({n: x for n, x in given.items() if x is not None}).check()
         checks.workspace_bytes(workspace)
         refuse_chunking(options)
         if weight is not None:
             of = checks.Operands(weight, weight, (), num_classes)
-            checks.check_class_factors("weight", weight, of)
+            checks.check_floats("weight", weight, of, (num_classes,))
         self.num_classes = num_classes
         self.out_features = tuple(out_features)
         rows = math.prod(self.out_features, start=num_classes)
@@ -122,7 +115,6 @@ class LinearCrossEntropyLoss(nn.Module):
         with report_errors(None, getattr(self.linear, "weight", None)):
             _check_linear(self.linear)
             weight: Tensor = self.linear.weight
-            _check_features(input, weight.shape[1])
         bias: Tensor | None = self.linear.bias
         if self.out_features:
             sizes = self.num_classes, *self.out_features
@@ -172,12 +164,3 @@ def _check_linear(linear: Any) -> None:
         "the module that holds it, call torch.nn.utils.prune.remove, or take weight_norm of "
         "torch.nn.utils.parametrizations"
     )
-
-
-def _check_features(input: Tensor, in_features: int) -> None:
-    """Raise ValueError unless hidden states (..., D) fit a module's D."""
-    if isinstance(input, Tensor) and input.shape[-1:] != (in_features,):
-        raise ValueError(
-            f"input: got shape {tuple(input.shape)}, expected (..., {in_features}), the "
-            "in_features of the module"
-        )

@@ -1,16 +1,12 @@
 """Probabilities of all classes as the target, as of `torch.nn.functional.cross_entropy`."""
 
-import dataclasses
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from cutefce.ops.interface import checks, heads
-from cutefce.ops.interface.arguments import LossOptions, StepOptions, TensorOptions
-from cutefce.ops.interface.soft_targets import check_soft_targets
-from cutefce.ops.operators import probabilities  # noqa: F401  (registers)
-from cutefce.ops.operators.context import autocast, wanted_gradients
+from cutefce.ops.interface.arguments import LossCall, LossOptions
 from cutefce.ops.rows.targets import inverse_of, inverse_of_sum
 
 IGNORED = LossOptions().ignore_index
@@ -29,50 +25,26 @@ def is_probabilities(target: Any) -> bool:
     return isinstance(target, Tensor) and target.is_floating_point()
 
 
-def loss_of_probabilities(
-    input: Tensor,
-    linear_weight: Tensor,
-    target: Tensor,
-    arguments: dict[str, Any],
-) -> tuple[Tensor, Tensor]:
-    """Return the loss of probabilities (..., V), and log-sum-exps (...) without gradient.
-
-    The arguments are those of `cutefce.ops.interface.call.loss`.
-
-    Raises:
-        TypeError, ValueError, NotImplementedError: naming the argument.
-    """
-    checks.check_transform("linear_cross_entropy")
-    options = LossOptions.from_keywords(arguments)
-    tensors = TensorOptions.from_keywords(arguments)
-    h, w = autocast(input, linear_weight)
-    if tensors.soft_targets:
-        check_soft_targets(target, h, options, tensors, 1)
-    _check(target, h, w, arguments)
-    options.check()
-    tensors.check(checks.Operands(h, w, h.shape[:-1], len(w)), options.reduction)
-    tensors, rows = tensors.prepared(h), h.reshape(-1, h.shape[-1])
-    token = tensors.token_weights
+def of_rows(call: LossCall) -> LossCall:
+    """Return a call of probabilities (..., V) as one of (N, V), with a loss for each token."""
+    h, y, token = call.h, call.y, call.tensors.token_weights
     if token is not None:
-        token = token.reshape(-1)  # of one token, too
-        tensors = dataclasses.replace(tensors, token_weights=token)
-        rows = torch.where((token == 0)[:, None], 0, rows)  # what they hold does not matter
-    wanted = wanted_gradients(h, w, tensors.linear_bias)
-    step = StepOptions(checks.workspace_bytes(arguments.get("workspace")), *wanted)
-    losses, lse = torch.ops.cutefce.losses_of_probabilities(
-        rows, w, target.reshape(-1, len(w)), *step.pack(), *options.pack(), *tensors.pack()
-    )
-    if token is not None:
-        lse = torch.where(token == 0, 0, lse)
-    lse = lse.reshape(h.shape[:-1])
-    if options.reduction == "none":
-        return losses.reshape(h.shape[:-1]), lse
-    if options.reduction == "sum":
-        return losses.sum(), lse
-    if tensors.denominator is not None:
-        return losses.sum() * inverse_of(tensors.denominator, losses.dtype), lse
-    weights = losses.new_ones(len(rows)) if token is None else token.to(losses.dtype)
-    return losses.sum() * inverse_of_sum(weights, weights != 0, losses.dtype), lse
+        h = torch.where((token == 0)[:, None], 0, h)  # what they hold does not matter
+    y = y.reshape(-1, y.shape[-1])
+    return call._replace(h=h, y=y, options=call.options.per_token())
+
+
+def reduced(losses: Tensor, call: LossCall) -> Tensor:
+    """Return the loss of a call of probabilities, whose tokens have `losses` (N,)."""
+    reduction, token = call.options.reduction, call.tensors.token_weights
+    if reduction == "none":
+        return losses.reshape(call.y.shape[:-1])
+    if reduction == "sum":
+        return losses.sum()
+    if call.tensors.denominator is not None:
+        return losses.sum() * inverse_of(call.tensors.denominator, losses.dtype)
+    weights = torch.ones_like(losses) if token is None else token.to(losses.dtype)
+    return losses.sum() * inverse_of_sum(weights, weights != 0, losses.dtype)
 
 
 def _refuse(arguments: dict[str, Any]) -> None:
@@ -93,7 +65,7 @@ def _refuse(arguments: dict[str, Any]) -> None:
         )
 
 
-def _check(target: Tensor, h: Tensor, w: Tensor, arguments: dict[str, Any]) -> None:
+def check_probabilities(target: Tensor, h: Tensor, w: Tensor, arguments: dict[str, Any]) -> None:
     """Raise an error that names the argument unless target is (..., V) of h (..., D), w (V, D).
 
     `arguments` are those that are given by name.

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from cutefce.ops.interface import checks, heads
 from cutefce.ops.interface.arguments import OF_TARGET, LossOptions, TensorOptions
+from cutefce.ops.rows.targets import OUTPUTS
 
 MAX_CLASSES = 256
 """The most classes of a token."""
@@ -28,24 +29,54 @@ def one_class(target: Tensor | None, given: dict[str, Any]) -> Tensor:
 def check_soft_targets(
     target: Tensor | None, h: Any, options: LossOptions, tensors: TensorOptions, parts: int
 ) -> Tensor:
-    """Raise an error that names the argument unless soft targets are given in place of `target`.
+    """Raise an error that names the argument unless classes are given in place of `target`.
 
-    Return one class of each token (...), for checks of shapes.  `parts` is the number of ranks
-    whose h (..., D), one after another, have the tokens.
+    Those of a loss have probabilities, those of outputs none.  Return one class of each token
+    (...), for checks of shapes.  `parts` is the number of ranks whose h (..., D), one after
+    another, have the tokens.
     """
     indices, probs = tensors.target_indices, tensors.target_probs
-    if target is not None:
+    of_outputs = options.reduction == OUTPUTS
+    if of_outputs and probs is not None:
         raise ValueError(
-            "target: got one beside target_indices and target_probs, expected None beside them"
+            "target_probs: got probabilities with log-probabilities, expected None: "
+            "target_indices are the classes"
         )
+    if target is not None:
+        raise ValueError("target: got one beside target_indices, expected None beside it")
     one = one_class(None, tensors.soft_targets)
     for name, x in (("target_indices", indices), ("target_probs", probs)):
-        if x is None:
+        if x is not None:
+            checks.check_layout(name, x)
+            checks.check_device(name, x, h)
+        elif not of_outputs:
             other = "target_probs" if name == "target_indices" else "target_indices"
             raise ValueError(f"{name}: got None beside {other}, expected a tensor of its shape")
-        _check_place(name, x, h)
-    assert indices is not None and probs is not None
-    check_indices(indices, h, parts)
+    assert indices is not None
+    _check_indices(indices, h, parts)
+    if probs is None:
+        _check_outputs(options, tensors)
+    else:
+        _check_probs(probs, indices, options)
+    return one
+
+
+def _check_outputs(options: LossOptions, tensors: TensorOptions) -> None:
+    """Raise NotImplementedError for what outputs of several classes do not have."""
+    for name in options.output_names:
+        if name in OF_TARGET:
+            raise NotImplementedError(
+                f"outputs: got {name!r} with target_indices, which is about one target; "
+                "expected 'argmax'"
+            )
+    if tensors.logit_floor is not None:
+        raise NotImplementedError(
+            "logit_floor: got one with target_indices, expected None, or a target"
+        )
+
+
+def _check_probs(probs: Tensor, indices: Tensor, options: LossOptions) -> None:
+    """Raise an error unless probabilities are constants of the classes `indices` (..., K)."""
     checks.check_dtype("target_probs", probs)
     checks.check_constant("target_probs", probs)
     if not checks.are_equal("target_probs", probs.shape, indices.shape):
@@ -58,47 +89,10 @@ def check_soft_targets(
             f"ignore_index: got {options.ignore_index} with target_indices, expected None: a "
             "token whose probabilities are all 0 is ignored"
         )
-    return one
 
 
-def check_output_classes(
-    target: Tensor | None, h: Any, options: LossOptions, tensors: TensorOptions, parts: int
-) -> Tensor:
-    """Raise an error that names the argument unless classes are given in place of `target`.
-
-    Return one class of each token (...), for checks of shapes.  `parts` is the number of ranks
-    whose h (..., D), one after another, have the tokens.
-    """
-    indices = tensors.target_indices
-    if tensors.target_probs is not None:
-        raise ValueError(
-            "target_probs: got probabilities with log-probabilities, expected None: "
-            "target_indices are the classes"
-        )
-    if target is not None:
-        raise ValueError("target: got one beside target_indices, expected None beside it")
-    one = one_class(None, tensors.soft_targets)
-    assert indices is not None
-    check_indices(indices, h, parts)
-    one_target = [name for name in options.output_names if name in OF_TARGET]
-    if one_target:
-        raise NotImplementedError(
-            f"outputs: got {one_target[0]!r} with target_indices, which is about one target; "
-            "expected 'argmax'"
-        )
-    if tensors.logit_floor is not None:
-        raise NotImplementedError(
-            "logit_floor: got one with target_indices, expected None, or a target"
-        )
-    return one
-
-
-def check_indices(indices: Tensor, h: Any, parts: int) -> None:
-    """Raise an error unless `target_indices` are up to `MAX_CLASSES` integers of each token.
-
-    `parts` is as for `check_soft_targets`.
-    """
-    _check_place("target_indices", indices, h)
+def _check_indices(indices: Tensor, h: Any, parts: int) -> None:
+    """Raise an error unless `target_indices` are up to `MAX_CLASSES` integers of each token."""
     if not checks.has_integers(indices):
         raise TypeError(f"target_indices: got dtype {indices.dtype}, expected integers")
     tokens = heads.token_shape(h, parts)
@@ -113,8 +107,3 @@ def check_indices(indices: Tensor, h: Any, parts: int) -> None:
         raise ValueError(
             f"target_indices: got {indices.shape[-1]} classes a token, expected 1 to {MAX_CLASSES}"
         )
-
-
-def _check_place(name: str, x: Tensor, h: Any) -> None:
-    checks.check_layout(name, x)
-    checks.check_device(name, x, h)

@@ -19,7 +19,7 @@ from cutefce.ops.operators import operators
 from cutefce.ops.operators.context import can_bypass_dispatcher
 from cutefce.ops.operators.operators import IMPLS, LIBRARY, STEP
 from cutefce.ops.parallel.consistency import report_errors
-from cutefce.ops.rows.targets import NO_TENSORS
+from cutefce.ops.rows.targets import NO_TENSORS, OUTPUTS
 from cutefce.ops.schema import unpack
 
 Records = tuple[StepOptions, LossOptions, TensorOptions, Sharding]
@@ -29,57 +29,50 @@ NAMES = {record: record.names() for record in STEP}
 
 
 class LinearCrossEntropy(torch.autograd.Function):
-    """`loss_forward`, differentiated by `loss_backward`."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, h: Tensor, w: Tensor, bias: Tensor | None, y: Tensor, records: Records
-    ) -> tuple[Tensor, Tensor]:
-        """Return the reduced loss and the statistics; the bias is that of the records, too."""
-        writes = records[2].grad_output is not None
-        operator = operators.loss_forward_into if writes else operators.loss_forward
-        loss, stats = run(operator, (h, w, y), records)
-        ctx.mark_non_differentiable(stats)
-        _save(ctx, h, w, y, stats, records)
-        return loss, stats
-
-    @staticmethod
-    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Return dX, dW and the bias' gradient for the upstream gradient of the loss."""
-        if upstream[0] is None:
-            return None, None, None, None, None
-        with report_errors(ctx.group):
-            return *_backward(ctx, upstream[0], *_saved(ctx)), None, None
-
-
-class RowOutputs(torch.autograd.Function):
-    """`loss_forward` with reduction "outputs": log-probabilities, lse, entropy and statistics."""
+    """The loss or the outputs of tokens, differentiated by an operator of the backward."""
 
     @staticmethod
     def forward(
         ctx: Any, h: Tensor, w: Tensor, bias: Tensor | None, y: Tensor, records: Records
     ) -> tuple[Tensor, ...]:
-        """Return log-probabilities (N,) or (N, K), lse and entropy (N,), and the statistics."""
-        rows, stats = run(operators.loss_forward, (h, w, y), records)
-        own = rows[0] if len(rows) == 3 else rows[:-2].t()
+        """Return the reduced loss, or the outputs, and the statistics.
+
+        The bias is that of the records, too.  Outputs are log-probabilities (N,) or (N, K), lse and
+        entropy (N,).
+        """
+        writes = records[2].grad_output is not None
+        operator = operators.loss_forward_into if writes else operators.loss_forward
+        result, stats = run(operator, (h, w, y), records)
         ctx.mark_non_differentiable(stats)
         _save(ctx, h, w, y, stats, records)
-        return own.clone(), *(row.clone() for row in rows[-2:]), stats
+        if records[1].reduction != OUTPUTS:
+            return result, stats
+        own = result[0] if len(result) == 3 else result[:-2].t()
+        return own.clone(), *(row.clone() for row in result[-2:]), stats
 
     @staticmethod
-    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Return the gradients for the upstream gradients of the outputs."""
+    def backward(ctx: Any, *upstream: Any) -> tuple[Tensor | None, ...]:
+        """Return dX, dW and the bias' gradient for the upstream gradients of the results."""
+        if not any(x is not None for x in upstream):
+            return None, None, None, None, None
         with report_errors(ctx.group):
-            if upstream[2] is not None:
+            returns_rows = ctx.options.reduction == OUTPUTS
+            if returns_rows and upstream[2] is not None:
                 ctx.options.check_entropy_gradient()
             operands, tensors = _saved(ctx)
-            stats = operands[-1]
-            sizes, zeros = (tensors.output_classes, 1, 1), stats.new_zeros(1, stats.shape[1])
-            # entropy's gradient takes one more pass over the exponentials
-            given = upstream[:3] if upstream[2] is not None else upstream[:2]
-            pairs = zip(given, sizes, strict=False)
-            rows = [(zeros.expand(k, -1) if x is None else x.reshape(-1, k).t()) for x, k in pairs]
-            return *_backward(ctx, torch.cat(rows), operands, tensors), None, None
+            given = _joined(upstream, operands[-1], tensors) if returns_rows else upstream[0]
+            return *_backward(ctx, given, operands, tensors), None, None
+
+
+def _joined(upstream: Sequence[Tensor | None], stats: Tensor, tensors: TensorOptions) -> Tensor:
+    """Return the upstream gradients of outputs as rows, without entropy's if it has none."""
+    sizes, zeros = (tensors.output_classes, 1, 1), stats.new_zeros(1, stats.shape[1])
+    # entropy's gradient takes one more pass over the exponentials
+    given = upstream[:3] if upstream[2] is not None else upstream[:2]
+    pairs = zip(given, sizes, strict=False)
+    return torch.cat(
+        [(zeros.expand(k, -1) if x is None else x.reshape(-1, k).t()) for x, k in pairs]
+    )
 
 
 class LinearCrossEntropyGradients(torch.autograd.Function):
@@ -166,13 +159,10 @@ def run(operator: Callable[..., Any], operands: tuple[Any, ...], records: tuple[
     `operands` are its first arguments; `records` have the others, the last but one those that are
     tensors.
     """
-    if torch.compiler.is_compiling():
-        return dispatch(operator, operands, records)
-    tensors = [x for x in operands if isinstance(x, Tensor)]
-    if records:
-        tensors += records[-2].given.values()
-    if can_bypass_dispatcher(*tensors):
-        return IMPLS[operator](*operands, *records)
+    if not torch.compiler.is_compiling():
+        more = records[-2].given.values() if records else ()
+        if can_bypass_dispatcher(*operands, *more):
+            return IMPLS[operator](*operands, *records)
     return dispatch(operator, operands, records)
 
 

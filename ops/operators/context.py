@@ -3,7 +3,7 @@
 import contextlib
 import functools
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,17 +15,18 @@ PLAIN_TYPES = {Tensor, Parameter}
 """Tensor types that do not intercept operators."""
 
 
-def can_bypass_dispatcher(h: Tensor, *others: Tensor | None) -> bool:
+def can_bypass_dispatcher(h: Tensor, *others: Any) -> bool:
     """Whether the dispatcher would only call the implementation, for tensors of one device.
 
-    Calling it directly then saves CPU time.
+    Calling it directly then saves CPU time.  What is no tensor does not matter.
     """
     if torch_compat.has_dispatch_mode() or h.is_meta:
         return False
     for x in (h, *others):
-        if x is not None and (
-            type(x) not in PLAIN_TYPES or x.layout is not torch.strided or x.is_neg()
-        ):
+        if type(x) in PLAIN_TYPES:
+            if x.layout is not torch.strided or x.is_neg():
+                return False
+        elif isinstance(x, Tensor):
             return False
     return True
 
@@ -62,10 +63,8 @@ def refuse_tangents() -> None:
 
 def outside_autocast(device_type: str) -> contextlib.AbstractContextManager[None]:
     """Return a region where operators on devices of this type do not cast their inputs."""
-    if not is_autocasting(device_type):
-        return contextlib.nullcontext()
-    off = torch.autocast(device_type, enabled=False)
-    return cast(contextlib.AbstractContextManager[None], off)
+    off: Any = torch.autocast(device_type, enabled=False) if is_autocasting(device_type) else None
+    return off or contextlib.nullcontext()
 
 
 def is_mixed(h: Tensor, w: Tensor) -> bool:

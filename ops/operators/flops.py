@@ -16,7 +16,6 @@ from torch.utils.flop_counter import register_flop_formula
 
 from cutefce.ops.interface.arguments import StepOptions
 from cutefce.ops.operators.operators import STEP
-from cutefce.ops.operators.probabilities import RECORDS
 from cutefce.ops.schema import unpack
 
 
@@ -48,18 +47,3 @@ def _backward_flop(
     step, options, *_ = unpack(arguments, *STEP)
     rows = min(options.samples, w_shape[0]) if options.is_sampled else w_shape[0]
     return (step.grad_hidden + step.grad_weight) * product((rows, w_shape[1]), y_shape)
-
-
-@register_flop_formula(torch.ops.cutefce.losses_of_probabilities)
-def _probabilities_flop(h_shape: Any, w_shape: Any, *_: Any, out_shape: Any = None) -> int:
-    return product(w_shape, h_shape)
-
-
-@register_flop_formula(torch.ops.cutefce.losses_of_probabilities_backward)
-def _probabilities_backward_flop(
-    upstream_shape: Any, h_shape: Any, w_shape: Any, *rest: Any, out_shape: Any = None
-) -> int:
-    _, *arguments = rest
-    step: StepOptions
-    step, *_ = unpack(arguments, *RECORDS)
-    return (1 + step.grad_weight) * product(w_shape, h_shape)

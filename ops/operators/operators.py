@@ -34,6 +34,10 @@ from cutefce.ops.operators import meta, saved
 from cutefce.ops.operators.agreement import agreed_backward, agreed_forward, agreed_upstream
 from cutefce.ops.operators.context import isolated_context, refuse_tangents
 from cutefce.ops.operators.operands import plan_of, prepare, resume
+from cutefce.ops.operators.probabilities import (
+    gradients_of_probabilities,
+    losses_of_probabilities,
+)
 from cutefce.ops.operators.saved import Saved
 from cutefce.ops.parallel.shard import shard_of
 from cutefce.ops.primitives.dispatch import falls_back
@@ -78,9 +82,14 @@ def define(
 
 
 def loss_forward(h: Tensor, w: Tensor, y: Tensor, *records: Any) -> tuple[Tensor, Tensor]:
-    """Return the reduced loss and the statistics (NUM_STATS, N), of the records `STEP`."""
+    """Return the reduced loss and the statistics (NUM_STATS, N), of the records `STEP`.
+
+    Targets that are probabilities (N, V) have a loss for each token.
+    """
     refuse_tangents()
     x = LossCall(h, w, y, *records).computed()
+    if y.is_floating_point():
+        return losses_of_probabilities(x)
     plan = plan_of(x)
     with _compiling_at_once(plan, x):
         return _loss_forward(plan, x)
@@ -163,6 +172,8 @@ def loss_backward(
     or of outputs (K + 2, N), without its last row if entropy has no gradient.
     """
     x = LossCall(h, w, y, *records).computed()
+    if y.is_floating_point():
+        return gradients_of_probabilities(upstream, x)
     upstream, options, tensors = agreed_upstream(upstream, x.tensors), x.options, x.tensors
     results = saved.saved_with(stats)
     if results and not results.is_of(y, tensors):

@@ -10,32 +10,24 @@ it need not be 0 or more, nor add up to 1.
 """
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from cutefce.cute_kernels.workspace import NUM_STATS, Stat
 from cutefce.ops.dtypes import sum_dtype
-from cutefce.ops.interface.arguments import LossOptions, StepOptions, TensorOptions
-from cutefce.ops.operators.autograd import differentiate
-from cutefce.ops.operators.context import isolated_context
-from cutefce.ops.operators.meta import empty_gradients
-from cutefce.ops.operators.operators import IMPLS, LIBRARY, define
+from cutefce.ops.interface.arguments import LossCall
 from cutefce.ops.primitives.dispatch import report
 from cutefce.ops.primitives.portable_gradients import matmul_into
 from cutefce.ops.rows.blocks import blocks
-from cutefce.ops.schema import unpack
 
 COPIES = 7
 """Tensors of the size of a block's logits, in the dtype of sums, that a step makes at most."""
 MIN_ROWS, MAX_ROWS = 64, 4096
 """Tokens of a block."""
-RECORDS = StepOptions, LossOptions, TensorOptions
-"""Those of an operator's arguments behind h, w and probs."""
 SMALLEST = 2.0**-126
 """The smallest normal float32."""
-BIAS = 3 + sum(len(record.names()) for record in RECORDS[:2])
-"""The place of the bias among an operator's arguments."""
 
 
 class Block(NamedTuple):
@@ -56,37 +48,43 @@ def block_rows(budget: int, vocab: int, dtype: torch.dtype) -> int:
     return min(max(rows, MIN_ROWS), MAX_ROWS)
 
 
-def losses_of_probabilities(
-    h: Tensor, w: Tensor, probs: Tensor, *arguments: Any
-) -> tuple[Tensor, Tensor]:
-    """Return losses and log-sum-exps (N,) of h (N, D), w (V, D) and probs (N, V).
+def losses_of_probabilities(x: LossCall) -> tuple[Tensor, Tensor]:
+    """Return losses (N,) and statistics of a call whose targets are probabilities (N, V).
 
-    The others are those of `RECORDS`.
+    Of the statistics only what the log-sum-exp is made of is defined.
 
     Raises:
         RuntimeError: in strict mode.
     """
+    h, token = x.h, x.tensors.token_weights
     if len(h):
         report("target: got probabilities (N, V), expected class indices", h.is_cuda)
-    losses, lse = h.new_empty(2, len(h), dtype=sum_dtype(h.dtype))
-    for rows, u, b, z in _blocks(h, w, probs, *unpack(arguments, *RECORDS)):
-        lse[rows] = u.logsumexp(1)
+    losses = h.new_empty(len(h), dtype=sum_dtype(h.dtype))
+    stats = losses.new_ones(NUM_STATS, len(h))
+    for rows, u, b, z in _blocks(x):
+        lse = u.logsumexp(1)
         # where b is 0, a class may have the logit -inf
         losses[rows] = u.log_softmax(1).mul_(b).masked_fill_(b == 0, 0).sum(1).neg_()
-        losses[rows] += z * lse[rows].square()
-    return losses.clone(), lse.clone()
+        losses[rows] += z * lse.square()
+        # a reference of +inf is that of an ignored token
+        stats[Stat.REFERENCE, rows] = lse.clamp(max=torch.finfo(lse.dtype).max)
+        stats[Stat.SUM_EXP, rows] = torch.where(lse == torch.inf, torch.inf, 1.0)
+    if token is not None:
+        stats[Stat.REFERENCE].masked_fill_(token == 0, torch.inf)
+    return losses, stats
 
 
-def losses_of_probabilities_backward(
-    upstream: Tensor, h: Tensor, w: Tensor, probs: Tensor, *arguments: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of h, w and bias, the last two without rows if they are not wanted."""
-    step, options, tensors = unpack(arguments, *RECORDS)
-    own, dx = w.to(h.dtype), torch.empty_like(h)
+def gradients_of_probabilities(upstream: Tensor, x: LossCall) -> tuple[Tensor, Tensor, Tensor]:
+    """Return dX (N, D), dW (V, D) and the bias' gradient (V,), without rows if not wanted.
+
+    `upstream` are the gradients of the losses (N,).
+    """
+    h, w, _, step, options, tensors, _ = x
+    own, dx = w.to(h.dtype), h.new_empty(len(h) if step.grad_hidden else 0, h.shape[1])
     dw = upstream.new_zeros(len(w) if step.grad_weight else 0, w.shape[1])
     dbias = upstream.new_zeros(len(w) if step.grad_bias else 0)
     is_narrow, unit_of_dw = h.dtype == torch.float16, upstream.new_tensor(SMALLEST)
-    for rows, u, b, z in _blocks(h, w, probs, step, options, tensors):
+    for rows, u, b, z in _blocks(x):
         g = upstream[rows, None]
         total = b.sum(1) + 2 * z * u.logsumexp(1)
         du = u.softmax(1).mul_(g * total[:, None]).sub_(b.mul_(g))
@@ -99,16 +97,16 @@ def losses_of_probabilities_backward(
         du.mul_(options.logit_scale)
         units = _units(du) if is_narrow else None
         rounded = (du if units is None else du.div_(units)).to(h.dtype)
-        part = upstream.new_empty(len(du), w.shape[1])
-        matmul_into(part, rounded, own, accumulate=False)
+        if step.grad_hidden:
+            part = upstream.new_empty(len(du), w.shape[1])
+            matmul_into(part, rounded, own, accumulate=False)
+            dx[rows] = part if units is None else part.mul_(units)
         if units is not None:
-            part.mul_(units)
             # sums of blocks before are of a unit that may be smaller
             largest = torch.maximum(units.amax(), unit_of_dw)
             dw.mul_(unit_of_dw / largest)
             unit_of_dw = largest
             rounded = du.mul_(units / largest).to(h.dtype)
-        dx[rows] = part
         if step.grad_weight:
             matmul_into(dw, rounded.t(), h[rows], accumulate=True)
     if is_narrow:
@@ -127,14 +125,8 @@ def _units(du: Tensor) -> Tensor:
     return torch.where((units > 0) & units.isfinite(), units, SMALLEST)
 
 
-def _blocks(
-    h: Tensor,
-    w: Tensor,
-    probs: Tensor,
-    step: StepOptions,
-    options: LossOptions,
-    tensors: TensorOptions,
-) -> Iterator[Block]:
+def _blocks(x: LossCall) -> Iterator[Block]:
+    h, w, probs, step, options, tensors, _ = x
     dtype, own = sum_dtype(h.dtype), w.to(h.dtype).t()
     for rows in blocks(len(h), block_rows(step.budget, len(w), h.dtype)):
         u = h.new_empty(rows.stop - rows.start, len(w), dtype=dtype)
@@ -162,51 +154,3 @@ def _column(temperature: Tensor | None, rows: slice) -> Tensor | float:
     if temperature is None or not temperature.ndim:
         return 1.0 if temperature is None else temperature
     return temperature[rows, None]
-
-
-def _fake(h: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    losses = h.new_empty(len(h), dtype=sum_dtype(h.dtype))
-    return losses, torch.empty_like(losses)
-
-
-def _fake_backward(
-    upstream: Tensor, h: Tensor, w: Tensor, probs: Tensor, *arguments: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    step, _, tensors = unpack(arguments, *RECORDS)
-    return empty_gradients(h, w, tensors.linear_bias, True, step.grad_weight, step.grad_bias)
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    h, w, probs, *arguments = inputs
-    ctx.step, ctx.options, tensors = unpack(arguments, *RECORDS)
-    ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(h, w, probs, *tensors.pack())
-
-
-def _backward(ctx: Any, upstream: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    h, w, probs, *given = ctx.saved_tensors
-    records = ctx.step, ctx.options, TensorOptions(*given)
-    arguments = (x for record in records for x in record.pack())
-    operands = upstream, h, w, probs, *arguments
-    dx, dw, dbias = differentiate(losses_of_probabilities_backward, operands)
-    found = {0: dx, 1: dw, BIAS: dbias}
-    wanted = enumerate(ctx.needs_input_grad)
-    return (*(found.get(place) if is_wanted else None for place, is_wanted in wanted),)
-
-
-_OPERANDS = "Tensor h, Tensor w, Tensor probs"
-_RECORDS = ", ".join(record.schema() for record in RECORDS)
-for function, fake, operands, results in (
-    (losses_of_probabilities, _fake, _OPERANDS, "Tensor, Tensor"),
-    (
-        losses_of_probabilities_backward,
-        _fake_backward,
-        f"Tensor upstream, {_OPERANDS}",
-        "Tensor, Tensor, Tensor",
-    ),
-):
-    IMPLS[function] = isolated_context(function)
-    define(function, f"({operands}, {_RECORDS}) -> ({results})", fake, IMPLS[function])
-torch.library.register_autograd(
-    "cutefce::losses_of_probabilities", _backward, setup_context=_save, lib=LIBRARY
-)

@@ -117,7 +117,7 @@ def _log_probs(**arguments: Any) -> Tensor:
 
 
 def _operator_of_log_probs(**arguments: Any) -> Any:
-    return OPERATORS.log_probs(**arguments)[0]
+    return OPERATORS.loss_and_stats(outputs="lse", **arguments)[0]
 
 
 def _of_positions(**arguments: Any) -> Any:
