@@ -93,7 +93,7 @@ def _log_probs(
 
     def whole(rows: Tensor, *more: int) -> Tensor:
         """Return values of tokens (N, ...) as (..., *more)."""
-        return rows.reshape(*call.y.shape, *more).movedim(0, call.dim)
+        return rows.reshape((*call.y.shape, *more)).movedim(0, call.dim)
 
     active = is_active(stats)
     stored = torch.where(active, stats, 0)
