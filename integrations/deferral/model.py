@@ -66,10 +66,9 @@ def defer(
 
         _backends._type2backend[DeferredLogits] = _backends.get_backend(torch.empty(0))
     for head in heads:
-        head.__class__ = DeferringLinear
-        head.counts, head.in_evaluation, head.loss_options = Counts(), evaluation, loss_options
-        _set_forward(head, DeferringLinear)
+        _defer_head(head, evaluation, loss_options)
     if owner not in heads and make_outputs not in owner._forward_hooks.values():
+        owner.register_forward_pre_hook(defer_copies)
         owner.register_forward_hook(make_outputs, prepend=True)
 
 
@@ -87,9 +86,10 @@ def undefer(model: nn.Module) -> None:
         if type(head) is DeferringLinear:
             head.__class__ = nn.Linear  # type: ignore[assignment]
     for module in model.modules():
-        for key, hook in [*module._forward_hooks.items()]:
-            if hook is make_outputs:
-                del module._forward_hooks[key]
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            for key, hook in [*hooks.items()]:
+                if hook in (defer_copies, make_outputs):
+                    del hooks[key]
 
 
 def deferral_report(model: nn.Module) -> DeferralReport:
@@ -101,6 +101,25 @@ def deferral_report(model: nn.Module) -> DeferralReport:
     """
     counts: Counter[str] = sum((head.counts.found for head in _deferred(model)), Counter())
     return DeferralReport(counts.pop("", 0), dict(counts))
+
+
+def defer_copies(model: Any, arguments: Any) -> None:
+    """Defer the copies of a deferred head that adapters of peft made since: a forward pre-hook.
+
+    Most are copies of the head, and deferred as it is; one with a tied weight is made anew.
+    """
+    head = None if torch.compiler.is_compiling() else model.get_output_embeddings()
+    copies, own = getattr(head, "modules_to_save", None), getattr(head, "original_module", None)
+    if isinstance(copies, nn.ModuleDict) and isinstance(own, DeferringLinear) and own.is_deferring:
+        for copy in copies.values():
+            if type(copy) is nn.Linear:
+                _defer_head(copy, own.in_evaluation, own.loss_options)
+
+
+def _defer_head(head: Any, evaluation: bool, loss_options: dict[str, Any]) -> None:
+    head.__class__ = DeferringLinear
+    head.counts, head.in_evaluation, head.loss_options = Counts(), evaluation, loss_options
+    _set_forward(head, DeferringLinear)
 
 
 def _set_forward(head: Any, kind: type[nn.Linear]) -> None:
