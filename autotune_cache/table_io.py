@@ -68,6 +68,8 @@ def _parsed(data: Any, gpu: Gpu | None) -> Table:
         if not configs:
             left_out += 1
             continue
+        if item["dtype"] not in gpu.arch.dtypes:
+            raise ValueError(f"dtype: got {item['dtype']!r}, expected one of {gpu.arch.dtypes}")
         sizes = (_positive(item, name, int) for name in ("hidden", "vocab", "tokens"))
         key = Key(str(item["kernel"]), str(item["dtype"]), *sizes)
         times = (float(_positive(item, name, int, float)) for name in ("ms", "default_ms"))

@@ -10,7 +10,7 @@ SFT, DPO, KTO, GRPO and RLOO take their values from `linear_log_probs`, distilla
 capped logits, the gradient of their entropy, and a weight that ZeRO-3 partitions.
 """
 
-import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -48,7 +48,7 @@ def enable() -> None:
         ImportError: if TRL is not installed.
         RuntimeError: if a function of TRL has other parameters.
     """
-    hooks.replace(LOG_PROBS, log_probs, tested=TESTED, unused=["chunk_size"])
+    hooks.replace(LOG_PROBS, log_probs, tested=TESTED)
     hooks.replace(DISTILLATION, divergence_loss, tested=TESTED)
 
 
@@ -75,6 +75,7 @@ def log_probs(
     bias: Tensor | None,
     targets: Tensor,
     temperature: float,
+    chunk_size: int,
     final_logit_softcapping: float | None = None,
     logit_scale: float = 1.0,
     outputs: Sequence[str] = (*OUTPUTS,),
@@ -83,7 +84,7 @@ def log_probs(
 ) -> Values:
     """Return log-probabilities (N,) of targets (N,), and the values that `outputs` names.
 
-    More than eight parameters: they are TRL's, but for `chunk_size`, and TRL's own function, `own`.
+    More than eight parameters: they are TRL's, and TRL's own function, `own`.
     """
     if hasattr(weight, "ds_id"):
         raise hooks.NotServedError
@@ -109,25 +110,28 @@ def log_probs(
         with torch.no_grad():
             mean = own(outputs=("mean_logits",))[3]
     if is_capped and entropy is not None:
+        # which holds no hidden states and no weight, as what is saved for a backward does
+        of_trl: Callable[..., Values] = inspect.unwrap(own)
+        rest = targets, temperature, chunk_size, final_logit_softcapping, logit_scale, ("entropy",)
         entropy = EntropyOfOwn.apply(  # type: ignore[no-untyped-call]
-            functools.partial(own, outputs=("entropy",)), entropy.detach(), hidden, weight, bias
+            lambda *leaves: of_trl(*leaves, *rest)[1], entropy.detach(), hidden, weight, bias
         )
     return found.log_probs, entropy, None if squares is None else squares.log(), mean, found.is_top1
 
 
 class EntropyOfOwn(torch.autograd.Function):
-    """Entropies (N,) whose gradient is that of TRL's own function of the operands.
+    """Entropies (N,) whose gradient is that of another function of the operands.
 
     It runs in the backward, if a gradient arrives there.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, own: Callable[..., Values], entropy: Tensor, *operands: Tensor | None
+        ctx: Any, function: Callable[..., Tensor], entropy: Tensor, *operands: Tensor | None
     ) -> Tensor:
         """Return `entropy`."""
         device = entropy.device.type
-        ctx.own = own
+        ctx.function = function
         ctx.autocast = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
         ctx.save_for_backward(*operands)
         return entropy.view_as(entropy)
@@ -141,8 +145,7 @@ class EntropyOfOwn(torch.autograd.Function):
         needed = [x.requires_grad_() for x, is_asked in pairs if is_asked and x is not None]
         device, dtype, enabled = ctx.autocast
         with torch.enable_grad(), torch.autocast(device, dtype, enabled=enabled):
-            hidden, weight, bias = operands
-            entropy = ctx.own(hidden=hidden, weight=weight, bias=bias)[1]
+            entropy = ctx.function(*operands)
         found = iter(torch.autograd.grad(entropy, needed, gradient))
         return None, None, *(next(found) if is_asked else None for is_asked in asked)
 

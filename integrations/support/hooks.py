@@ -32,7 +32,8 @@ def replace(
 
     If `replacement` raises NotServedError, the one that was there is called instead.  That is also
     what the replacement gets as `own`, if it has such a parameter: a function that repeats the call
-    with other values of the parameters that it is given by name.  A second call changes nothing.
+    with other values of the parameters that it is given by name; `inspect.unwrap` of it holds no
+    arguments.  A second call changes nothing.
 
     Args:
         path: where its users look it up, as "package.module:name" or "package.module:Class.name".
@@ -52,11 +53,14 @@ def replace(
     if hasattr(current, _MARK):
         return
     wanted = [*inspect.signature(replacement).parameters]
-    names = check(path, [name for name in wanted if name != "own"], tested, unused)
+    own_parameters = [name for name in wanted if name != "own"]
+    signature = check(path, own_parameters, tested, unused)
+    names = [*signature.parameters]
 
     @functools.wraps(replacement)
     def call(*arguments: Any, **named: Any) -> Any:
         is_fused = True
+        signature.bind(*arguments, **named)  # a TypeError of what the framework does not take
 
         def own(**changes: Any) -> Any:
             nonlocal is_fused
@@ -64,6 +68,7 @@ def replace(
             given = [changes.pop(name, x) for name, x in zip(names, arguments, strict=False)]
             return current(*given, *arguments[len(names) :], **(named | changes))
 
+        vars(own)["__wrapped__"] = current
         given = dict(zip(names, arguments, strict=False)) | named | {"own": own}
         try:
             result = replacement(**{name: given[name] for name in wanted if name in given})
@@ -91,7 +96,7 @@ def _find(path: str) -> tuple[Any, str, Any]:
     *owners, last = name.split(".")
     owner = import_module(module)
     owner = attrgetter(".".join(owners))(owner) if owners else owner
-    return owner, last, getattr(owner, last)
+    return owner, last, getattr(owner, last, None)
 
 
 def check(
@@ -100,8 +105,8 @@ def check(
     tested: str,
     unused: Sequence[str] | None = (),
     version: str | None = None,
-) -> list[str]:
-    """Return the names of the parameters of what is at `path`, and warn of another version.
+) -> inspect.Signature:
+    """Return the signature of what is at `path`, and warn of another version.
 
     Those of the `apply` of an autograd function are its `forward`'s, after the context.
 
@@ -111,16 +116,20 @@ def check(
     """
     check_version(tested, version)
     owner, last, current = _find(path)
+    if current is None:
+        raise RuntimeError(f"{path}: not found, expected that of {tested}")
     function = owner if last == "apply" else getattr(current, "__self__", None)
     is_function = isinstance(function, type) and issubclass(function, Function)
     forward: Any = getattr(function, "forward", None) if is_function else current
-    names = [*inspect.signature(forward).parameters][is_function:]
+    found = inspect.signature(forward)
+    found = found.replace(parameters=[*found.parameters.values()][is_function:])
+    names = [*found.parameters]
     if unused is not None and [x for x in names if x not in unused] != [*parameters]:
         raise RuntimeError(
             f"{path}: got parameters ({', '.join(names)}), expected those of {tested}, "
             f"({', '.join((*parameters, *unused))})"
         )
-    return names
+    return found
 
 
 def check_version(tested: str, found: str | None = None) -> None:

@@ -71,7 +71,15 @@ def one_of(names: tuple[str, ...]) -> Type:
 
 def shown(value: Any) -> str:
     """Return the text of a wrong argument, shortened, and its type."""
-    return f"{reprlib.repr(value)} ({type(value).__name__})"
+    return f"{shortened(value)} ({type(value).__name__})"
+
+
+def shortened(value: Any) -> str:
+    """Return the text of a wrong value, shortened."""
+    try:
+        return reprlib.repr(value)
+    except ValueError:  # an integer of more digits than Python writes
+        return "an integer of thousands of digits"
 
 
 def check_type(name: str, value: Any, type: Type) -> None:
@@ -92,7 +100,7 @@ def check_type(name: str, value: Any, type: Type) -> None:
 def check_value(name: str, value: Any, type: Type) -> None:
     """Raise ValueError unless a number or a string is a right one of its type."""
     if type.contains is not None and not type.contains(value):
-        raise ValueError(f"{name}: got {reprlib.repr(value)}, expected {type.values}")
+        raise ValueError(f"{name}: got {shortened(value)}, expected {type.values}")
 
 
 def check_transform(name: str) -> None:

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from cutefce.ops.interface import checks
 from cutefce.ops.interface.arguments import LossOptions
-from cutefce.ops.interface.call import needs_operator
 from cutefce.ops.interface.soft_targets import MAX_CLASSES
+from cutefce.ops.operators.operators import define
 from cutefce.ops.parallel.dtensor import replicated
 
 NONE = -1
@@ -50,21 +50,21 @@ def kept_indices(target: Tensor | None, given: dict[str, Any], vocab: int) -> Te
             f"({''.join(f'{size}, ' for size in y.shape)}K), K from 1 to {MAX_CLASSES - 1}"
         )
     ignore_index = IGNORED if ignored is None else ignored
-    return listed_classes(y, kept, ignore_index, vocab)
+    listed: Tensor = torch.ops.cutefce.listed_classes(y, kept, ignore_index, vocab)
+    return listed
 
 
 def listed_classes(target: Tensor, kept: Tensor, ignore_index: int, vocab: int) -> Tensor:
-    """Return the classes (..., K + 1) of `kept_indices`.
+    """Return the classes (..., K + 1) of `kept_indices`, as an operator, which reads values.
 
     `target` is (...) int64, `kept` (..., K) int64.
 
     Raises:
-        IndexError: on a CPU, for a class outside [0, vocab), at a token that is not ignored.  The
-            operator of the call raises its own where a tracer or a mode watches this function.
+        IndexError: on a CPU, for a class outside [0, vocab), at a token that is not ignored.
     """
     is_ignored = target == ignore_index
     y = target.masked_fill(is_ignored, NONE)
-    if y.is_cpu and not needs_operator(y, kept):
+    if y.is_cpu:
         _check_classes("target", y, ~is_ignored, vocab, "0 <= target")
         _check_classes("kept_classes", kept, (kept != NONE) & ~is_ignored[..., None], vocab)
     kept = kept.sort(dim=-1).values
@@ -75,6 +75,10 @@ def listed_classes(target: Tensor, kept: Tensor, ignore_index: int, vocab: int) 
     return torch.cat([y[..., None], kept.masked_fill(left_out, IGNORED)], -1)
 
 
+def _fake(target: Tensor, kept: Tensor, ignore_index: int, vocab: int) -> Tensor:
+    return target.new_empty((*target.shape, kept.shape[-1] + 1))
+
+
 def _check_classes(
     name: str, x: Tensor, counts: Tensor, vocab: int, expected: str = "-1 or 0 <= class"
 ) -> None:
@@ -82,6 +86,10 @@ def _check_classes(
     wrong = x[counts & ((x < 0) | (x >= vocab))]
     if len(wrong):
         raise IndexError(f"{name}: got {int(wrong[0])}, expected {expected} < {vocab}")
+
+
+_OPERANDS = "Tensor target, Tensor kept, int ignore_index, SymInt vocab"
+define(listed_classes, f"({_OPERANDS}) -> Tensor", _fake)
 
 
 def kept_values(log_p: Tensor, lse: Tensor, indices: Tensor) -> dict[str, Tensor]:

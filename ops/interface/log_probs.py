@@ -96,8 +96,7 @@ def _log_probs(
         return rows.reshape((*call.y.shape, *more)).movedim(0, call.dim)
 
     active = is_active(stats)
-    stored = torch.where(active, stats, 0)
-    rows = {name: stored[row] for name, row in stat_rows(names).items()}
+    rows = {name: torch.where(active, stats[row], 0) for name, row in stat_rows(names).items()}
     rows |= {"lse": lse, "entropy": entropy}  # those that have gradients
     found = {name: whole(rows[name]) for name in names}
     if "is_top1" in found:

@@ -191,7 +191,10 @@ def _save_loss_forward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
 
 def _derivative(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
     """Return the gradients of all arguments of the operator."""
-    dx, dw, dbias, *_ = LinearCrossEntropy.backward(ctx, *upstream)
+    dx = dw = dbias = None
+    if upstream[0] is not None:
+        with report_errors(ctx.group):
+            dx, dw, dbias = _backward(ctx, upstream[0], *_saved(ctx))
     names = "h", "w", "y", *(name for record in STEP for name in record.names())
     return (*map({"h": dx, "w": dw, "linear_bias": dbias}.get, names),)
 

@@ -37,8 +37,8 @@ def _largest_of_rows(x, pitch, values, places, columns, K: tl.constexpr, COLUMNS
     own = tl.where(own == own, tl.maximum(own, LEAST), float("inf"))
     own = tl.where(c < columns, own, float("-inf"))
     for place in tl.range(K):
-        most, at = tl.max(own, 0, return_indices=True)
-        tl.store(values + row * K + place, tl.where(most == LEAST, float("-inf"), most))
+        _, at = tl.max(own, 0, return_indices=True)
+        tl.store(values + row * K + place, tl.load(x + row * pitch + at))
         tl.store(places + row * K + place, at.to(tl.int64))
         own = tl.where(c == at, float("-inf"), own)
 
@@ -46,7 +46,7 @@ def _largest_of_rows(x, pitch, values, places, columns, K: tl.constexpr, COLUMNS
 def largest_of_rows(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Return the k largest of each row of x (N, M) float32, the largest first, and their columns.
 
-    Both are (N, k), and k is at most M.  Of equal ones the first are found; NaN counts as inf.
+    Both are (N, k), and k is at most M.  Of equal ones the first are found; NaN is the largest.
     """
     (rows, columns), x = x.shape, x.contiguous()
     values = x.new_empty(rows, k)

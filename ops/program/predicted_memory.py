@@ -72,7 +72,11 @@ def scratch(p: LossProblem, x: Layout, step: Step) -> int:
             parts = sum(name.startswith("partial") for name in step.reads)
             joined = rows * partial_sums(p, rows, p.vocab) * sums * (parts > 1)
             blocks = rows * ceil_div(p.vocab, p.block) * sums * (p.arch is None)
-            own = joined + (_searched(p, rows, blocks) if p.top_k else 0)
+            # outputs are made of all parts in plain torch, a loss in one kernel
+            made = 2 * blocks * (p.reductions > 0)
+            own = joined + max(made, _searched(p, rows, blocks) if p.top_k else 0)
+        case Kind.ALL_GATHER:
+            own = 2 * rows * ceil_div(p.vocab, p.block) * sums * (p.arch is None)
         case Kind.TARGET_LOGIT if step.rows[0] == 0:  # makes the soft targets of all tokens
             own = p.tokens * p.soft * (MADE_BYTES - 8 - 2 * sums)
         case Kind.ENTRIES | Kind.SCALE_EXPS:

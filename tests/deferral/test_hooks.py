@@ -113,6 +113,20 @@ def test_a_replacement_gets_what_it_uses_and_the_function_that_was_there(
     assert report.integration_report() == {PATH: (1, 2)}  # what its own function did
 
 
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [(("x", 1, 2, 3), {"colour": 4}), (("x", 1, 2, 3, 4, 5), {}), (("x",), {"message": "y"})],
+    ids=["misspelled", "too many", "twice"],
+)
+def test_wrong_calls_are_refused_as_by_the_framework(given: Any, named: dict[str, Any]) -> None:
+    import click.utils
+
+    hooks.replace(PATH, others, tested=installed(), unused=["file", "nl", "err", "color"])
+    run: Any = click.utils.echo
+    with pytest.raises(TypeError, match=r"unexpected|too many|multiple"):
+        run(*given, **named)
+
+
 def test_other_parameters_are_refused() -> None:
     with pytest.raises(RuntimeError, match=r"got parameters \(message, file, nl, err, color\)"):
         hooks.replace(PATH, others, tested=installed())
@@ -143,7 +157,7 @@ def test_an_autograd_function_has_the_parameters_of_its_forward(
 
 
 def test_a_missing_function_is_named() -> None:
-    with pytest.raises(AttributeError, match="gone"):
+    with pytest.raises(RuntimeError, match=r"click\.utils:gone: not found"):
         hooks.replace("click.utils:gone", ours, tested=installed())
 
 

@@ -279,13 +279,27 @@ def test_exported_programs_take_any_number_of_tokens(
 def test_decomposed_programs_can_be_trained(grad: bool, dtype: torch.dtype) -> None:
     head = cutefce.LinearCrossEntropyLoss(8, 20, dtype=dtype)
     case = random_case(6, 8, 20, dtype=dtype)
-    with torch.set_grad_enabled(grad):
-        module = export(head, (case.h, case.y)).run_decompositions().module()
-    gradients = []
-    for function in (module, head):
-        h = case.h.clone().requires_grad_()
-        gradients.append(torch.autograd.grad(function(h, case.y), h)[0])
-    assert torch.equal(*gradients)
+    for own in (head, LogProbs(head)):
+        with torch.set_grad_enabled(grad):
+            module = export(own, (case.h, case.y)).run_decompositions().module()
+        gradients = []
+        for function in (module, own):
+            h = case.h.clone().requires_grad_()
+            gradients.append(torch.autograd.grad(function(h, case.y), h)[0])
+        assert torch.equal(*gradients)
+
+
+class LogProbs(torch.nn.Module):
+    """The sum of log-probabilities and entropies of a head."""
+
+    def __init__(self, head: Any) -> None:
+        super().__init__()
+        self.head = head
+
+    def forward(self, h: Tensor, y: Tensor) -> Tensor:
+        x = cutefce.linear_log_probs(h, self.head.linear.weight, y, outputs=("entropy",))
+        assert x.log_probs is not None and x.entropy is not None
+        return x.log_probs.sum() + x.entropy.square().sum()
 
 
 @pytest.mark.parametrize("workspace", rest_slow(WORKSPACES))

@@ -15,7 +15,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import cutefce
 from cutefce.cute_kernels.config import PortableTiles
-from cutefce.ops.interface.kept_classes import listed_classes
 from tests.support.backends import Backend, on_backends
 from tests.support.layouts import WINDOWS, Layout, pinned, several_tiles
 from tests.support.options import OptionsCase, options_case
@@ -408,15 +407,18 @@ def test_kept_classes_are_checked_wherever_they_have_values(
     h = x.h.requires_grad_()
     assert are_same(watched(of(4), h), of(4)(h))
     for wrong in (5, -2):
-        message = f"^target_indices: got {wrong} at token 3, k = [12], expected 0 <= index < 5"
+        message = f"kept_classes: got {wrong}, expected -1 or 0 <= class < 5"
         with pytest.raises(IndexError, match=message):
             watched(of(wrong), h)
 
 
-def test_kept_classes_are_listed_once() -> None:
-    y, kept = torch.tensor([3, -100]), torch.tensor([[4, 4, -1], [9, 2, 1]])
-    want = torch.tensor([[3, -100, 4, -100], [-100, -100, -100, -100]])
-    assert torch.equal(listed_classes(y, kept, -100, 5), want)
+def test_opcheck_of_kept_classes(device: str) -> None:
+    y = torch.tensor([3, -100], device=device)
+    kept = torch.tensor([[4, 4, -1], [9, 2, 1]], device=device)
+    operands = y, kept, -100, 5
+    torch.library.opcheck(torch.ops.cutefce.listed_classes.default, operands)
+    want = torch.tensor([[3, -100, 4, -100], [-100, -100, -100, -100]], device=device)
+    assert torch.equal(torch.ops.cutefce.listed_classes(*operands), want)
 
 
 @pytest.mark.gpu
