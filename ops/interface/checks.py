@@ -71,7 +71,10 @@ def one_of(names: tuple[str, ...]) -> Type:
 
 def shown(value: Any) -> str:
     """Return the text of a wrong argument, shortened, and its type."""
-    return f"{shortened(value)} ({type(value).__name__})"
+    kind = type(value).__name__
+    if hasattr(value, "shape"):  # whose text would be its first numbers
+        return f"a value of type {kind}"
+    return f"{shortened(value)} ({kind})"
 
 
 def shortened(value: Any) -> str:

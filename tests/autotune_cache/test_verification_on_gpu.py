@@ -81,7 +81,7 @@ FAULTS = {
     Kind.HANGS: f"no answer within {LIMIT_SECONDS} s",
     Kind.CRASHES: "cuda error",
     Kind.WRONG_SUMS: "sum of the other exponentials",
-    Kind.WRONG_GRADIENTS: "dw is off by",
+    Kind.WRONG_GRADIENTS: "dw, stored 1 is off by",
 }
 
 

@@ -43,7 +43,7 @@ def test_the_setting_is_checked_and_kept() -> None:
 
 
 def of_trl(h: Tensor, w: Tensor, y: Tensor) -> Tensor:
-    log_probs: Tensor = module("trl").log_probs(h, w, None, y, 1.0, own=pytest.fail)[0]
+    log_probs: Tensor = module("trl").log_probs(h, w, None, y, 1.0, 64, own=pytest.fail)[0]
     return log_probs
 
 
