@@ -72,7 +72,7 @@ def one_of(names: tuple[str, ...]) -> Type:
 def shown(value: Any) -> str:
     """Return the text of a wrong argument, shortened, and its type."""
     kind = type(value).__name__
-    if hasattr(value, "shape"):  # whose text would be its first numbers
+    if isinstance(value, Tensor):  # whose text would be its first numbers
         return f"a value of type {kind}"
     return f"{shortened(value)} ({kind})"
 

@@ -179,7 +179,7 @@ def with_mean_logit(value: Any, shown: str) -> Row:
 WRONG: dict[str, list[Row]] = {
     "input": [
         *of_type(TENSOR, None),
-        Row(H.numpy(), TypeError, f"got a value of type ndarray, {TENSOR}"),
+        Row(H.numpy(), TypeError, f"got {reprlib.repr(H.numpy())} (ndarray), {TENSOR}"),
         Row(H.long(), TypeError, f"got dtype torch.int64, {FLOATS}"),
         Row(H > 0, TypeError, f"got dtype torch.bool, {FLOATS}; pass input.float()"),
         Row(H.to_sparse(), TypeError, SPARSE),
