@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import cutefce
 from cutefce.cute_kernels.config import PortableTiles
 from tests.support.backends import Backend, on_backends
-from tests.support.layouts import WINDOWS, Layout, pinned, several_tiles
+from tests.support.layouts import WINDOWS, Layout, pinned, several_tiles, tiles_of
 from tests.support.options import OptionsCase, options_case
 from tests.support.outputs import (
     OUTPUTS,
@@ -69,10 +69,11 @@ def test_each_output(
     workspace: int | str,
     small_tiles: PortableTiles,
     device: str,
+    request: pytest.FixtureRequest,
 ) -> None:
     more: dict[str, Any] = {"dtype": dtype, "device": device, "kind": kind, "outputs": outputs}
     # few classes are kept, whose roundings are average ones of many tokens alone
-    sizes = several_tiles("cuda" if "kept_classes" in names else device)
+    sizes = several_tiles("cuda") if "kept_classes" in names else tiles_of(request, device)
     x = values_case(names, classes, *sizes, **more)
     values, gradients = x.ours(workspace=workspace)
     x.check((values, gradients))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import cutefce
 from cutefce.cute_kernels.config import PortableTiles
 from tests.support.backends import Backend, on_backends
-from tests.support.layouts import LAYOUTS, Layout, can_store, pinned, several_tiles
+from tests.support.layouts import LAYOUTS, Layout, can_store, pinned, tiles_of
 from tests.support.non_finite import FEW, ROW, assert_no_healthier, assert_same_kind, broken_case
 from tests.support.non_finite import names as broken_names
 from tests.support.options import (
@@ -60,9 +60,10 @@ def test_each_loss(
     reduction: dict[str, Any],
     small_tiles: PortableTiles,
     device: str,
+    request: pytest.FixtureRequest,
 ) -> None:
     """All backwards and calls have the same bits, and tokens that do not count may be NaN."""
-    x = make(*several_tiles(device), dtype=dtype, device=device, ignored=0.2)
+    x = make(*tiles_of(request, device), dtype=dtype, device=device, ignored=0.2)
     options = {"workspace": workspace, **reduction}
     got = x.ours(**options, backwards=2)
     assert_results_as_accurate(got, x, **reduction)

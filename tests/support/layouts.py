@@ -45,6 +45,11 @@ def several_tiles(device: str) -> tuple[int, int, int]:
     return (150, 48, 333) if device == "cuda" else (70, 48, 203)
 
 
+def tiles_of(request: pytest.FixtureRequest, device: str) -> tuple[int, int, int]:
+    """Return `several_tiles`, as many as on a GPU in a slow case: roundings of few differ more."""
+    return several_tiles("cuda" if request.node.get_closest_marker("slow") else device)
+
+
 @dataclass(frozen=True)
 class Layout:
     """How one call runs; the defaults store nothing."""
