@@ -44,8 +44,9 @@ class Argument(NamedTuple):
     type: Type
     kind: Any = None
     """The part of the loss that it changes."""
-    is_public: bool = True
-    """Whether users of `torch.ops.cutefce` can give it."""
+    of: str = "loss"
+    """The operator of `torch.ops.cutefce` whose users can give it: that of a loss, of "values" of
+    tokens, which has those of losses, too, or "" for none."""
 
 
 def argument(type: Type, default: Any = dataclasses.MISSING, *more: Any, **named: Any) -> Any:
@@ -64,21 +65,21 @@ class OperatorRecord:
         return {field.name: field.metadata["argument"] for field in fields(cls)}
 
     @classmethod
-    def names(cls, public: bool = False) -> tuple[str, ...]:
-        """Return the names of the arguments, or of the public ones, in the schema's order."""
+    def names(cls, of: str | None = None) -> tuple[str, ...]:
+        """Return the names of the arguments, or those `of` one operator, in the schema's order."""
         own = cls.arguments().items()
-        return tuple(name for name, argument in own if argument.is_public or not public)
+        return tuple(name for name, argument in own if of in (None, argument.of))
 
     @classmethod
-    def schema(cls, public: bool = False) -> str:
+    def schema(cls, of: str | None = None) -> str:
         """Return this record's part of a schema, for example "str reduction='mean'".
 
-        With `public`, without arguments that are not.
+        It has all arguments, or those `of` one operator.
         """
         parts = []
         for field in fields(cls):
             own = cls.arguments()[field.name]
-            if own.is_public or not public:
+            if of in (None, own.of):
                 has_default = field.default is not dataclasses.MISSING
                 default = f"={field.default!r}" if has_default else ""
                 parts.append(f"{own.type.schema} {field.name}{default}")

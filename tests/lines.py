@@ -13,8 +13,7 @@ FEATURES: Mapping[str, tuple[str, ...]] = {
     "divergences of two heads": ("divergence", "integrations/distillation"),
     "log-probabilities and outputs": (
         "output_classes",
-        "rows/outputs",
-        "top_classes",
+        "ops/outputs/",
         "log_probs",
         "probabilit",
     ),

@@ -334,7 +334,7 @@ def cells_of_options() -> dict[str, list[str]]:
 @pytest.mark.parametrize("record", OPTIONS, ids=lambda record: record.__name__)
 def test_the_api_page_says_what_the_table_of_options_says(record: type[OperatorRecord]) -> None:
     documented = cells_of_options()
-    for name in record.names(public=True):
+    for name in record.names(of="loss"):
         own, (kind, meaning) = record.arguments()[name], documented[name]
         assert meaning, name
         if own.type.schema in ("float", "float?") or name == "samples":
@@ -346,5 +346,5 @@ def test_the_page_of_options_lists_them_by_kind(kind: OptionKind) -> None:
     rows = table(section(INTERNALS / "options.md", "Where options are in the code"))
     (listed,) = (cells[1] for cells in rows if cells[0].startswith(kind.value))
     for record in OPTIONS:
-        own = {name: record.arguments()[name] for name in record.names(public=True)}
+        own = {name: record.arguments()[name] for name in record.names(of="loss")}
         assert all(f"`{name}`" in listed for name, x in own.items() if x.kind is kind)

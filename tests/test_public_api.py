@@ -92,9 +92,9 @@ def test_signatures_have_the_defaults_of_the_table() -> None:
     loss = inspect.signature(cutefce.linear_cross_entropy).parameters
     for record in OPTIONS:
         defaults = {field.name: field.default for field in dataclasses.fields(record)}
-        assert set(record.names(public=True)) <= set(loss)
+        assert set(record.names(of="loss")) <= set(loss)
         for function in (*FUNCTIONS, cutefce.LinearCrossEntropyLoss.forward):
             given = inspect.signature(function).parameters
-            for name in record.names(public=True):
+            for name in record.names(of="loss"):
                 expected = {"temperature": 1.0, "ignore_index": None}.get(name, defaults[name])
                 assert name not in given or given[name].default == expected, (function, name)

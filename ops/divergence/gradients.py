@@ -5,7 +5,7 @@ import torch
 from cutefce.ops.divergence.inputs import Call, matrix
 from cutefce.ops.divergence.steps import side_of
 from cutefce.ops.divergence.tiles import window
-from cutefce.ops.primitives.portable_gradients import matmul_into
+from cutefce.ops.primitives.products import matmul_into
 from cutefce.ops.primitives.weighted_sum import weighted_sum
 from cutefce.ops.program.steps import Step
 

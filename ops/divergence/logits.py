@@ -16,7 +16,7 @@ from cutefce.cute_kernels.spec.gemm import ProjectExpSpec
 from cutefce.cute_kernels.variant import LogitTransform
 from cutefce.ops.dtypes import dtype_name
 from cutefce.ops.primitives.dispatch import arch_of, gpu_of
-from cutefce.ops.primitives.portable_projection import logits_into
+from cutefce.ops.primitives.products import logits_into
 from cutefce.ops.primitives.select_rows import has_aligned_rows
 from cutefce.ops.rows.logit_map import LogitMap
 

@@ -16,7 +16,7 @@ from cutefce.ops.divergence.problem import DivergenceLayout, DivergenceProblem
 from cutefce.ops.dtypes import dtype_name
 from cutefce.ops.interface.arguments import Sharding
 from cutefce.ops.primitives.dispatch import planned_device
-from cutefce.ops.primitives.portable_projection import is_dense
+from cutefce.ops.primitives.products import is_dense
 from cutefce.ops.program.fastest import Costed, fastest_within
 from cutefce.ops.program.place import peak
 from cutefce.ops.program.predicted_time import device_of

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from cutefce.ops.divergence.logits import write_logits
-from cutefce.ops.primitives.portable_projection import dense
+from cutefce.ops.primitives.products import dense
 from cutefce.ops.rows.logit_map import LogitMap
 from cutefce.ops.rows.scaling import largest_of
 from cutefce.ops.rows.selection import RowSelection

@@ -9,7 +9,7 @@ the home of its kind:
     Kind.ROW         `ops.rows.loss_terms`: the loss of a token and its coefficients
     Kind.RANK_ONE    `ops.rows.loss_terms`: a term of the class row and its gradients
     Kind.LOGITS      `ops.rows.logit_map`, and `cute_kernels.common.logit_transform`
-    Kind.REDUCTION   `cute_kernels.variant.RowReductions` and `ops.rows.outputs`
+    Kind.REDUCTION   `cute_kernels.variant.RowReductions` and `ops.outputs.reductions`
 """
 
 import dataclasses
@@ -74,13 +74,13 @@ class LossOptions(OperatorRecord):
     softcap: float | None = argument(checks.POSITIVE_OR_NONE, None, Kind.LOGITS)
     gradient: str = argument(GRADIENT, "exact")
     samples: int = argument(SAMPLES, 256)
-    outputs: str = argument(checks.STRINGS, "", Kind.REDUCTION, is_public=False)
+    outputs: str = argument(checks.STRINGS, "", Kind.REDUCTION, of="values")
     """Names, of reduction "outputs"."""
     top_k: int = argument(
         INTEGER.of(lambda x: 0 <= x <= MAX_TOP, f"an integer from 0 to {MAX_TOP}"),
         0,
         Kind.REDUCTION,
-        is_public=False,
+        of="values",
     )
     """How many of the largest classes of a token are returned, with reduction "outputs"."""
 
@@ -110,9 +110,14 @@ class LossOptions(OperatorRecord):
         return not OF_OTHERS.isdisjoint(self.output_names)
 
     @property
+    def searches_classes(self) -> bool:
+        """Whether the classes of the largest logits are results."""
+        return self.top_k > 0
+
+    @property
     def keeps_largest(self) -> bool:
         """Whether results need the largest logit of each block of classes."""
-        return self.top_k > 0 or self.reduces_others
+        return self.searches_classes or self.reduces_others
 
     @property
     def scales_exps(self) -> bool:
@@ -182,6 +187,8 @@ class TensorOptions(OperatorRecord):
 
     OF_CLASSES: ClassVar[tuple[str, ...]] = "linear_bias", "accumulate_into"
     """Those of which a rank of a group has the rows of its own classes."""
+    OF_TOKENS: ClassVar[tuple[str, ...]] = "token_weights", "temperature", "logit_floor"
+    """Those of which each token has a number, or of the second may have one."""
 
     linear_bias: Tensor | None = argument(checks.BIAS, None, Kind.LOGITS)
     weight: Tensor | None = argument(checks.OF_CLASSES, None, Kind.ROW)
@@ -192,11 +199,11 @@ class TensorOptions(OperatorRecord):
     grad_output: Tensor | None = argument(checks.UPSTREAM, None)
     target_indices: Tensor | None = argument(TENSOR_OR_NONE, None)
     target_probs: Tensor | None = argument(TENSOR_OR_NONE, None, Kind.ROW)
-    logit_floor: Tensor | None = argument(checks.OF_TOKENS, None, Kind.LOGITS, is_public=False)
+    logit_floor: Tensor | None = argument(checks.OF_TOKENS, None, Kind.LOGITS, of="values")
     """Logits below which classes but the target are left out of the softmax."""
-    seed: Tensor | None = argument(TENSOR_OR_NONE, None, is_public=False)
+    seed: Tensor | None = argument(TENSOR_OR_NONE, None, of="")
     """(2,) int32 seed of sampled gradients."""
-    weight_cast: Tensor | None = argument(TENSOR_OR_NONE, None, is_public=False)
+    weight_cast: Tensor | None = argument(TENSOR_OR_NONE, None, of="")
     """(V, D) a float32 weight in 16 bits."""
 
     @property
@@ -385,7 +392,7 @@ ARGUMENTS: dict[str, Argument] = OTHERS | {
 }
 """The arguments of all public functions, by name."""
 
-LOSS_OPTIONS = [name for record in OPTIONS for name in record.names(public=True)]
+LOSS_OPTIONS = [name for record in OPTIONS for name in record.names(of="loss")]
 """Options of the loss that its callers know."""
 
 

@@ -82,8 +82,8 @@ def loss_and_stats(
 
     Outputs are log-probabilities of targets (N,), or of `target_indices` (N, K), lse and entropy
     (N,), 0 if not asked for or ignored, which have gradients.  The statistics (R, N) have none:
-    those of `Stat`, of `ops.rows.outputs.stat_rows` and, with `top_k`, of
-    `ops.rows.top_classes.top_rows`.
+    those of `Stat`, of `ops.outputs.reductions.stat_rows` and, of the largest classes, of
+    `ops.outputs.top_classes.top_rows`.
     """
     if "outputs" in arguments:
         arguments["reduction"] = OUTPUTS
@@ -204,14 +204,15 @@ def needs_operator(*operands: Tensor) -> bool:
 
 
 for overload, budget in (("", "int? workspace=None"), (".preset", "str workspace")):
-    first, *others = (record.schema(public=True) for record in OPTIONS)
-    keywords = ", ".join((first, budget, *others))
-    for function, own, result in (
-        (loss, "", "Tensor"),
-        (loss_and_stats, "str outputs='', int top_k=0, Tensor? logit_floor=None, ", "Tensor[]"),
+    first, *others = (record.schema(of="loss") for record in OPTIONS)
+    own = [record.schema(of="values") for record in (LossOptions, TensorOptions)]
+    keywords = first, budget, *others
+    for function, arguments, result in (
+        (loss, keywords, "Tensor"),
+        (loss_and_stats, (*own, *keywords), "Tensor[]"),
     ):
         name = f"{function.__name__}{overload}"
-        LIBRARY.define(f"{name}({TENSORS}, *, {own}{keywords}) -> {result}")
+        LIBRARY.define(f"{name}({TENSORS}, *, {', '.join(arguments)}) -> {result}")
         LIBRARY.impl(name, function, "CompositeImplicitAutograd")
 
 torch_compat.import_behind("torch.utils.flop_counter", "cutefce.ops.operators.flops")

@@ -20,9 +20,9 @@ from cutefce.ops.interface.kept_classes import kept_indices, kept_values
 from cutefce.ops.interface.public_function import runs
 from cutefce.ops.interface.scalars import with_tensors
 from cutefce.ops.interface.soft_targets import one_class
+from cutefce.ops.outputs.reductions import stat_rows
+from cutefce.ops.outputs.top_classes import ABSENT_CLASS
 from cutefce.ops.parallel.dtensor import localize
-from cutefce.ops.rows.outputs import stat_rows
-from cutefce.ops.rows.top_classes import ABSENT_CLASS
 
 
 class LogProbs(NamedTuple):
@@ -73,6 +73,10 @@ def _log_probs(
     if "logit_floor" in given and "mean_logit" in outputs:
         raise NotImplementedError(
             "logit_floor: got one with 'mean_logit' in outputs, expected one of them"
+        )
+    if "logit_floor" in given and "target_indices" in given:
+        raise NotImplementedError(
+            "logit_floor: got one with target_indices, expected None, or a target"
         )
     if "kept_classes" in given:
         return _of_kept_classes(input, linear_weight, target, workspace, outputs, given)

@@ -11,7 +11,7 @@ from cutefce.ops.interface.api import linear_cross_entropy, refuse_chunking
 from cutefce.ops.interface.arguments import LossOptions, check_arguments
 from cutefce.ops.parallel.consistency import report_errors
 
-ATTRIBUTES = *LossOptions.names(public=True), "workspace"
+ATTRIBUTES = *LossOptions.names(of="loss"), "workspace"
 """The arguments that are attributes of a module."""
 DEFAULTS = LossOptions()
 

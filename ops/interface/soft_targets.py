@@ -69,10 +69,6 @@ def _check_outputs(options: LossOptions, tensors: TensorOptions) -> None:
                 f"outputs: got {name!r} with target_indices, which is about one target; "
                 "expected 'argmax'"
             )
-    if tensors.logit_floor is not None:
-        raise NotImplementedError(
-            "logit_floor: got one with target_indices, expected None, or a target"
-        )
 
 
 def _check_probs(probs: Tensor, indices: Tensor, options: LossOptions) -> None:

@@ -7,7 +7,7 @@ from torch import Tensor
 from cutefce.cute_kernels.workspace import NUM_STATS
 from cutefce.ops.dtypes import sum_dtype
 from cutefce.ops.interface.arguments import OPTIONS, StepOptions
-from cutefce.ops.rows.outputs import stat_rows
+from cutefce.ops.outputs.reductions import row_count
 from cutefce.ops.rows.targets import OUTPUTS
 from cutefce.ops.schema import unpack
 
@@ -20,7 +20,7 @@ def loss_forward(h: Tensor, w: Tensor, y: Tensor, *arguments: Any) -> tuple[Tens
     rows = NUM_STATS
     if options.reduction == OUTPUTS:
         shape = 2 + tensors.output_classes, tokens
-        rows += len(stat_rows(options.output_names)) + 2 * options.top_k
+        rows += row_count(options)
     loss = h.new_empty(shape, dtype=dtype)
     return loss, h.new_empty((rows, tokens), dtype=dtype)
 

@@ -15,19 +15,21 @@ from cutefce.cute_kernels.process_cache import MAX_ENTRIES, on_reset, process_ca
 from cutefce.ops import torch_compat
 from cutefce.ops.dtypes import sum_dtype
 from cutefce.ops.interface.arguments import LossCall
+from cutefce.ops.outputs.needs import needs_of
 from cutefce.ops.primitives.dispatch import (
     options_unsupported_reason,
     problem_of,
     triton_serves,
     try_compiler,
 )
-from cutefce.ops.primitives.portable_projection import is_dense, planes
+from cutefce.ops.primitives.products import is_dense
 from cutefce.ops.primitives.select_rows import has_aligned_rows
 from cutefce.ops.program.layout import Layout
 from cutefce.ops.program.plan import Plan, plan
 from cutefce.ops.program.problem import LossProblem, Upstream
 from cutefce.ops.program.weight import can_add_in_place
-from cutefce.ops.rows.targets import OUTPUTS, reductions_of
+from cutefce.ops.rows.logit_map import copies_tiles
+from cutefce.ops.rows.targets import OUTPUTS
 from cutefce.ops.sampling.kernels import is_in_place, unsupported_reason
 
 SORTED = 1.05
@@ -105,9 +107,10 @@ def loss_problem(x: LossCall) -> LossProblem:
     tokens = h.shape[0] * ranks if sharding.sequence_parallel else None
     own = problem_of(h, w, *step.gradients, tokens)
     is_served = own.arch is not None
-    # no kernel of row sums in CuTe has those of blocks of classes, as Triton's has
+    # where a bias may exclude the target, log-sum-exps of kernels are NaN
+    needs_others = options.searches_classes and tensors.linear_bias is not None
     if is_served and (
-        options.top_k or options_unsupported_reason(own, h.device, tensors) is not None
+        needs_others or options_unsupported_reason(own, h.device, tensors) is not None
     ):
         is_served, own = False, replace(own, arch=None, triton=triton_serves(h, w))
     samples = 0
@@ -121,7 +124,6 @@ def loss_problem(x: LossCall) -> LossProblem:
         upstream = Upstream.KNOWN
     if buffer is not None and samples:
         in_place = is_in_place(buffer, h.dtype)
-    is_copied = options.softcap is not None or tensors.logit_floor is not None
     soft = 0 if tensors.target_indices is None else tensors.target_indices.shape[-1]
     return LossProblem(
         **asdict(own),
@@ -131,8 +133,7 @@ def loss_problem(x: LossCall) -> LossProblem:
         soft=soft if soft > 1 else 0,
         returns_classes=soft > 1 and options.reduction == OUTPUTS,
         scales_exps=options.scales_exps,
-        reductions=reductions_of(options).planes if is_served else planes(options),
-        top_k=options.top_k,
+        outputs=needs_of(options, is_served),
         stores=can_keep(own.dtype) and not samples,
         selects=own.selects_rows,
         wide_grad_weight=tensors.weight_cast is not None or buffer is not None,
@@ -141,7 +142,7 @@ def loss_problem(x: LossCall) -> LossProblem:
         samples=samples,
         ranks=ranks if in_group else 0,
         sequence_parallel=sharding.sequence_parallel,
-        tile_copies=max(int(is_copied), 2 * options.reduces_rows),
+        tile_copies=max(int(copies_tiles(options, tensors)), 2 * options.reduces_rows),
         copied_hidden=step.copied_hidden,
         copied_weight=step.copied_weight,
         copied=_copied_bytes(own, h, w, sharding.sequence_parallel),

@@ -19,7 +19,7 @@ from cutefce.cute_kernels.workspace import NUM_STATS, Stat
 from cutefce.ops.dtypes import sum_dtype
 from cutefce.ops.interface.arguments import LossCall
 from cutefce.ops.primitives.dispatch import report
-from cutefce.ops.primitives.portable_gradients import matmul_into
+from cutefce.ops.primitives.products import matmul_into
 from cutefce.ops.rows.blocks import blocks
 
 COPIES = 7

@@ -30,9 +30,9 @@ from torch import Tensor
 
 from cutefce.ops import torch_compat
 from cutefce.ops.interface.arguments import Sharding
+from cutefce.ops.outputs.reductions import PartialOutputs
 from cutefce.ops.parallel.consistency import exchange
 from cutefce.ops.primitives.dispatch import backend_of
-from cutefce.ops.rows.outputs import PartialOutputs
 from cutefce.ops.rows.targets import Targets
 
 

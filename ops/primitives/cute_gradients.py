@@ -18,7 +18,7 @@ from cutefce.cute_kernels.problem import can_keep
 from cutefce.cute_kernels.schedule.order import add_tiles, choose_k_splits
 from cutefce.cute_kernels.spec.gemm import GradGemmSpec
 from cutefce.ops.primitives.cute_rowwise import CublasPrimitives, low_bits, with_rank_one
-from cutefce.ops.primitives.portable_gradients import matmul_into
+from cutefce.ops.primitives.products import matmul_into
 from cutefce.ops.primitives.select_rows import row_count, row_order, row_range
 from cutefce.ops.rows.coefficients import RankOne
 from cutefce.ops.rows.kept_sums import Sums

@@ -20,6 +20,7 @@ from cutefce.cute_kernels.kernel_set import KernelSet
 from cutefce.cute_kernels.schedule.order import choose_vocab_splits, most_vocab_splits
 from cutefce.cute_kernels.spec.gemm import ProjectExpSpec
 from cutefce.cute_kernels.workspace import NUM_STATS, Move, Semaphore, forward_semaphore_count
+from cutefce.ops.outputs.steps import CuteOutputSteps
 from cutefce.ops.primitives.block_sizes import UNUSED_COLUMNS
 from cutefce.ops.primitives.portable_projection import Logits, PortableProjection
 from cutefce.ops.primitives.select_rows import (
@@ -30,7 +31,6 @@ from cutefce.ops.primitives.select_rows import (
     row_range,
     with_aligned_rows,
 )
-from cutefce.ops.rows.outputs import PartialOutputs
 from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.statistics import RowStats, reduce_losses
 from cutefce.ops.rows.targets import Targets, launch_transform
@@ -80,7 +80,7 @@ class PartialLse:
     """(K, N, P) those of `common.row_reductions`, if asked for."""
 
 
-class CuteProjection(CuteSoftTargetSteps, PortableProjection):
+class CuteProjection(CuteSoftTargetSteps, CuteOutputSteps, PortableProjection):
     """The same steps on the kernels of one device, dtype and configuration."""
 
     kernels: KernelSet
@@ -112,7 +112,9 @@ class CuteProjection(CuteSoftTargetSteps, PortableProjection):
         gather_rows(self.kernels, h, selection, scale, out)
 
     def project_exp(self, x: Logits, exps: Tensor | None = None) -> PartialLse:
-        partial = self.launch_sums(self.kernels.row_sums, x, exps)
+        searches = x.targets.options.searches_classes
+        kernel = self.block_sums if searches else self.kernels.row_sums
+        partial = self.launch_sums(kernel, x, exps)
         self._clear(exps, x.targets)
         return partial
 
@@ -130,8 +132,12 @@ class CuteProjection(CuteSoftTargetSteps, PortableProjection):
         config, clusters = kernel.config, self._clusters(kernel)
         w = row_range(w, first, last)
         splits = choose_vocab_splits(tokens, columns, config, clusters)
-        semaphores, most = self._take_semaphores(h), splits
-        if targets.selection is not None:  # a window's share of what is affordable for all
+        semaphores, most, selection = self._take_semaphores(h), splits, targets.selection
+        if targets.options.searches_classes:  # no sum is of two tiles, whatever rows count
+            tiles = ceil_div(columns, config.columns)
+            splits = most = ceil_div(tiles, config.partials_per_row)
+            selection = None
+        elif selection is not None:  # a window's share of what is affordable for all
             affordable = most_vocab_splits(tokens, targets.vocab, config)
             most = max(splits, affordable * columns // targets.vocab)
         sums, more = reference.new_empty(tokens, most * config.partials_per_row), None
@@ -144,7 +150,7 @@ class CuteProjection(CuteSoftTargetSteps, PortableProjection):
         if exps is None and kernel.store:
             exps = h.new_empty(tokens, UNUSED_COLUMNS)
         rows = reference, index, sums, exps, semaphores, transform
-        count = row_count(targets.selection, semaphores)
+        count = row_count(selection, semaphores)
         compiled(kernel)(h, w, *rows, more, samples, *count, first, splits, clusters)
         return PartialLse(sums, semaphores, more)
 
@@ -154,19 +160,6 @@ class CuteProjection(CuteSoftTargetSteps, PortableProjection):
         sums = torch.cat([partial.sums for partial in partials], 1)
         more = [partial.reductions for partial in partials if partial.reductions is not None]
         return PartialLse(sums, partials[0].semaphores, torch.cat(more, 2) if more else None)
-
-    def partial_outputs(self, partial: PartialLse) -> PartialOutputs:
-        assert partial.reductions is not None
-        planes, given = iter(partial.reductions), self.kernels.row_sums.reductions
-        largest = next(planes) if given.of_all else None
-        others = next(planes) if given.of_all else None
-        distance = next(planes) * math.log(2) if given.entropy else None
-        squares = next(planes) if given.sum_squares else None
-        of_all = PartialOutputs(largest, others, distance, squares)
-        if not given.of_others:
-            return of_all
-        other, column, above = planes
-        return of_all._replace(other=other, column=column, above=above)
 
     def gather_partials(
         self, partial: PartialLse, gather: Callable[[Tensor], Tensor]

@@ -13,13 +13,14 @@ from torch import Tensor
 
 from cutefce.cute_kernels.config import PortableTiles
 from cutefce.ops.dtypes import sum_dtype
-from cutefce.ops.primitives.block_sizes import UPCAST_BLOCK, finished_rows, soft_block_rows
+from cutefce.ops.primitives.block_sizes import finished_rows, soft_block_rows
 from cutefce.ops.primitives.elementwise import (
     can_fuse,
     combine_,
     fused,
     scale_by_log_,
 )
+from cutefce.ops.primitives.products import matmul_into
 from cutefce.ops.primitives.select_rows import row_range
 from cutefce.ops.rows.blocks import blocks, row_block_size
 from cutefce.ops.rows.coefficients import RankOne, RowCoefficients
@@ -259,25 +260,6 @@ def scale_rows(x: Tensor, scale: Tensor) -> None:
 def scale_by_log(exps: Tensor, a: Tensor, b: Tensor) -> None:
     """Multiply exponentials e (N, K) by a_i + b_i log e_iv, with a and b (N,); 0 stays 0."""
     apply_rowwise(scale_by_log_, exps, a, b)
-
-
-def matmul_into(out: Tensor, a: Tensor, b: Tensor, *, accumulate: bool) -> None:
-    """`out = a @ b`, or `out += a @ b` if `accumulate`; sums have the dtype of `out`."""
-    if a.dtype == out.dtype:
-        torch.addmm(out, a, b, beta=int(accumulate), out=out)
-    elif not a.is_cuda:
-        _matmul_upcast(out if accumulate else out.zero_(), a, b)
-    elif accumulate:
-        torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
-    else:
-        torch.mm(a, b, out_dtype=out.dtype, out=out)
-
-
-def _matmul_upcast(out: Tensor, a: Tensor, b: Tensor) -> None:
-    """`out += a @ b` by blocks converted to out's dtype: a CPU's 16-bit GEMM sums in 16 bits."""
-    for rows in blocks(a.shape[0], UPCAST_BLOCK):
-        for inner in blocks(a.shape[1], UPCAST_BLOCK):
-            out[rows].addmm_(a[rows, inner].to(out.dtype), b[inner].to(out.dtype))
 
 
 def apply_rowwise(

@@ -29,7 +29,7 @@ from cutefce.cute_kernels.config import PortableTiles
 from cutefce.cute_kernels.integers import ceil_div
 from cutefce.cute_kernels.workspace import NUM_STATS
 from cutefce.ops.dtypes import sum_dtype
-from cutefce.ops.interface.arguments import LossOptions
+from cutefce.ops.outputs.steps import OutputSteps
 from cutefce.ops.primitives.elementwise import (
     can_fuse,
     exp_difference,
@@ -40,15 +40,14 @@ from cutefce.ops.primitives.elementwise import (
     joined,
     statistics_,
 )
-from cutefce.ops.primitives.portable_gradients import apply_rowwise, matmul_into, scale_rows
+from cutefce.ops.primitives.portable_gradients import apply_rowwise, scale_rows
+from cutefce.ops.primitives.products import dense, logits_into
 from cutefce.ops.primitives.weighted_sum import SoftTargetSteps, weighted_sum
 from cutefce.ops.rows.blocks import blocks
-from cutefce.ops.rows.logit_map import LogitMap
-from cutefce.ops.rows.outputs import PartialOutputs
+from cutefce.ops.rows.partial_sums import PartialSums
 from cutefce.ops.rows.selection import CountedRows, RowSelection
 from cutefce.ops.rows.statistics import RowStats, reduce_losses
 from cutefce.ops.rows.targets import Targets
-from cutefce.ops.rows.top_classes import top_logits
 
 
 class Logits(NamedTuple):
@@ -65,47 +64,10 @@ class Logits(NamedTuple):
     targets: Targets
 
 
-class PartialSums(NamedTuple):
-    """Row sums of exponentials (N, P), each relative to its own reference (N, P)."""
-
-    sums: Tensor
-    references: Tensor
-    of_all: Tensor | None = None
-    """(4, N, P) the first fields of `PartialOutputs`, if asked for."""
-    largest: Tensor | None = None
-    """(N, P) the largest u of the classes but the target, if asked for or with `of_others`."""
-    of_others: Tensor | None = None
-    """(2, N, P) the class of `largest`, and how many u are above the target's, if asked for."""
-
-    @staticmethod
-    def empty(like: Tensor, count: int, targets: Targets) -> "PartialSums":
-        """Return uninitialized sums of `count` parts, with the dtype and rows of `like` (N,)."""
-        options, size = targets.options, (len(like), count)
-        of_all = like.new_empty((OF_ALL, *size)) if options.reduces_all else None
-        of_others = like.new_empty((OF_OTHERS, *size)) if options.reduces_others else None
-        largest = like.new_empty(size) if options.keeps_largest else None
-        sums, references = like.new_empty((2, *size))
-        return PartialSums(sums, references, of_all, largest, of_others)
-
-    def part(self, rows: slice, parts: slice) -> "PartialSums":
-        """Return the sums of some rows and parts."""
-        some: Any = [None if x is None else x[..., rows, parts] for x in self]
-        return PartialSums(*some)
-
-
 Partials: TypeAlias = Any
 
-OF_ALL, OF_OTHERS = 4, 2
-"""Reductions of a part of the classes, those of all and those of all but the target."""
 
-
-def planes(options: LossOptions) -> int:
-    """Return how many numbers `PartialSums` have beside sums and references."""
-    others = options.keeps_largest + OF_OTHERS * options.reduces_others
-    return OF_ALL * options.reduces_all + others
-
-
-class PortableProjection(SoftTargetSteps):
+class PortableProjection(SoftTargetSteps, OutputSteps):
     """The steps of the forward; `Partials` are row sums in the form of one class of steps."""
 
     tiles: PortableTiles
@@ -167,65 +129,6 @@ class PortableProjection(SoftTargetSteps):
             None if x[0] is None else torch.cat(x, -1) for x in zip(*partials, strict=True)
         )
         return PartialSums(*every)
-
-    def partial_outputs(self, partial: Partials) -> PartialOutputs:
-        """Return the reductions that were computed beside the row sums, of all partials."""
-        found = PartialOutputs() if partial.of_all is None else PartialOutputs(*partial.of_all)
-        if partial.of_others is None:
-            return found
-        column, above = partial.of_others
-        return found._replace(other=partial.largest, column=column, above=above)
-
-    def top_logits(
-        self, h: Tensor, w: Tensor, partial: Partials, target_logit: Tensor, targets: Targets
-    ) -> tuple[Tensor, Tensor]:
-        """Return the k largest logits of each token and their classes, (N, k) both.
-
-        See `cutefce.ops.rows.top_classes`; `partial` has the reductions of all columns of w.
-        """
-
-        def top_of_blocks(chosen: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
-            return self._top_of_blocks(h[rows], w, chosen, targets.per_token(rows))
-
-        found = top_of_blocks, self.largest
-        return top_logits(partial.largest, self.block, target_logit, targets, *found)
-
-    def largest(self, x: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """Return the k largest of each row of x (N, M), the largest first, and their columns."""
-        found = x.topk(k, 1)
-        return found.values, found.indices
-
-    @property
-    def block(self) -> int:
-        """Columns of which `project_exp` returns partial sums."""
-        return self.tiles.reference_block
-
-    def _top_of_blocks(
-        self, h: Tensor, w: Tensor, chosen: Tensor, targets: Targets
-    ) -> tuple[Tensor, Tensor]:
-        """Return the k largest logits of each block of w (V, D) that tokens h (R, D) have `chosen`.
-
-        With the blocks (R, M), they are (R, M, k), and so are their classes.  Of fewer classes than
-        k, logits of -inf follow.  The rows of a block are few, and known on the host alone: a GPU
-        is synchronized.
-        """
-        count, dtype = min(targets.options.top_k, self.block), sum_dtype(h.dtype)
-        values = h.new_full((*chosen.shape, count), -torch.inf, dtype=dtype)
-        classes = torch.zeros_like(values, dtype=torch.int64)
-        for number, columns in enumerate(blocks(len(w), self.block)):
-            rows, places = (chosen == number).nonzero(as_tuple=True)
-            u = h.new_empty(len(rows), columns.stop - columns.start, dtype=dtype)
-            own = None if targets.logits is None else targets.logits.part(rows, columns)
-            logits_into(u, h[rows], w[columns], own)
-            if own is not None and own.floor is not None:
-                of_columns = torch.arange(columns.start, columns.stop, device=u.device)
-                is_target = targets.index[rows, None] == of_columns
-                u.masked_fill_((u < own.floor[:, None]) & ~is_target, -torch.inf)
-            found = u.topk(min(count, u.shape[1]), 1, sorted=False)
-            values[rows, places, : found.values.shape[1]] = found.values
-            classes[rows, places, : found.values.shape[1]] = found.indices + columns.start
-            del u, found  # freed before the next ones are allocated
-        return values, classes
 
     def gather_partials(self, partial: Partials, gather: Callable[[Tensor], Tensor]) -> Partials:
         """Return the row sums of all vocabulary shards.
@@ -304,21 +207,3 @@ class PortableProjection(SoftTargetSteps):
                     None if floor is None else floor[rows],
                     *(() if out is None else out.part(rows, parts)),
                 )
-
-
-def logits_into(out: Tensor, h: Tensor, w: Tensor, logits: LogitMap | None) -> None:
-    """Write the model's logits of h (R, D) and w (C, D), whose map is given, to `out` (R, C)."""
-    matmul_into(out, h, w.t(), accumulate=False)
-    if logits is not None:
-        logits.apply_(out)
-
-
-def dense(x: Tensor) -> Tensor:
-    """Return x (M, K) in a layout that a GEMM can address, copied if necessary."""
-    return x if is_dense(x) else x.contiguous()
-
-
-def is_dense(x: Tensor) -> bool:
-    """Whether a GEMM can address x (M, K): its rows or its columns are contiguous."""
-    (rows, columns), (pitch, unit) = x.shape, x.stride()
-    return (unit == 1 and pitch >= columns) or (pitch == 1 and unit >= rows)

@@ -16,7 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from cutefce.cute_kernels.integers import ceil_div
 from cutefce.cute_kernels.problem import SLACK
 from cutefce.cute_kernels.process_cache import process_cache
-from cutefce.ops.primitives.portable_projection import PartialSums
+from cutefce.ops.rows.partial_sums import PartialSums
 from cutefce.ops.rows.selection import ROW_BLOCK, CountedRows
 
 Transform = tuple[Any, ...]

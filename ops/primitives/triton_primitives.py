@@ -9,16 +9,17 @@ from typing import Any
 
 from torch import Tensor
 
+from cutefce.ops.outputs import triton_blocks
 from cutefce.ops.primitives import triton_kernels as kernels
 from cutefce.ops.primitives import triton_rows
 from cutefce.ops.primitives.portable_gradients import TargetGrad
-from cutefce.ops.primitives.portable_projection import Logits, PartialSums
+from cutefce.ops.primitives.portable_projection import Logits
 from cutefce.ops.primitives.primitives import Primitives
 from cutefce.ops.primitives.select_rows import with_aligned_rows
-from cutefce.ops.primitives.triton_blocks import largest_of_rows, top_of_blocks
 from cutefce.ops.primitives.triton_weight import Listed, weight_product
 from cutefce.ops.rows.coefficients import RankOne
 from cutefce.ops.rows.kept_sums import Sums
+from cutefce.ops.rows.partial_sums import PartialSums
 from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.targets import Targets, launch_transform
 
@@ -35,17 +36,11 @@ class TritonPrimitives(Primitives):
         kernels.project(x.h, x.w, x.window, x.reference, *own)
 
     @property
-    def block(self) -> int:
+    def _block(self) -> int:
         return kernels.BLOCK
 
-    def _top_of_blocks(
-        self, h: Tensor, w: Tensor, chosen: Tensor, targets: Targets
-    ) -> tuple[Tensor, Tensor]:
-        transform = launch_transform(targets, (0, len(w))) or (None, None, None)
-        return top_of_blocks(h, w, chosen, targets.options.top_k, targets.index, transform)
-
-    def largest(self, x: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        return largest_of_rows(x, k)
+    def _block_kernels(self, x: Tensor) -> Any:
+        return triton_blocks
 
     def repair_stored_exps(self, x: Logits, exps: Tensor, partial: Any) -> None:
         references = partial.references[:, x.window[0] // kernels.BLOCK :]

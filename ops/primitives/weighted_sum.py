@@ -12,7 +12,8 @@ from torch import Tensor
 from cutefce.cute_kernels.integers import round_up
 from cutefce.ops.dtypes import sum_dtype
 from cutefce.ops.primitives.elementwise import add_soft_rows_, gathered_dots_
-from cutefce.ops.primitives.portable_gradients import apply_rowwise, matmul_into, scale_rows
+from cutefce.ops.primitives.portable_gradients import apply_rowwise, scale_rows
+from cutefce.ops.primitives.products import matmul_into
 from cutefce.ops.rows.blocks import row_blocks
 from cutefce.ops.rows.targets import Targets
 

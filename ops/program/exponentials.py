@@ -6,16 +6,15 @@ from typing import Any
 import torch
 
 from cutefce.cute_kernels.arch.base import TILE_K
+from cutefce.ops.outputs.rows import output_rows
 from cutefce.ops.primitives.portable_gradients import scale_by_log
 from cutefce.ops.primitives.portable_projection import Logits
 from cutefce.ops.primitives.weighted_sum import add_soft_rows
 from cutefce.ops.program.run import Call
 from cutefce.ops.program.steps import Step
-from cutefce.ops.rows.outputs import reduce_outputs, stat_rows
 from cutefce.ops.rows.scaling import as_probabilities
 from cutefce.ops.rows.statistics import RowStats, reduce_losses, returned_rows
 from cutefce.ops.rows.targets import OUTPUTS
-from cutefce.ops.rows.top_classes import top_rows
 
 
 def gather(call: Call, s: Step) -> None:
@@ -99,7 +98,6 @@ def reduce(call: Call, s: Step) -> None:
     """Make statistics of row sums, with the outputs that are asked for, and the loss."""
     x, logit = call.part(s.rows), call.values["logits"]
     primitives, targets = x.primitives, x.targets
-    outputs, more, part = targets.options.output_names, None, None
     if targets.soft is not None and targets.soft.excess is None:
         # launched behind a product, it takes no CPU time for which a GPU waits
         excess = primitives.soft_excess(x.h, x.w, targets, logit)
@@ -112,23 +110,11 @@ def reduce(call: Call, s: Step) -> None:
         stats, loss = primitives.reduce_partials(call.values.pop("shares"), logit, targets)
         # where another rank has the target
         stats.sum_exp_others.masked_fill_(targets.active & ~targets.owned, 0)
-    if outputs and stat_rows(outputs):
-        if targets.options.reduces_rows:
-            part = primitives.partial_outputs(partial)
-            part = part if x.ranks is None else x.ranks.partial_outputs(part)
-        classes = targets.index + targets.first
-        more = reduce_outputs(part, logit, classes, targets.class_logits, outputs)
-    top = None
-    if targets.options.top_k:
-        values, numbers = primitives.top_logits(x.h, x.w, partial, logit, targets)
-        if x.ranks is not None:  # each has a part of the classes
-            values, numbers = x.ranks.join_columns(values), x.ranks.join_columns(numbers)
-        top = top_rows(values, numbers, stats, targets, primitives.largest)
+    others = output_rows(x, call.states(s), partial, logit, stats)
     if x.h.dtype == torch.float16:
         stats = as_probabilities(stats)
-    others = [rows for rows in (stats.rows, more, top) if rows is not None]
-    if len(others) > 1:
-        stats = RowStats(torch.cat(others))
+    if others:
+        stats = RowStats(torch.cat([stats.rows, *others]))
     call.values |= {"stats": stats, "partial": partial, "loss": loss}
     call.values.setdefault("all", []).append(stats.rows)
     if targets.soft is not None and targets.soft.excess is not None:

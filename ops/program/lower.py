@@ -176,20 +176,20 @@ class Lowering(ProgramBuilder):
             self.emit(Kind.PROJECT, reads, out, rows, n.columns)
             if self.has_windows:
                 self.add_hidden(rows, n)
-        self.reduce(rows, parts)
+        self.reduce(rows, parts, states if self.p.outputs.searches else ())
         for n in self.each(windows):
             self.project_again(rows, n, states, self.stats(), repairs=True)
             if self.has_windows:
                 self.add_hidden(rows, n, repairs=True)
 
-    def reduce(self, rows: Range, parts: Sequence[str]) -> None:
-        """Emit the statistics of rows from partial sums."""
+    def reduce(self, rows: Range, parts: Sequence[str], states: Sequence[str] = ()) -> None:
+        """Emit the statistics of rows from partial sums; largest classes need hidden states."""
         self.parts = [*dict.fromkeys((*self.parts, *parts))]
         if self.p.ranks:
             shares = self.outside("shares", self.x.chunk, self.p.ranks, self.p.accumulator_bytes)
             self.emit(Kind.ALL_GATHER, parts, (shares,), rows)
             parts = (shares,)
-        self.emit(Kind.REDUCE, (*self.order, "logits", *parts), (self.stats(),), rows)
+        self.emit(Kind.REDUCE, (*self.order, "logits", *parts, *states), (self.stats(),), rows)
 
     def project_again(
         self,

@@ -138,7 +138,7 @@ def _families(p: LossProblem, *, may_chunk: bool) -> Iterator[Sequence[Layout]]:
     every = round_up(p.vocab, block)
     widths = [x.window for x in p.windows if x.window < p.vocab] or [every]
     if not p.needs_gradients and not p.ranks:
-        least = LEAST_SEARCHED if p.top_k else LEAST_CHUNK
+        least = LEAST_SEARCHED if p.outputs.searches else LEAST_CHUNK
         counts = _counts(tokens, least)
         sizes = sorted({round_up(ceil_div(tokens, count), ROWS) for count in counts})
         chunks = [Layout(size, every, in_chunks=True) for size in sizes if size < tokens]

@@ -5,6 +5,7 @@ blocks of operands that are converted to the dtype of sums, and of rows.
 """
 
 from cutefce.cute_kernels.integers import ceil_div
+from cutefce.ops.outputs.memory import searched_bytes
 from cutefce.ops.primitives.block_sizes import added_rows, finished_rows, soft_block_rows
 from cutefce.ops.program.layout import Layout, scales_exps
 from cutefce.ops.program.problem import LossProblem
@@ -18,7 +19,6 @@ from cutefce.ops.program.step_memory import (
     upcast_bytes,
 )
 from cutefce.ops.program.steps import Kind, Step
-from cutefce.ops.rows.top_classes import FOUND_BYTES, found_bytes
 
 MADE_BYTES = 33
 """Bytes of a soft target while it is sorted, or put."""
@@ -73,8 +73,8 @@ def scratch(p: LossProblem, x: Layout, step: Step) -> int:
             joined = rows * partial_sums(p, rows, p.vocab) * sums * (parts > 1)
             blocks = rows * ceil_div(p.vocab, p.block) * sums * (p.arch is None)
             # outputs are made of all parts in plain torch, a loss in one kernel
-            made = 2 * blocks * (p.reductions > 0)
-            own = joined + max(made, _searched(p, rows, blocks) if p.top_k else 0)
+            made = 2 * blocks * (p.outputs.reductions > 0)
+            own = joined + max(made, searched_bytes(p, rows))
         case Kind.ALL_GATHER:
             own = 2 * rows * ceil_div(p.vocab, p.block) * sums * (p.arch is None)
         case Kind.TARGET_LOGIT if step.rows[0] == 0:  # makes the soft targets of all tokens
@@ -100,19 +100,6 @@ def scratch(p: LossProblem, x: Layout, step: Step) -> int:
         block = min(soft_block_rows(elements, sums, p.device), rows)
         own = max(own, block * elements * (sums + p.item_bytes * p.accumulates_wider))
     return max(own, rows_bytes(p, rows * max(p.soft, 1)))
-
-
-def _searched(p: LossProblem, rows: int, largest: int) -> int:
-    """Bytes of a search for the largest classes, among blocks whose largest logits take so many."""
-    sums, chosen = p.accumulator_bytes, min(p.top_k, ceil_div(p.vocab, p.block))
-    of_block = found_bytes(1, min(p.top_k, p.block), sums)
-    row = chosen * of_block
-    at_once = min(rows, max(FOUND_BYTES // row, 1))
-    beside = 32 * chosen  # pairs of tokens and blocks, which Triton's launch sorts
-    if not p.triton:  # all tokens may choose one block: their numbers, hidden states and logits
-        beside = 16 + p.hidden * p.item_bytes + p.block * (sums + 1) + 2 * of_block
-    computed = at_once * (row + beside) + upcast_bytes(p, at_once, p.hidden, p.block)
-    return largest + computed + rows * p.top_k * (sums + 8)
 
 
 def _weight(p: LossProblem, step: Step, rows: int, columns: int, x: Layout) -> int:

@@ -11,6 +11,7 @@ from cutefce.autotune_cache.defaults import window_configs
 from cutefce.cute_kernels.arch import arch_named
 from cutefce.cute_kernels.config import PortableTiles
 from cutefce.cute_kernels.problem import LOW_BITS, Problem
+from cutefce.ops.outputs.needs import NO_OUTPUTS, OutputNeeds
 from cutefce.ops.program.steps import Home
 
 
@@ -40,10 +41,8 @@ class LossProblem(Problem):
     """Whether these terms come with the upstream gradient, that of several classes' outputs."""
     scales_exps: bool = False
     """Whether exponentials have factors of their own in the backward, as for entropy's gradient."""
-    reductions: int = 0
-    """Numbers beside each partial sum, of which outputs are made."""
-    top_k: int = 0
-    """Classes of the largest logits that are outputs of a token."""
+    outputs: OutputNeeds = NO_OUTPUTS
+    """What outputs of tokens ask for."""
     stores: bool = True
     """Whether exponentials may be stored before log-sum-exps are known: float16 lacks the range."""
     selects: bool = False

@@ -2,6 +2,7 @@
 
 targets.py         targets, with the options of their losses
 selection.py       the tokens that count, in their order, and back
+partial_sums.py    row sums of parts of the classes
 statistics.py      what a forward leaves of every token, and the losses made of it
 coefficients.py    what a backward multiplies exponentials by
 scaling.py         where these factors are applied
@@ -11,6 +12,4 @@ target_rows.py     the targets' part of dW, in plain torch
 blocks.py          blocks of rows
 logit_map.py       from raw logits to the model's
 kept_sums.py       Sums: in their own dtype, or in 24 or 20 bits
-outputs.py         entropy and other outputs, from row reductions
-top_classes.py     the classes of the largest logits, from those of blocks of classes
 """

@@ -116,3 +116,8 @@ class LogitMap:
 def by_rows(factor: Tensor, x: Tensor) -> Tensor:
     """Return a factor () or (N,) in a shape to multiply x, (N,) or (N, K)."""
     return factor[:, None] if factor.ndim and x.ndim > 1 else factor
+
+
+def copies_tiles(options: LossOptions, tensors: TensorOptions) -> bool:
+    """Whether plain torch has a copy of a tile of logits beside it while they are mapped."""
+    return options.softcap is not None or tensors.logit_floor is not None

@@ -105,8 +105,7 @@ class RowSelection:
 
     def take_options(self, tensors: TensorOptions) -> TensorOptions:
         """Return options with the values of the tokens, but for soft targets."""
-        names = "token_weights", "temperature", "logit_floor"
-        given = {name: getattr(tensors, name) for name in names}
+        given = {name: getattr(tensors, name) for name in tensors.OF_TOKENS}
         taken = {name: self.take(x) for name, x in given.items() if x is not None and x.ndim}
         return replace(tensors, **taken) if taken else tensors
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from cutefce.cute_kernels.workspace import Stat
 from cutefce.ops.interface.arguments import LossOptions
-from cutefce.ops.rows.outputs import stat_rows
+from cutefce.ops.outputs.reductions import stat_rows
 from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.targets import Targets
 

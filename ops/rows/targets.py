@@ -14,10 +14,10 @@ from cutefce.cute_kernels.variant import (
     PLAIN,
     KernelVariant,
     LogitTransform,
-    RowReductions,
 )
 from cutefce.ops.dtypes import sum_dtype
 from cutefce.ops.interface.arguments import LossOptions, TensorOptions
+from cutefce.ops.outputs.needs import reductions_of
 from cutefce.ops.rows.logit_map import LogitMap
 from cutefce.ops.rows.loss_parts import LossParts, parts_of, without_weightless
 from cutefce.ops.rows.loss_terms import GivenTargets, LossTerms
@@ -268,19 +268,13 @@ def make_targets(
 
 def variant_of(targets: Targets | None) -> KernelVariant:
     """Return what kernels must be compiled with for the options of a call."""
-    if targets is None or (targets.logits is None and not targets.options.outputs):
+    if targets is None or (targets.logits is None and targets.options.is_scalar):
         return PLAIN
     logits, transform = targets.logits, IDENTITY
     if logits is not None:
         operands = logits.row_scale, logits.bias, logits.slope, logits.floor
         transform = LogitTransform(*(x is not None for x in operands))
     return KernelVariant(transform, reductions_of(targets.options))
-
-
-def reductions_of(options: LossOptions) -> RowReductions:
-    """Return what kernels reduce logits to beside their sums, for the outputs of a call."""
-    names = options.output_names
-    return RowReductions("entropy" in names, "sum_p_squared" in names, options.reduces_others)
 
 
 def launch_transform(targets: Targets, window: tuple[int, int]) -> tuple[Any, ...] | None:

@@ -262,6 +262,8 @@ def unsupported_reason(
 ) -> str | None:
     """Return why kernels that serve a call cannot sample its gradients, None if they can."""
     tokens, most = problem.tokens, slots(options.samples)
+    if options.searches_classes:
+        return "top_k: got some, beside which no kernel samples"
     if tensors.logit_floor is not None:
         return "logit_floor: got one, with which no kernel samples"
     if tensors.soft_targets:

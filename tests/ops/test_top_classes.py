@@ -16,9 +16,10 @@ from cutefce.ops.interface.arguments import (
     TensorOptions,
 )
 from cutefce.ops.operators.plans import plan_for
-from cutefce.ops.rows import top_classes
+from cutefce.ops.outputs import top_classes
 from tests.ops.test_log_probs import DTYPES, OR_NONE, TRANSFORMS
 from tests.ops.test_memory_model import peak_of
+from tests.support.backends import KERNELS, Backend, on_backends
 from tests.support.layouts import several_tiles
 from tests.support.options import model_logits
 from tests.support.outputs import ValuesCase, kept_logits, values_case
@@ -27,6 +28,8 @@ from tests.support.tiers import pairwise_of, rest_slow
 NAMES = {name: x for name, x in TRANSFORMS.items() if "kept_classes" not in x}
 FEW = "plain", "linear_bias", "temperature (N,)", "softcap", "logit_floor", "all and logit_floor"
 """Those of which not all cases are slow: a GPU has a kernel to compile for most."""
+
+FEW_OF_KERNELS = "plain", "temperature (N,)", "logit_floor"
 
 
 def check(x: ValuesCase, got: cutefce.LogProbs, k: int) -> None:
@@ -89,6 +92,26 @@ def test_each_call(
     assert got.top_log_probs is not None and not got.top_log_probs.requires_grad
 
 
+@on_backends(
+    emulated=1, names=NAMES, k=[1, 3, 32], workspace=["max", "min"], few={"names": FEW_OF_KERNELS}
+)
+def test_on_backends(
+    names: list[str], k: int, workspace: str, backend: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks of kernels are tiles, of several windows; rows that do not count hold anything."""
+    backend.serve(monkeypatch, PortableTiles(256, 128, 256, 64))
+    more: dict[str, Any] = {"dtype": backend.dtype, "device": backend.device}
+    x = values_case(names, None, backend.tokens, 48, 830, outputs=("lse",), **more)
+    leaves = x.own.leaves
+    backend.hide(leaves[0].data, x.ignored)
+    got = x.values(leaves, workspace=workspace, top_k=k)
+    given = torch.autograd.grad(x.total(got), leaves)
+    backend.hide(leaves[0].data, x.ignored)
+    x.own.case.h[x.ignored] = 0
+    check(x, got, k)
+    assert all(torch.isfinite(a).all() for a in given)
+
+
 @pytest.mark.parametrize("number", [0, 8, 40])
 def test_fewer_finite_logits_than_asked_for(number: int, device: str) -> None:
     """Classes that cannot be follow with the log-probability -inf."""
@@ -108,6 +131,22 @@ def test_fewer_finite_logits_than_asked_for(number: int, device: str) -> None:
     assert bool(((of_finite >= 0) & (of_finite < 1000)).all())
     want = (h @ w.t() + bias).log_softmax(1).topk(finite, 1)
     torch.testing.assert_close(got.top_log_probs[:, :finite], want.values, rtol=0, atol=1e-4)
+
+
+def test_no_target_and_a_class_that_is_excluded(
+    device: str, small_tiles: PortableTiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Class 0 stands for the target; its logit may be -inf."""
+    if device == "cpu":
+        KERNELS["kernels of sm_90a"].serve(monkeypatch, small_tiles)
+    h = torch.randn(40, 48, device=device).bfloat16()
+    w = torch.randn(830, 48, device=device).bfloat16()
+    bias = torch.zeros(830, device=device)
+    bias[0] = -torch.inf
+    got = cutefce.linear_log_probs(h, w, linear_bias=bias, top_k=4)
+    assert got.top_log_probs is not None
+    want = (h.double() @ w.double().t() + bias).log_softmax(1).topk(4)
+    torch.testing.assert_close(got.top_log_probs.double(), want.values, rtol=0, atol=1e-3)
 
 
 def test_shapes(device: str) -> None:

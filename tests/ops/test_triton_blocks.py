@@ -13,7 +13,7 @@ from tests.ops.test_triton_kernels import DEVICE, DTYPE, kernels, logits
 from tests.support.outputs import floors
 from tests.support.tiers import rest_slow
 
-triton_blocks = pytest.importorskip("cutefce.ops.primitives.triton_blocks")
+triton_blocks = pytest.importorskip("cutefce.ops.outputs.triton_blocks")
 
 
 @pytest.mark.parametrize("options", rest_slow(["", "scale bias cap floor", "bias"]))
@@ -33,14 +33,14 @@ def test_the_kernel_of_blocks(
     if "floor" in options:
         floor = floors(u)
         transform = (*transform, floor)
-        is_target = y[:, None] == torch.arange(classes, device=DEVICE)
-        u = torch.where((u < floor[:, None]) & ~is_target, -torch.inf, u)
-    block = triton_blocks.BLOCK
+        u = torch.where(u < floor[:, None], -torch.inf, u)
+    u[y[:, None] == torch.arange(classes, device=DEVICE)] = -torch.inf
+    block = 128
     count = ceil_div(classes, block)
     chosen = torch.rand(tokens, count, device=DEVICE).argsort(1)[:, : min(2, count)]
     chosen[: tokens // 2, 0] = count - 1  # many tokens of one block, some twice
     k = 5
-    values, found = triton_blocks.top_of_blocks(h, w, chosen, k, y, transform)
+    values, found = triton_blocks.top_of_blocks(h, w, chosen, block, k, y, transform)
     padded = torch.full((tokens, count * block), -torch.inf, device=DEVICE)
     padded[:, :classes] = u
     each = padded.view(tokens, count, block)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cutefce.cute_kernels.integers import ceil_div
 from cutefce.ops.primitives.elementwise import exponentials_
-from cutefce.ops.primitives.portable_projection import PartialSums
+from cutefce.ops.rows.partial_sums import PartialSums
 from cutefce.ops.rows.selection import CountedRows
 from tests.support.outputs import floors
 from tests.support.tiers import rest_slow

@@ -71,6 +71,7 @@ from cutefce.ops.primitives import (
 from cutefce.ops.primitives.primitives import Primitives
 from cutefce.ops.program import problem as program_problem
 from cutefce.ops.program.plan import Plan
+from cutefce.ops.rows import blocks as row_blocks
 from cutefce.ops.rows.loss_terms import LossTerms
 from cutefce.ops.rows.statistics import RowStats
 from cutefce.ops.rows.targets import Targets, variant_of
@@ -304,7 +305,16 @@ def _project_exp(
         reductions[:] = of_none[:, :, None]
         if kernel.reductions.of_all:
             assert (target < first + len(w)).all(), "classes behind the window are -1"
-        reductions[..., 0] = reduced(u, target, reference, first, kernel.reductions)
+        columns_of = {0: slice(0, len(w))}
+        tiles, parts = ceil_div(len(w), kernel.config.columns), kernel.config.partials_per_row
+        if tiles <= vocab_splits * parts:  # each part has one tile at most
+            columns_of = {
+                tile % vocab_splits * parts + tile // vocab_splits: columns
+                for tile, columns in enumerate(row_blocks.blocks(len(w), kernel.config.columns))
+            }
+        for part, own in columns_of.items():
+            given = reference, first + own.start, kernel.reductions
+            reductions[..., part] = reduced(u[:, own], target, *given)
     inside = torch.arange(len(h)) < counted
     assert (samples is not None) == kernel.samples
     if samples is not None:

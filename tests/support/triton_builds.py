@@ -17,8 +17,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from cutefce.cute_kernels.problem import SLACK
-from cutefce.ops.primitives import triton_blocks, triton_rows, triton_weight
+from cutefce.ops.outputs import triton_blocks
 from cutefce.ops.primitives import triton_kernels as tiles
+from cutefce.ops.primitives import triton_rows, triton_weight
 
 POINTERS = {
     **dict.fromkeys(("reference", "sums", "references", "of_all", "largest", "of_others"), "*fp32"),

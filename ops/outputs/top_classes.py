@@ -1,8 +1,8 @@
 """The classes of a token's k largest logits, from one pass over all classes.
 
-The pass gives the largest logit of each block of classes.  The k largest logits are in the k blocks
-of the largest of these.  A token's logits are computed again of these blocks alone, of which each
-gives its k largest.
+The pass gives the largest logit but the target's of each block of classes.  The k largest but the
+target's are in the k blocks of the largest of these.  A token's logits are computed again of these
+blocks alone, of which each gives its k largest.
 """
 
 from collections.abc import Callable
@@ -21,33 +21,34 @@ FOUND_BYTES = 32 << 20
 
 
 def top_logits(
-    largest: Tensor,
-    block: int,
+    chosen: Tensor,
     logit: Tensor,
     targets: Targets,
     top_of_blocks: Callable[[Tensor, slice], tuple[Tensor, Tensor]],
     largest_of: Callable[[Tensor, int], tuple[Tensor, Tensor]],
 ) -> tuple[Tensor, Tensor]:
-    """Return the k largest logits of each token in any order, and their classes, (N, k) both.
+    """Return the target's logit and the k largest others of each token, and their classes.
 
-    They are those of this rank's classes.  With fewer classes than k, -1 of the logit -inf follows.
+    They are those of this rank's classes, (N, k + 1) both, in any order.  Where there are fewer,
+    -1 of the logit -inf follows.
 
     Args:
-        largest: (N, P) the largest logit but the target's of each block of classes.
-        block: classes of a block.
+        chosen: (N, M) the blocks of the k largest logits but the target's of all blocks, or all.
         logit: (N,) of the targets.
         targets: those of the tokens.
-        top_of_blocks: returns the k largest logits (R, M, k), or `block` if that is less, of some
-            tokens, a slice, in each of the blocks (R, M) that they choose, and their classes.
+        top_of_blocks: returns the k largest logits (R, M, K) but the target's of some tokens, a
+            slice, in each of the blocks (R, M) that they choose, and their classes.  A block may
+            have K < k classes.
         largest_of: returns the largest of each row of a matrix, as many as it is told, and their
             columns.
     """
     k = targets.options.top_k
-    own = torch.where(targets.owned, logit, -torch.inf)[:, None]
-    largest = largest.scatter_reduce(1, targets.safe_index[:, None] // block, own, "amax")
-    _, chosen = largest_of(largest, min(k, largest.shape[1]))
-    row = found_bytes(chosen.shape[1], min(k, block), logit.element_size())
-    values, classes = logit.new_full((len(logit), k), -torch.inf), chosen.new_zeros(len(logit), k)
+    values, classes = (
+        logit.new_full((len(logit), k + 1), -torch.inf),
+        chosen.new_zeros(len(logit), k + 1),
+    )
+    values[:, k], classes[:, k] = torch.where(targets.owned, logit, -torch.inf), targets.index
+    row = found_bytes(chosen.shape[1], k, logit.element_size())
     for rows in blocks(len(logit), max(1, FOUND_BYTES // row)):
         found, of = (x.flatten(1) for x in top_of_blocks(chosen[rows], rows))
         count = min(k, found.shape[1])

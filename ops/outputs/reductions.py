@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from cutefce.cute_kernels.workspace import NUM_STATS
-from cutefce.ops.interface.arguments import OF_ALL, OUTPUTS
+from cutefce.ops.interface.arguments import OF_ALL, OUTPUTS, LossOptions
 
 
 class PartialOutputs(NamedTuple):
@@ -100,6 +100,11 @@ def stat_rows(outputs: Sequence[str]) -> dict[str, int]:
     has_sums = not OF_ALL.isdisjoint(outputs)
     named = [name for name in OUTPUTS if name in outputs and (name != "lse" or has_sums)]
     return {name: NUM_STATS + row for row, name in enumerate(named)}
+
+
+def row_count(options: LossOptions) -> int:
+    """Return the rows of statistics beside those of every call."""
+    return len(stat_rows(options.output_names)) + 2 * options.top_k
 
 
 def reduce_outputs(

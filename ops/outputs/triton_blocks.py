@@ -1,7 +1,7 @@
 """Kernels in Triton: the largest of each row, and those of the blocks that each token chooses.
 
 This module imports Triton.  In the shapes N is tokens, D hidden, V classes, M the blocks of a
-token, and k the largest logits of a block that are returned.  A block has `BLOCK` classes.
+token, and k the largest logits of a block that are returned.
 """
 
 from typing import Any
@@ -13,7 +13,6 @@ from torch import Tensor
 
 from cutefce.cute_kernels.integers import ceil_div
 from cutefce.ops.primitives.triton_kernels import (
-    BLOCK,
     STAGES,
     WARPS,
     Transform,
@@ -118,12 +117,11 @@ def _top_of_blocks(
             z = softcapped(z, slope)
         if row_scale is not None:
             z *= tl.load(row_scale + rows, mask=exists, other=1.0)[:, None]
-        z = tl.where(inside[None, :], z, float("-inf"))
+        y = tl.load(target + rows, mask=exists, other=-1) - first
+        z = tl.where(inside[None, :] & (own[None, :] != y[:, None]), z, float("-inf"))
         if floor is not None:
             lowest = tl.load(floor + rows, mask=exists, other=float("-inf"))
-            y = tl.load(target + rows, mask=exists, other=-1) - first
-            is_out = (z < lowest[:, None]) & (own[None, :] != y[:, None])
-            z = tl.where(is_out, float("-inf"), z)
+            z = tl.where(z < lowest[:, None], float("-inf"), z)
         for place in tl.range(K):
             most, at = tl.max(z, 1, return_indices=True)
             tl.store(values + pair * K + place, most, mask=exists)
@@ -132,17 +130,18 @@ def _top_of_blocks(
 
 
 def top_of_blocks(
-    h: Tensor, w: Tensor, chosen: Tensor, k: int, target: Tensor, transform: Transform
+    h: Tensor, w: Tensor, chosen: Tensor, block: int, k: int, target: Tensor, transform: Transform
 ) -> tuple[Tensor, Tensor]:
     """Return the largest logits, float32, of blocks of w (V, D) and their classes, (N, M, k) both.
 
-    `chosen` (N, M) int64 are the blocks of each token of h (N, D), and k is at most `BLOCK`.  Of
-    fewer classes than k, logits of -inf follow.  `transform` is that of `triton_kernels.project`,
-    of all classes; its floor is not that of the `target` (N,).
+    They leave out the `target` (N,).  `chosen` (N, M) int64 are the blocks of each token of
+    h (N, D), of `block` classes, a power of 2 that k is no larger than.  Of fewer classes than k,
+    and of a block beyond w, logits of -inf follow.  `transform` is that of
+    `triton_kernels.project`, of all classes.
     """
-    (classes, hidden), count = w.shape, ceil_div(len(w), BLOCK)
-    values = h.new_empty((*chosen.shape, k), dtype=torch.float32)
-    found = torch.empty_like(values, dtype=torch.int64)
+    (classes, hidden), count = w.shape, ceil_div(len(w), block)
+    values = h.new_full((*chosen.shape, k), -torch.inf, dtype=torch.float32)
+    found = torch.zeros_like(values, dtype=torch.int64)
     # pairs of one block after the other, cut into tiles: a GPU alone knows how many there are
     ordered, pairs = chosen.flatten().int().sort()
     numbers = torch.arange(count + 1, dtype=ordered.dtype, device=h.device)
@@ -153,7 +152,7 @@ def top_of_blocks(
     arguments: Any = (
         h,
         h.stride(0),
-        device.operand(w, [BLOCK, device.features]),
+        device.operand(w, [block, device.features]),
         w.stride(0),
         pairs,
         starts,
@@ -174,7 +173,7 @@ def top_of_blocks(
         CHOSEN=chosen.shape[1],
         BLOCKS=count,
         ROWS=ROWS,
-        BLOCK=BLOCK,
+        BLOCK=block,
         FEATURES=device.features,
         HAS_TMA=device.has_tma,
         num_stages=STAGES,
