@@ -14,7 +14,7 @@ PORTABLE_TILES = {
     # both gradient GEMMs long enough to run at full rate.
     "cuda": PortableTiles(window=8192, reference_block=1024, tile_columns=4096, tile_rows=8192),
     # Triton's kernel computes a window at a time, in registers.
-    "triton": PortableTiles(window=32768, reference_block=256, tile_columns=32768, tile_rows=8192),
+    "triton": PortableTiles(window=32768, reference_block=128, tile_columns=32768, tile_rows=8192),
 }
 """Tiles of the portable path by device type, and beside Triton's kernel; other device types are
 tiled like "cuda"."""

@@ -14,14 +14,13 @@ from torch import Tensor
 from cutefce.cute_kernels.integers import ceil_div
 from cutefce.ops.primitives.triton_kernels import (
     STAGES,
-    WARPS,
     Transform,
     device_of,
     load_tile,
     softcapped,
 )
 
-ROWS = 128
+ROWS, WARPS = 128, 8
 """Tokens of a tile: on Hopper each warp has all classes of 16 of them, and finds the largest alone.
 """
 

@@ -22,11 +22,14 @@ from cutefce.ops.rows.selection import ROW_BLOCK, CountedRows
 Transform = tuple[Any, ...]
 """What makes logits of products: see `LogitMap.columns`."""
 
-ROWS, BLOCK = ROW_BLOCK, 256
+ROWS, BLOCK = ROW_BLOCK, 128
 """Tokens and columns of a tile; a tile's columns share a reference."""
 GROUP = 8
 """Row blocks that are computed together, so that their hidden states stay in the L2 cache."""
-STAGES, WARPS = 3, 8
+STAGES, WARPS = 3, 4
+BLOCKS_PER_SM = 2
+"""Thread blocks of `project` that share a multiprocessor: one multiplies while the other computes
+exponentials.  Wider tiles would leave no shared memory for a second one."""
 HOPPER_SHARED_BYTES, HOPPER_FEATURES = 200 << 10, 64
 """Shared memory of a thread block above which a stage has so many features: that of data-centre
 GPUs since Hopper."""
@@ -75,6 +78,12 @@ def load_tile(
         places = x + r.to(tl.int64)[:, None] * pitch + c[None, :]
         tile = tl.load(places, mask=inside, other=0.0)
     return tile
+
+
+@triton.jit
+def halves_of(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Return both halves of the columns of x (ROWS, COLUMNS)."""
+    return tl.split(tl.permute(tl.reshape(x, (ROWS, 2, COLUMNS // 2)), (0, 2, 1)))
 
 
 @triton.jit
@@ -198,7 +207,10 @@ def _project(
             if slope is not None:
                 e *= derivative
             if exps_tiles is not None:
-                exps_tiles.store([row * ROWS, column * BLOCK], e.to(exps_tiles.dtype))
+                parts, left = halves_of(e, ROWS, BLOCK), column * BLOCK
+                for part in tl.static_range(2):
+                    exps_tiles.store([row * ROWS, left], parts[part].to(exps_tiles.dtype))
+                    left += BLOCK // 2
             else:
                 to = (
                     exps + rows.to(tl.int64)[:, None] * exps_pitch + (column * BLOCK + own)[None, :]
@@ -229,7 +241,7 @@ def project(
     """
     tokens, hidden = h.shape
     device = device_of(h.device)
-    blocks, features = device.blocks, device.features
+    blocks, features = BLOCKS_PER_SM * device.blocks, device.features
     first, last = window
     columns = last - first
     tiles = ceil_div(tokens, ROWS) * ceil_div(columns, BLOCK)
@@ -242,7 +254,7 @@ def project(
         h.stride(0),
         device.operand(w, [BLOCK, features]),
         w.stride(0),
-        TensorDescriptor.from_tensor(exps, [ROWS, BLOCK]) if stores_tiles else None,
+        TensorDescriptor.from_tensor(exps, [ROWS, BLOCK // 2]) if stores_tiles else None,
         exps,
         pitch_of(exps),
         reference,
@@ -365,7 +377,7 @@ class Device:
     """What launches depend on."""
 
     blocks: int
-    """Thread blocks that run at a time."""
+    """Multiprocessors: thread blocks that run at a time, one on each."""
     features: int
     """Features, or tokens, of a stage."""
     has_tma: bool

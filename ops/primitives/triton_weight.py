@@ -17,8 +17,8 @@ from cutefce.cute_kernels.integers import ceil_div
 from cutefce.ops.primitives.triton_kernels import (
     GROUP,
     STAGES,
-    WARPS,
     device_of,
+    halves_of,
     is_aligned,
     load_tile,
     numbers_of,
@@ -32,6 +32,7 @@ from cutefce.ops.rows.selection import CountedRows
 
 ROWS, BLOCK = 128, 256
 """Classes and features of a tile."""
+WARPS = 8
 PARTS = 4
 """Parts of a tile that are written one after the other."""
 COLUMNS = 1024
@@ -61,12 +62,6 @@ class Listed:
         classes = torch.arange(vocab + 1, dtype=torch.int32, device=target.device)
         bounds = torch.searchsorted(target, classes, out_int32=True)
         return Listed(order, target, bounds, coefficient[order], h)
-
-
-@triton.jit
-def _halves(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return both halves of the columns of x (ROWS, COLUMNS)."""
-    return tl.split(tl.permute(tl.reshape(x, (ROWS, 2, COLUMNS // 2)), (0, 2, 1)))
 
 
 @triton.jit
@@ -140,9 +135,9 @@ def _weight(
             f = tl.load(factor + rows, mask=rows < classes, other=0.0)
             sums += f[:, None] * tl.load(row + own, mask=own < hidden, other=0.0)[None, :]
         # a part of the features after the other: registers hold few tiles
-        halves, left = _halves(sums, ROWS, BLOCK), column * BLOCK
+        halves, left = halves_of(sums, ROWS, BLOCK), column * BLOCK
         for half in tl.static_range(2):
-            parts = _halves(halves[half], ROWS, BLOCK // 2)
+            parts = halves_of(halves[half], ROWS, BLOCK // 2)
             for part in tl.static_range(2):
                 z, c = parts[part], left + tl.arange(0, COLUMNS)
                 exist = (rows < classes)[:, None] & (c < hidden)[None, :]

@@ -33,7 +33,7 @@ POINTERS = {
 """Types of operands; others are int32."""
 OPTIONS = "row_scale", "bias", "slope", "floor"
 ALL_OPTIONS = ("exps", "of_all", "largest", "of_others", "count", *OPTIONS)
-PROJECTIONS = {"sums": (), "sums, stored, all options": ALL_OPTIONS}
+PROJECTIONS = {"sums": (), "stored": ("exps",), "sums, stored, all options": ALL_OPTIONS}
 BLOCKS = {"blocks": (), "blocks, all options": OPTIONS}
 ROWS = {
     "kept": ("JOINS", "SPLITS"),
@@ -61,7 +61,9 @@ def build(capability: int, kernel: Any, types: dict[str, str], constants: dict[s
         signature[name], constants[name] = "constexpr", None
     options = {"num_warps": 4, "enable_fp_fusion": True}
     if kernel in (tiles._project, triton_weight._weight, triton_blocks._top_of_blocks):
-        options |= {"num_warps": tiles.WARPS, "num_stages": tiles.STAGES}
+        module = {tiles._project: tiles, triton_weight._weight: triton_weight}
+        warps = module.get(kernel, triton_blocks).WARPS
+        options |= {"num_warps": warps, "num_stages": tiles.STAGES}
     target = GPUTarget("cuda", capability, 32)
     # what a launch finds out: addresses and pitches are multiples of 16
     aligned = {
@@ -100,7 +102,7 @@ def main() -> None:
             **POINTERS,
             "h": operand(tiles.ROWS, features),
             "w": operand(tiles.BLOCK, features),
-            "exps_tiles": f"tensordesc<bf16[{tiles.ROWS},{tiles.BLOCK}]>",
+            "exps_tiles": f"tensordesc<bf16[{tiles.ROWS},{tiles.BLOCK // 2}]>",
         }
         if "exps" not in flags:
             types["exps"] = "none"
