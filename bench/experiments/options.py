@@ -15,7 +15,12 @@ from bench.harness.records import Measurement
 from bench.harness.timing import Call, interleaved, peak_bytes, preceding_gemms
 
 SHAPE = Shape(8192, 4096, 131072, "bfloat16")
+SCORED = Shape(8192, 4096, 151936, "bfloat16")
+FORWARD, SCORES = "forward", "forward, min"
+"""Calls without gradients, of all tokens at once, and of `SCORES_OPTIONS` in little memory."""
 PLAIN, UNFUSED = "none", "log-probabilities and ranks of logits"
+TOP = "rank and top 8"
+SCORES_OPTIONS = PLAIN, TOP
 OUTPUTS = ("is_top1", "argmax", "rank", "sum_p_squared", "entropy")
 SOFT_TARGETS = 8, 64
 """Classes of each token that have a target probability."""
@@ -44,9 +49,11 @@ class Row:
 def command(output: Output, /, repeats: int | None, **sizes: Any) -> None:
     """Options and outputs of the loss, against the plain call."""
     shape = chosen_shape(CPU_SHAPE if DEVICE == "cpu" else SHAPE, sizes)
+    cases = [(shape, workspace) for workspace in ("max", "min", FORWARD)]
+    cases.append((SCORED if shape == SHAPE else shape, SCORES))
     measurements = [
-        Measurement({**sizes_of(shape), "workspace": w}, functools.partial(run, shape, w, repeats))
-        for w in ("max", "min", "forward")
+        Measurement({**sizes_of(own), "workspace": w}, functools.partial(run, own, w, repeats))
+        for own, w in cases
     ]
     output.record("options", measurements)
 
@@ -90,7 +97,7 @@ def options(tokens: int, vocab: int, device: str) -> dict[str, dict[str, Any]]:
         "gradients": ("log_probs",),
     }
     outputs["top 8"] = {"outputs": (), "top_k": 8, "gradients": ("log_probs",)}
-    outputs["rank and top 8"] = {"outputs": ("rank",), "top_k": 8, "gradients": ("log_probs",)}
+    outputs[TOP] = {"outputs": ("rank",), "top_k": 8, "gradients": ("log_probs",)}
     outputs["lse without a target"] = {"outputs": ("lse",), "gradients": ("lse",), "target": None}
     return loss | outputs
 
@@ -116,14 +123,16 @@ def value(h: Tensor, w: Tensor, y: Tensor, workspace: str | None, given: dict[st
 
 
 def run(shape: Shape, workspace: str, repeats: int | None) -> list[Row]:
-    """Measure every option with one workspace, or "forward", interleaved with the plain call."""
+    """Measure options with one workspace or without gradients, interleaved with the plain call."""
     h, w, y = random_inputs(shape, DEVICE)
-    has_gradient = workspace != "forward"
-    calls: dict[str, Call] = {}
-    for name, given in options(shape.tokens, shape.vocab, DEVICE).items():
-        calls[name] = functools.partial(
-            step if has_gradient else forward, h, w, y, workspace, given
-        )
+    has_gradient = workspace not in (FORWARD, SCORES)
+    given = options(shape.tokens, shape.vocab, DEVICE)
+    if workspace == SCORES:
+        given = {name: given[name] for name in SCORES_OPTIONS}
+    own = (step, workspace) if has_gradient else (forward, "min" if workspace == SCORES else None)
+    calls: dict[str, Call] = {
+        name: functools.partial(own[0], h, w, y, own[1], option) for name, option in given.items()
+    }
     if not has_gradient:
         calls[UNFUSED] = functools.partial(unfused_scores, h, w, y)
     times = interleaved(calls, DEVICE, repeats, before=preceding_gemms(DEVICE))
@@ -142,7 +151,9 @@ def run(shape: Shape, workspace: str, repeats: int | None) -> list[Row]:
     ]
 
 
-def step(h: Tensor, w: Tensor, y: Tensor, workspace: str, given: dict[str, Any]) -> tuple[Any, ...]:
+def step(
+    h: Tensor, w: Tensor, y: Tensor, workspace: str | None, given: dict[str, Any]
+) -> tuple[Any, ...]:
     """Return the gradients of a forward and a backward."""
     h, w = h.detach().requires_grad_(), w.detach().requires_grad_()
     leaves = [h, w, given["linear_bias"]] if "linear_bias" in given else [h, w]
@@ -158,7 +169,9 @@ def unfused_scores(h: Tensor, w: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         return -torch.nn.functional.cross_entropy(logits.float(), y, reduction="none"), ranks
 
 
-def forward(h: Tensor, w: Tensor, y: Tensor, _: str, given: dict[str, Any]) -> Tensor:
+def forward(
+    h: Tensor, w: Tensor, y: Tensor, workspace: str | None, given: dict[str, Any]
+) -> Tensor:
     """Return the loss without gradients."""
     with torch.no_grad():
-        return value(h, w, y, None, given)
+        return value(h, w, y, workspace, given)

@@ -7,6 +7,7 @@ a token chooses, and k the largest classes that are asked for.
 import copy
 import math
 from dataclasses import replace
+from functools import cached_property
 from importlib.util import find_spec
 from typing import Any
 
@@ -119,7 +120,7 @@ class CuteOutputSteps(OutputSteps):
 
     kernels: KernelSet
 
-    @property
+    @cached_property
     def block_sums(self) -> ProjectExpSpec:
         """The kernel of row sums whose tiles are blocks of classes.
 
