@@ -188,7 +188,7 @@ class TensorOptions(OperatorRecord):
     OF_CLASSES: ClassVar[tuple[str, ...]] = "linear_bias", "accumulate_into"
     """Those of which a rank of a group has the rows of its own classes."""
     OF_TOKENS: ClassVar[tuple[str, ...]] = "token_weights", "temperature", "logit_floor"
-    """Those of which each token has a number, or of the second may have one."""
+    """Those with a number of each token; a temperature may be one number."""
 
     linear_bias: Tensor | None = argument(checks.BIAS, None, Kind.LOGITS)
     weight: Tensor | None = argument(checks.OF_CLASSES, None, Kind.ROW)
@@ -226,6 +226,10 @@ class TensorOptions(OperatorRecord):
     def check(self, of: Operands, reduction: str) -> None:
         """Raise TypeError or ValueError that names the argument."""
         check_tensors(self.given, of)
+        if self.logit_floor is not None and self.target_indices is not None:
+            raise NotImplementedError(
+                "logit_floor: got one with target_indices, expected None, or a target"
+            )
         if self.denominator is not None:
             check_divides(reduction)
         buffer = self.accumulate_into
@@ -251,7 +255,7 @@ class TensorOptions(OperatorRecord):
         if "target_indices" in given:  # of any integers; kernels read contiguous rows
             given = {name: x.contiguous() for name, x in given.items()}
             given["target_indices"] = given["target_indices"].long()
-        for name in ("token_weights", "temperature", "logit_floor"):
+        for name in self.OF_TOKENS:
             x = getattr(self, name)
             if x is not None and (x.ndim or name != "temperature"):
                 given[name] = x.reshape(-1)

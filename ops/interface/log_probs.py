@@ -74,10 +74,6 @@ def _log_probs(
         raise NotImplementedError(
             "logit_floor: got one with 'mean_logit' in outputs, expected one of them"
         )
-    if "logit_floor" in given and "target_indices" in given:
-        raise NotImplementedError(
-            "logit_floor: got one with target_indices, expected None, or a target"
-        )
     if "kept_classes" in given:
         return _of_kept_classes(input, linear_weight, target, workspace, outputs, given)
     is_asked = len(outputs) > 0 or "top_k" in given

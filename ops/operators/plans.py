@@ -107,11 +107,7 @@ def loss_problem(x: LossCall) -> LossProblem:
     tokens = h.shape[0] * ranks if sharding.sequence_parallel else None
     own = problem_of(h, w, *step.gradients, tokens)
     is_served = own.arch is not None
-    # where a bias may exclude the target, log-sum-exps of kernels are NaN
-    needs_others = options.searches_classes and tensors.linear_bias is not None
-    if is_served and (
-        needs_others or options_unsupported_reason(own, h.device, tensors) is not None
-    ):
+    if is_served and options_unsupported_reason(own, h.device, options, tensors) is not None:
         is_served, own = False, replace(own, arch=None, triton=triton_serves(h, w))
     samples = 0
     if is_served and options.is_sampled and any(step.gradients):

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from cutefce.cute_kernels.variant import RowReductions
 from cutefce.ops.interface.arguments import LossOptions
 
-OF_ALL, OF_OTHERS = 4, 2
-"""Numbers of a part of the classes in plain torch: of all of them, and of all but the target beside
-the largest logit."""
+SUMS_OF_ALL = 4
+"""Numbers of a part of the classes in plain torch, if outputs need sums over all classes."""
+SUMS_OF_OTHERS = 2
+"""Those beside the largest logit, if outputs need reductions over all classes but the target."""
 
 
 @dataclass(frozen=True)
@@ -16,6 +17,8 @@ class OutputNeeds:
 
     reductions: int = 0
     """Numbers beside each partial sum, of which outputs are made."""
+    reduces_all: bool = False
+    """Whether some are over all classes."""
     top_k: int = 0
     """Classes of the largest logits that are outputs of a token."""
 
@@ -31,9 +34,11 @@ NO_OUTPUTS = OutputNeeds()
 def needs_of(options: LossOptions, has_kernels: bool) -> OutputNeeds:
     """Return what a call needs that kernels in CuTe serve, or others."""
     if has_kernels:
-        return OutputNeeds(reductions_of(options).planes, options.top_k)
-    others = options.keeps_largest + OF_OTHERS * options.reduces_others
-    return OutputNeeds(OF_ALL * options.reduces_all + others, options.top_k)
+        return OutputNeeds(reductions_of(options).planes, options.reduces_all, options.top_k)
+    others = options.keeps_largest + SUMS_OF_OTHERS * options.reduces_others
+    return OutputNeeds(
+        SUMS_OF_ALL * options.reduces_all + others, options.reduces_all, options.top_k
+    )
 
 
 def reductions_of(options: LossOptions) -> RowReductions:

@@ -23,6 +23,12 @@ from torch import Tensor
 
 from cutefce.cute_kernels.workspace import NUM_STATS
 from cutefce.ops.interface.arguments import OF_ALL, OUTPUTS, LossOptions
+from cutefce.ops.rows.blocks import blocks
+
+COMBINED_BYTES = 32 << 20
+"""What combining parts takes at a time; that of one token at least."""
+MATRICES, MATRICES_OF_OTHERS = 7.25, 1.25
+"""Matrices (N, P) that combining parts makes, with sums over all classes and without."""
 
 
 class PartialOutputs(NamedTuple):
@@ -49,7 +55,23 @@ class PartialOutputs(NamedTuple):
     """How many u are above the target's, as such a number."""
 
     def combined(self) -> "PartialOutputs":
-        """Return the reductions of all parts together, P = 1."""
+        """Return the reductions of all parts together, P = 1; of some rows at a time."""
+        given = next((x for x in self if x is not None), None)
+        if given is None:
+            return self
+        tokens, parts = given.shape
+        size = max(1, int(COMBINED_BYTES // (MATRICES * parts * given.element_size())))
+        if tokens <= size:
+            return self._combined()
+        every = [self._rows(rows)._combined() for rows in blocks(tokens, size)]
+        return PartialOutputs(
+            *(None if x[0] is None else torch.cat(x) for x in zip(*every, strict=True))
+        )
+
+    def _rows(self, rows: slice) -> "PartialOutputs":
+        return PartialOutputs(*(None if x is None else x[rows] for x in self))
+
+    def _combined(self) -> "PartialOutputs":
         result = PartialOutputs()
         if self.largest is not None and self.others is not None:
             result = self._combined_sums(self.largest, self.others)

@@ -8,7 +8,6 @@ import copy
 import math
 from dataclasses import replace
 from functools import cached_property
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from cutefce.cute_kernels.arch import arch_named
 from cutefce.cute_kernels.config import PortableTiles
 from cutefce.cute_kernels.kernel_set import KernelSet
 from cutefce.cute_kernels.spec.gemm import ProjectExpSpec
+from cutefce.ops import torch_compat
 from cutefce.ops.dtypes import sum_dtype
 from cutefce.ops.outputs.reductions import PartialOutputs
 from cutefce.ops.outputs.top_classes import top_logits
@@ -27,7 +27,7 @@ from cutefce.ops.rows.blocks import blocks
 from cutefce.ops.rows.targets import Targets, launch_transform
 
 NO_BLOCK = 1 << 30
-"""The block of a part of no columns: one beyond any weight."""
+"""The block of a part without a finite logit, or without a column: one beyond any weight."""
 
 
 class OutputSteps:
@@ -151,17 +151,14 @@ class CuteOutputSteps(OutputSteps):
         return self.block_sums.config.columns
 
     def _chosen_blocks(self, partial: Any, k: int) -> Tensor:
-        """Return what plain torch does; the class of its largest logit tells the block of a part.
-
-        A part without a finite logit may have no column.
-        """
+        """Return what plain torch does: the class of a part's largest logit tells its block."""
         largest, column, _ = partial.reductions[-3:]
         values, places = self.largest(largest, min(k, largest.shape[1]))
         chosen: Tensor = column.gather(1, places).long() // self._block
         return chosen.masked_fill_(values == -torch.inf, NO_BLOCK)
 
     def _block_kernels(self, x: Tensor) -> Any:
-        if not x.is_cuda or find_spec("triton") is None:
+        if not x.is_cuda or not torch_compat.has_triton():
             return None
         # this imports Triton, which no other call needs
         from cutefce.ops.outputs import triton_blocks

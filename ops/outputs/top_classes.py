@@ -33,7 +33,7 @@ def top_logits(
     -1 of the logit -inf follows.
 
     Args:
-        chosen: (N, M) the blocks of the k largest logits but the target's of all blocks, or all.
+        chosen: (N, M) the k blocks whose largest logit but the target's is largest, or all blocks.
         logit: (N,) of the targets.
         targets: those of the tokens.
         top_of_blocks: returns the k largest logits (R, M, K) but the target's of some tokens, a

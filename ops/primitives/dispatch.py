@@ -23,7 +23,7 @@ from cutefce.cute_kernels.process_cache import on_reset, process_cache, reset, w
 from cutefce.cute_kernels.spec import rowwise as spec
 from cutefce.cute_kernels.variant import PLAIN, KernelVariant
 from cutefce.ops.dtypes import dtype_name
-from cutefce.ops.interface.arguments import TensorOptions
+from cutefce.ops.interface.arguments import LossOptions, TensorOptions
 from cutefce.ops.primitives.cute_gradients import CutePrimitives
 from cutefce.ops.primitives.cute_rowwise import CublasPrimitives
 from cutefce.ops.primitives.primitives import Primitives
@@ -135,7 +135,8 @@ def primitives_for(
         return kernel_primitives(tiles, *kernels, grad_bias=problem.grad_bias)
     reason = _unsupported_reason(h, w, STEP if problem.needs_gradients else FORWARD)
     if reason is None and targets is not None:
-        reason = options_unsupported_reason(problem, h.device, targets.tensors)
+        given = targets.options, targets.tensors
+        reason = options_unsupported_reason(problem, h.device, *given)
     if problem.tokens and reason is not None:
         report(reason, h.is_cuda)
     if not problem.triton:
@@ -147,9 +148,14 @@ def primitives_for(
 
 
 def options_unsupported_reason(
-    problem: Problem, device: torch.device, tensors: TensorOptions
+    problem: Problem, device: torch.device, options: LossOptions, tensors: TensorOptions
 ) -> str | None:
     """Return why kernels that serve `problem` cannot with options of a call, None if they can."""
+    if options.searches_classes and tensors.linear_bias is not None:
+        return (
+            "linear_bias: got one with top_k; where a bias excludes the target, "
+            "log-sum-exps of kernels are NaN"
+        )
     if device.type == "meta" or not tensors.soft_targets:  # on `meta` nothing is launched
         return None
     return unproven_reason(device, problem.dtype, SOFT_TARGETS)

@@ -5,7 +5,7 @@ blocks of operands that are converted to the dtype of sums, and of rows.
 """
 
 from cutefce.cute_kernels.integers import ceil_div
-from cutefce.ops.outputs.memory import searched_bytes
+from cutefce.ops.outputs.memory import combined_bytes, searched_bytes
 from cutefce.ops.primitives.block_sizes import added_rows, finished_rows, soft_block_rows
 from cutefce.ops.program.layout import Layout, scales_exps
 from cutefce.ops.program.problem import LossProblem
@@ -71,10 +71,7 @@ def scratch(p: LossProblem, x: Layout, step: Step) -> int:
         case Kind.REDUCE:
             parts = sum(name.startswith("partial") for name in step.reads)
             joined = rows * partial_sums(p, rows, p.vocab) * sums * (parts > 1)
-            blocks = rows * ceil_div(p.vocab, p.block) * sums * (p.arch is None)
-            # outputs are made of all parts in plain torch, a loss in one kernel
-            made = 2 * blocks * (p.outputs.reductions > 0)
-            own = joined + max(made, searched_bytes(p, rows))
+            own = joined + max(combined_bytes(p, rows), searched_bytes(p, rows))
         case Kind.ALL_GATHER:
             own = 2 * rows * ceil_div(p.vocab, p.block) * sums * (p.arch is None)
         case Kind.TARGET_LOGIT if step.rows[0] == 0:  # makes the soft targets of all tokens

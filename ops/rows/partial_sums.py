@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from cutefce.ops.outputs.needs import OF_ALL, OF_OTHERS
+from cutefce.ops.outputs.needs import SUMS_OF_ALL, SUMS_OF_OTHERS
 from cutefce.ops.rows.targets import Targets
 
 
@@ -24,8 +24,8 @@ class PartialSums(NamedTuple):
     def empty(like: Tensor, count: int, targets: Targets) -> "PartialSums":
         """Return uninitialized sums of `count` parts, with the dtype and rows of `like` (N,)."""
         options, size = targets.options, (len(like), count)
-        of_all = like.new_empty((OF_ALL, *size)) if options.reduces_all else None
-        of_others = like.new_empty((OF_OTHERS, *size)) if options.reduces_others else None
+        of_all = like.new_empty((SUMS_OF_ALL, *size)) if options.reduces_all else None
+        of_others = like.new_empty((SUMS_OF_OTHERS, *size)) if options.reduces_others else None
         largest = like.new_empty(size) if options.keeps_largest else None
         sums, references = like.new_empty((2, *size))
         return PartialSums(sums, references, of_all, largest, of_others)

@@ -268,7 +268,7 @@ def make_targets(
 
 def variant_of(targets: Targets | None) -> KernelVariant:
     """Return what kernels must be compiled with for the options of a call."""
-    if targets is None or (targets.logits is None and targets.options.is_scalar):
+    if targets is None:
         return PLAIN
     logits, transform = targets.logits, IDENTITY
     if logits is not None:

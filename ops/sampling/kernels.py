@@ -263,7 +263,7 @@ def unsupported_reason(
     """Return why kernels that serve a call cannot sample its gradients, None if they can."""
     tokens, most = problem.tokens, slots(options.samples)
     if options.searches_classes:
-        return "top_k: got some, beside which no kernel samples"
+        return f"top_k: got {options.top_k}, beside which no kernel samples"
     if tensors.logit_floor is not None:
         return "logit_floor: got one, with which no kernel samples"
     if tensors.soft_targets:

@@ -93,23 +93,43 @@ def test_each_call(
 
 
 @on_backends(
-    emulated=1, names=NAMES, k=[1, 3, 32], workspace=["max", "min"], few={"names": FEW_OF_KERNELS}
+    emulated=1,
+    names=NAMES,
+    k=[1, 3, 32],
+    outputs=[("lse",), ("rank", "entropy")],
+    workspace=["max", "min"],
+    few={"names": FEW_OF_KERNELS},
 )
 def test_on_backends(
-    names: list[str], k: int, workspace: str, backend: Backend, monkeypatch: pytest.MonkeyPatch
+    names: list[str],
+    k: int,
+    outputs: tuple[str, ...],
+    workspace: str,
+    backend: Backend,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Blocks of kernels are tiles, of several windows; rows that do not count hold anything."""
     backend.serve(monkeypatch, PortableTiles(256, 128, 256, 64))
-    more: dict[str, Any] = {"dtype": backend.dtype, "device": backend.device}
-    x = values_case(names, None, backend.tokens, 48, 830, outputs=("lse",), **more)
+    more: dict[str, Any] = {"dtype": backend.dtype, "device": backend.device, "outputs": outputs}
+    x = values_case(names, None, backend.tokens, 48, 830, **more)
     leaves = x.own.leaves
-    backend.hide(leaves[0].data, x.ignored)
+    if "linear_bias" not in x.own.options:  # kernels serve no such call
+        backend.hide(leaves[0].data, x.ignored)
     got = x.values(leaves, workspace=workspace, top_k=k)
     given = torch.autograd.grad(x.total(got), leaves)
-    backend.hide(leaves[0].data, x.ignored)
     x.own.case.h[x.ignored] = 0
     check(x, got, k)
     assert all(torch.isfinite(a).all() for a in given)
+
+
+@pytest.mark.parametrize("options", [{}, {"reduction": "none"}, {"z_loss": 0.1}])
+def test_the_operator_of_a_loss(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Classes are rows of the statistics beside a loss, too."""
+    KERNELS["kernels of sm_90a"].serve(monkeypatch, PortableTiles(256, 128, 256, 64))
+    h, w, y = torch.randn(40, 48), torch.randn(830, 48), torch.randint(830, (40,))
+    h, w = h.bfloat16(), w.bfloat16()
+    *_, stats = torch.ops.cutefce.loss_and_stats(h, w, y, top_k=3, **options)
+    assert torch.equal(stats[-3:].t().long(), (h.float() @ w.float().t()).topk(3).indices)
 
 
 @pytest.mark.parametrize("number", [0, 8, 40])

@@ -130,10 +130,10 @@ def test_row_blocks_without_rows_that_count_are_left_out(first: int) -> None:
     chunk = counted.behind(first)
     rows = chunk.of_products(300 - first % 300)
     assert rows == max(128, left - first)
-    results = []
+    results, parts = [], ceil_div(300, kernels.BLOCK)
     for only in (None, chunk):
         exps = torch.full((300, 304), 7.0, device=DEVICE).to(DTYPE)
-        sums = PartialSums(*torch.full((2, 300, 2), 7.0, device=DEVICE))
+        sums = PartialSums(*torch.full((2, 300, parts), 7.0, device=DEVICE))
         kernels.project(h, w, (0, 300), reference, y, exps, sums, plain, only)
         results.append((exps[:, :300], sums.sums, sums.references))
     for whole, part in zip(*results, strict=True):
@@ -155,7 +155,7 @@ def test_columns_of_a_window_without_sums() -> None:
 def test_blocks_of_other_references_are_rescaled() -> None:
     torch.manual_seed(0)
     exps = torch.rand(70, 520, device=DEVICE).to(DTYPE)
-    references = torch.zeros(70, 3, device=DEVICE)
+    references = torch.zeros(70, ceil_div(520, kernels.BLOCK), device=DEVICE)
     references[3, 1], references[65, 2], references[9] = 2.0, torch.inf, torch.inf
     reference = torch.ones(70, device=DEVICE)
     reference[3], reference[65], reference[9] = 3.0, torch.inf, torch.inf
@@ -163,6 +163,6 @@ def test_blocks_of_other_references_are_rescaled() -> None:
     factor = torch.where(
         references == reference[:, None], 1, (references - reference[:, None]).exp()
     )
-    want = exps.float() * factor.repeat_interleave(256, 1)[:, :520]
+    want = exps.float() * factor.repeat_interleave(kernels.BLOCK, 1)[:, :520]
     kernels.rescale(exps, references, reference)
     torch.testing.assert_close(exps, want.to(DTYPE))

@@ -1,7 +1,8 @@
 """Torch models of the kernels on a CPU, to test the host code that launches them without a GPU.
 
-They round where the kernels round, and read and write the same memory; all sums are written to the
-first partial, the other partials are empty.
+They round where the kernels round, and read and write the same memory.  All sums are written to
+the first partial, the other partials are empty; so are reductions, but where each partial is of one
+tile at most.
 """
 
 import dataclasses
