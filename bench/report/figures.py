@@ -11,6 +11,7 @@ from pathlib import Path
 
 import click
 
+from bench.experiments.options import SCORES, TOP
 from bench.experiments.options import UNFUSED as UNFUSED_SCORES
 from bench.experiments.peers import MAIN_HEAD, README_PEERS, README_SHAPES, README_WORKSPACES
 from bench.experiments.sampled_curves import summarize
@@ -325,6 +326,11 @@ def scoring_page() -> Iterator[Table | Words]:
         "The peak beyond the inputs is {} MiB there, of which 64 are a copy of the hidden states, "
         "and {} MiB with ranks",
         [_mib(rows["none"]), _mib(rows["rank"])],
+    )
+    least = _options(SCORES)
+    yield Words(
+        "ranks and the 8 most likely classes then take {} MiB, scores of logits {} MiB",
+        [_mib(least[TOP]), _mib(least[UNFUSED_SCORES])],
     )
 
 
