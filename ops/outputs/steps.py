@@ -16,10 +16,12 @@ from torch import Tensor
 from cutefce.autotune_cache.defaults import KERNEL_REFERENCE_BLOCK
 from cutefce.cute_kernels.arch import arch_named
 from cutefce.cute_kernels.config import PortableTiles
+from cutefce.cute_kernels.integers import ceil_div
 from cutefce.cute_kernels.kernel_set import KernelSet
 from cutefce.cute_kernels.spec.gemm import ProjectExpSpec
 from cutefce.ops import torch_compat
 from cutefce.ops.dtypes import sum_dtype
+from cutefce.ops.interface.arguments import LossOptions
 from cutefce.ops.outputs.reductions import PartialOutputs
 from cutefce.ops.outputs.top_classes import top_logits
 from cutefce.ops.primitives.products import logits_into
@@ -132,6 +134,17 @@ class CuteOutputSteps(OutputSteps):
         configs = *listed.get("grad_hidden", ()), *listed["project_exp"]
         fits = (x for x in configs if KERNEL_REFERENCE_BLOCK % x.columns == 0)
         return replace(kernel, config=next(fits))
+
+    def sums_kernel(self, options: LossOptions) -> ProjectExpSpec:
+        """Return the kernel of row sums that a call launches."""
+        return self.block_sums if options.searches_classes else self.kernels.row_sums
+
+    def splits_of_blocks(self, kernel: ProjectExpSpec, columns: int, options: LossOptions) -> int:
+        """Return the vocabulary splits with which no partial sum is of two blocks; 0 for any."""
+        if not options.searches_classes:
+            return 0
+        tiles = ceil_div(columns, kernel.config.columns)
+        return ceil_div(tiles, kernel.config.partials_per_row)
 
     def partial_outputs(self, partial: Any) -> PartialOutputs:
         """Return what plain torch does, of the planes that kernels have written."""

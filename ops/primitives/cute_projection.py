@@ -112,9 +112,7 @@ class CuteProjection(CuteSoftTargetSteps, CuteOutputSteps, PortableProjection):
         gather_rows(self.kernels, h, selection, scale, out)
 
     def project_exp(self, x: Logits, exps: Tensor | None = None) -> PartialLse:
-        searches = x.targets.options.searches_classes
-        kernel = self.block_sums if searches else self.kernels.row_sums
-        partial = self.launch_sums(kernel, x, exps)
+        partial = self.launch_sums(self.sums_kernel(x.targets.options), x, exps)
         self._clear(exps, x.targets)
         return partial
 
@@ -131,13 +129,13 @@ class CuteProjection(CuteSoftTargetSteps, CuteOutputSteps, PortableProjection):
         tokens, columns = h.shape[0], last - first
         config, clusters = kernel.config, self._clusters(kernel)
         w = row_range(w, first, last)
-        splits = choose_vocab_splits(tokens, columns, config, clusters)
-        semaphores, most, selection = self._take_semaphores(h), splits, targets.selection
-        if targets.options.searches_classes:  # no sum is of two tiles, whatever rows count
-            tiles = ceil_div(columns, config.columns)
-            splits = most = ceil_div(tiles, config.partials_per_row)
+        semaphores, selection = self._take_semaphores(h), targets.selection
+        splits = most = self.splits_of_blocks(kernel, columns, targets.options)
+        if splits:  # of all tokens: the device would choose fewer splits for those that count
             selection = None
-        elif selection is not None:  # a window's share of what is affordable for all
+        else:
+            splits = most = choose_vocab_splits(tokens, columns, config, clusters)
+        if selection is not None:  # a window's share of what is affordable for all
             affordable = most_vocab_splits(tokens, targets.vocab, config)
             most = max(splits, affordable * columns // targets.vocab)
         sums, more = reference.new_empty(tokens, most * config.partials_per_row), None

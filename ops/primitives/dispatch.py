@@ -24,6 +24,7 @@ from cutefce.cute_kernels.spec import rowwise as spec
 from cutefce.cute_kernels.variant import PLAIN, KernelVariant
 from cutefce.ops.dtypes import dtype_name
 from cutefce.ops.interface.arguments import LossOptions, TensorOptions
+from cutefce.ops.outputs.needs import unserved_reason
 from cutefce.ops.primitives.cute_gradients import CutePrimitives
 from cutefce.ops.primitives.cute_rowwise import CublasPrimitives
 from cutefce.ops.primitives.primitives import Primitives
@@ -151,13 +152,10 @@ def options_unsupported_reason(
     problem: Problem, device: torch.device, options: LossOptions, tensors: TensorOptions
 ) -> str | None:
     """Return why kernels that serve `problem` cannot with options of a call, None if they can."""
-    if options.searches_classes and tensors.linear_bias is not None:
-        return (
-            "linear_bias: got one with top_k; where a bias excludes the target, "
-            "log-sum-exps of kernels are NaN"
-        )
-    if device.type == "meta" or not tensors.soft_targets:  # on `meta` nothing is launched
-        return None
+    reason = unserved_reason(options, tensors)
+    # on `meta` nothing is launched
+    if reason is not None or device.type == "meta" or not tensors.soft_targets:
+        return reason
     return unproven_reason(device, problem.dtype, SOFT_TARGETS)
 
 

@@ -19,9 +19,8 @@ from cutefce.ops.program.steps import Program
 from cutefce.ops.sampling import cost as sampling
 from cutefce.ops.sampling.lower import SampledLowering
 
-LEAST_CHUNK, LEAST_SEARCHED = 512, 2048
-"""Tokens below which a chunk's products wait for the weight to be read; and of a search for the
-largest classes, which reads parts of it again."""
+LEAST_CHUNK = 512
+"""Tokens below which a chunk's products wait for the weight to be read."""
 CHUNK_WINDOWS = 16384, 65536
 """Widths of windows inside chunks of a frozen weight."""
 ROWS = 256
@@ -138,8 +137,7 @@ def _families(p: LossProblem, *, may_chunk: bool) -> Iterator[Sequence[Layout]]:
     every = round_up(p.vocab, block)
     widths = [x.window for x in p.windows if x.window < p.vocab] or [every]
     if not p.needs_gradients and not p.ranks:
-        least = LEAST_SEARCHED if p.outputs.searches else LEAST_CHUNK
-        counts = _counts(tokens, least)
+        counts = _counts(tokens, max(LEAST_CHUNK, p.outputs.least_chunk))
         sizes = sorted({round_up(ceil_div(tokens, count), ROWS) for count in counts})
         chunks = [Layout(size, every, in_chunks=True) for size in sizes if size < tokens]
         yield [*chunks, Layout(tokens, widths[0])]

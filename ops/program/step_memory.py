@@ -1,6 +1,6 @@
 """Bytes that single steps take: a tile of logits, a block of rows, converted operands."""
 
-from cutefce.cute_kernels.integers import ceil_div, round_up
+from cutefce.cute_kernels.integers import ceil_div
 from cutefce.cute_kernels.problem import LOW_BITS, Problem, can_keep
 from cutefce.cute_kernels.schedule.order import PARTIAL_BYTES
 from cutefce.ops.primitives.block_sizes import UNUSED_COLUMNS, UPCAST_BLOCK
@@ -17,11 +17,9 @@ def partial_sums(p: LossProblem, rows: int, columns: int) -> int:
     """Return how many numbers a row has of partial sums, their references and what is beside."""
     if p.arch is None:
         return (2 + p.outputs.reductions) * ceil_div(columns, p.block)
-    parts = ceil_div(columns, NARROWEST_TILE)
-    if p.outputs.searches:  # one of each tile, whose number two warpgroups may round up
-        return (1 + p.outputs.reductions) * round_up(parts, 2)
     affordable = PARTIAL_BYTES // (p.accumulator_bytes * max(rows, 1))
-    return (1 + p.outputs.reductions) * max(1, min(parts, affordable))
+    parts = p.outputs.parts(ceil_div(columns, NARROWEST_TILE), affordable)
+    return (1 + p.outputs.reductions) * parts
 
 
 def rows_bytes(p: Problem, rows: int, low_bits: int = 0) -> int:

@@ -27,6 +27,7 @@ from cutefce.cute_kernels.spec.sampling import (
 )
 from cutefce.ops.dtypes import dtype_name
 from cutefce.ops.interface.arguments import LossOptions, TensorOptions
+from cutefce.ops.outputs.needs import unsampled_reason
 from cutefce.ops.primitives.cute_projection import CuteProjection
 from cutefce.ops.primitives.dispatch import unproven_reason
 from cutefce.ops.primitives.portable_projection import Logits
@@ -262,8 +263,9 @@ def unsupported_reason(
 ) -> str | None:
     """Return why kernels that serve a call cannot sample its gradients, None if they can."""
     tokens, most = problem.tokens, slots(options.samples)
-    if options.searches_classes:
-        return f"top_k: got {options.top_k}, beside which no kernel samples"
+    reason = unsampled_reason(options)
+    if reason is not None:
+        return reason
     if tensors.logit_floor is not None:
         return "logit_floor: got one, with which no kernel samples"
     if tensors.soft_targets:
