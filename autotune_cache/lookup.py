@@ -16,7 +16,6 @@ from cutefce.cute_kernels import cache_files
 from cutefce.cute_kernels.cache_files import CacheError
 from cutefce.cute_kernels.config import KernelConfigs
 from cutefce.cute_kernels.gpu import Gpu
-from cutefce.cute_kernels.integers import round_up
 from cutefce.cute_kernels.jit import cache as jit_cache
 from cutefce.cute_kernels.problem import Problem
 from cutefce.cute_kernels.process_cache import process_cache, warn_once
@@ -36,13 +35,8 @@ def kernel_configs(problem: Problem, gpu: Gpu) -> KernelConfigs:
 
 def entry_for(kernel: str, problem: Problem, gpu: Gpu) -> Entry | None:
     """Return the entry of `problem`, None for the default."""
-    key, tokens = key_of(kernel, problem), problem.tokens
-    entry = next((table.entries[key] for table in tables(gpu) if key in table.entries), None)
-    default = gpu.arch.default(tokens)
-    if entry is None or entry.config is None or kernel != "project_exp" or not default.swaps:
-        return entry
-    # the default may have smaller tiles for few tokens than the most of a bucket need
-    return entry if round_up(tokens, entry.config.rows) <= round_up(tokens, default.rows) else None
+    key = key_of(kernel, problem)
+    return next((table.entries[key] for table in tables(gpu) if key in table.entries), None)
 
 
 def user_folder() -> Path:

@@ -27,7 +27,7 @@ class PortableTiles:
 
 @dataclass(frozen=True)
 class GemmConfig:
-    """Tiling and pipelining of a bᵀ; in `project_exp`, a is h and b is w, unless it swaps them."""
+    """Tiling and pipelining of a bᵀ; in `project_exp`, a is h and b is w."""
 
     tile_m: int
     """Rows of a thread block's tile."""
@@ -42,12 +42,9 @@ class GemmConfig:
     """Hopper: whether the two warpgroups alternate on separate tiles, or share each tile."""
     raster_group: int = 8
     """Row blocks that are computed concurrently, so that their rows of a stay in the L2 cache."""
-    swaps: bool = False
-    """`project_exp` on Hopper: whether a is w and b is h, so that tiles of few tokens are full."""
 
     def __str__(self) -> str:
         parts = [f"{self.tile_m}x{self.tile_n}"]
-        parts += ["swapped"] * self.swaps
         parts += ["ping-pong"] * self.pingpong
         parts += [f"cluster {self.cluster}", f"{self.stages} stages"]
         return ", ".join(parts)
@@ -55,18 +52,11 @@ class GemmConfig:
     @property
     def rows(self) -> int:
         """Rows of a row block: the rows, or tokens, that one cluster computes at a time."""
-        return self.tile_n if self.swaps else self.tile_m * self.cluster
-
-    @property
-    def columns(self) -> int:
-        """Columns that one cluster computes at a time."""
-        return self.tile_m * self.cluster if self.swaps else self.tile_n
+        return self.tile_m * self.cluster
 
     @property
     def partials_per_row(self) -> int:
         """Partial sums that a work tile writes for each row."""
-        if self.swaps:  # warpgroups have different columns
-            return 2 * self.cluster
         return 2 if self.pingpong else 1
 
 

@@ -7,7 +7,6 @@ import dataclasses
 import functools
 from dataclasses import dataclass
 
-from cutefce.cute_kernels.arch import arch_named
 from cutefce.cute_kernels.arch.base import Arch
 from cutefce.cute_kernels.config import KernelConfigs
 from cutefce.cute_kernels.problem import FLOAT32_LOW_BITS, LOW_BITS, can_keep
@@ -66,15 +65,6 @@ class KernelSet:
     """Lists the tokens of each target, whose terms the GEMMs of dW add."""
 
     @property
-    def grad_hidden_scaling(self) -> GradGemmSpec | None:
-        """`grad_hidden` that also multiplies exponentials, of calls with soft targets alone."""
-        kernel = self.grad_hidden
-        if kernel is None:
-            return None
-        config = arch_named(kernel.arch).scaling_config(kernel.config)
-        return dataclasses.replace(kernel, config=config).scaling
-
-    @property
     def sampled_sums(self) -> ProjectExpSpec:
         """`row_sums` that also samples entries."""
         return dataclasses.replace(
@@ -83,11 +73,13 @@ class KernelSet:
 
 
 def kernel_set(
-    arch: Arch, dtype: str, configs: KernelConfigs, variant: KernelVariant = PLAIN
+    arch: Arch,
+    dtype: str,
+    configs: KernelConfigs,
+    variant: KernelVariant = PLAIN,
 ) -> KernelSet:
     """Return the kernels that `dtype` needs on `arch` with `configs`."""
     transform, reductions = variant.transform, variant.reductions
-    assert variant == PLAIN or not configs.project_exp.swaps
     exps = configs.exps or configs.project_exp
     repair = arch.listed["exps"][0] if configs.exps else exps  # it seldom has anything to do
     project = functools.partial(ProjectExpSpec, arch.name, dtype, transform=transform)

@@ -55,13 +55,3 @@ class KernelVariant(NamedTuple):
 
 
 PLAIN = KernelVariant()
-
-PREBUILT = (
-    KernelVariant(LogitTransform(row_scale=True)),
-    KernelVariant(LogitTransform(bias=True)),
-    KernelVariant(LogitTransform(row_scale=True, softcap=True)),
-    KernelVariant(reductions=RowReductions(entropy=True)),
-    KernelVariant(LogitTransform(row_scale=True), RowReductions(entropy=True)),
-)
-"""Variants that wheels with kernels hold, for the default configuration of many bfloat16 tokens:
-scale or temperature, bias, softcap, and entropy without and with temperature."""

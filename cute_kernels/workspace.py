@@ -24,22 +24,18 @@ NUM_STATS = len(Stat)
 class Coefficient(IntEnum):
     """Rows of the coefficients (P, N), float32, that a backward needs of each token.
 
-    P is 3 where dX and dW have the same ones.  Those of every class are of label smoothing.
+    P is 2 where dX and dW have the same ones.
     """
 
     DX_SCALE = 0
     """Factor of the sums of dX."""
     DX_TARGET = 1
     """Factor of the target's row of the weight in dX."""
-    DX_EVERY = 2
-    """Factor of the class row in dX."""
-    DW_SCALE = 3
+    DW_SCALE = 2
     """Factor of the hidden states in dW, over dW's own."""
-    DW_TARGET = 4
+    DW_TARGET = 3
     """Factor of the hidden states in dW's row of the target, over dW's own."""
-    DW_EVERY = 5
-    """Factor of the hidden states in every row of dW, over dW's own."""
-    REFERENCE = 6
+    REFERENCE = 4
     """What exponentials are computed again relative to."""
 
 

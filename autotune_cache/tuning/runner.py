@@ -1,6 +1,9 @@
 """How configurations of the kernels run on one GPU, for verification and for the tuner."""
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -12,23 +15,24 @@ from cutefce.autotune_cache.tuning.cases import (
     compare,
     small_case,
 )
-from cutefce.autotune_cache.tuning.outputs import outputs_of
+from cutefce.autotune_cache.tuning.outputs import PrimitivesOf, outputs_of
+from cutefce.autotune_cache.tuning.outputs.options import COMMON, option_outputs
 from cutefce.cute_kernels.arch.base import Arch
 from cutefce.cute_kernels.config import KernelConfigs
 from cutefce.cute_kernels.gpu import Gpu
 from cutefce.cute_kernels.jit import cache as jit_cache
 from cutefce.cute_kernels.kernel_set import kernel_set
-from cutefce.cute_kernels.parts import PARTS, STEP, parts_of
+from cutefce.cute_kernels.parts import OPTIONS, PARTS
 from cutefce.cute_kernels.problem import Problem
 from cutefce.cute_kernels.process_cache import process_cache
 from cutefce.cute_kernels.spec.kernel import KernelSpec
-from cutefce.cute_kernels.variant import PLAIN, PREBUILT, KernelVariant
+from cutefce.cute_kernels.variant import PLAIN, KernelVariant
 from cutefce.ops.primitives.dispatch import kernel_primitives
 from cutefce.ops.primitives.primitives import Primitives
 
 MANY_TOKENS, MANY_HIDDEN = 8192, 4096
 """Tokens and hidden size whose default configurations serve all kernels but the one that is tuned,
-and the prebuilt variants."""
+and calls with options."""
 MAX_CPU_THREADS = 8
 """Threads for the small problems; more only wait for each other."""
 
@@ -69,20 +73,19 @@ class Runner:
 
     @process_cache
     def kernels(
-        self,
-        dtype: str,
-        configs: KernelConfigs,
-        parts: tuple[str, ...],
-        variant: KernelVariant = PLAIN,
+        self, dtype: str, configs: KernelConfigs, parts: tuple[str, ...]
     ) -> tuple[KernelSpec, ...]:
         """Return the kernels that checks of the `parts` of calls launch.
 
         They run without data, and launch nothing.
         """
+        return self.launched(dtype, lambda case: self.outputs(case, configs, parts))
+
+    def launched(self, dtype: str, run: Callable[[Case], Any]) -> tuple[KernelSpec, ...]:
+        """Return the kernels that a function of a case launches, of the small problems."""
         with torch.device("cpu"), jit_cache.recording() as found:
             for name in SMALL_PROBLEMS:
-                case = self.small_case(name, dtype).to("meta")
-                outputs_of(case, self.primitives(case.problem, configs, variant), parts)
+                run(self.small_case(name, dtype).to("meta"))
         return tuple(found)
 
     def primitives(
@@ -125,29 +128,33 @@ class Runner:
     def expected(self, case: Case, parts: tuple[str, ...]) -> Outputs:
         """Return what the portable path computes of the `parts` of calls, in float64 on the CPU."""
         exact = case.exact()
-        return outputs_of(exact, portable(exact.problem), parts)
+        return outputs_of(exact, lambda _: portable(exact.problem), parts)
 
     def outputs(self, case: Case, configs: KernelConfigs, parts: tuple[str, ...]) -> Outputs:
         """Return what the kernels of `configs` compute, under the same names."""
-        return outputs_of(case, self.primitives(case.problem, configs), parts)
+        own: PrimitivesOf = functools.partial(self.primitives, case.problem, configs)
+        return outputs_of(case, own, parts)
 
 
 def all_kernels(arch: Arch) -> list[KernelSpec]:
     """Return the kernels that are built ahead and verified, each once: of all that `arch` lists.
 
-    Lookups choose among these.  Variants are those of one dtype, of many tokens.
+    Lookups choose among these.  Those of common options are of one dtype, of many tokens.
     """
     runner = Runner(Gpu(arch, f"any of {arch.name}", num_sms=128))
-    found = {
-        kernel: None
+    plain = tuple(part for part in PARTS if part != OPTIONS)
+    found = [
+        kernel
         for dtype in arch.dtypes
         for configs in runner.listed_configs()
-        for kernel in runner.kernels(dtype, configs, PARTS)
-    }
-    dtype, default, parts = arch.dtypes[0], runner.base(), parts_of(STEP)
-    for variant in PREBUILT:
-        found |= dict.fromkeys(runner.kernels(dtype, default, parts, variant))
-    return list(found)
+        for kernel in runner.kernels(dtype, configs, plain)
+    ]
+
+    def with_options(case: Case) -> None:
+        own = functools.partial(runner.primitives, case.problem, runner.base())
+        option_outputs(case, own, COMMON)
+
+    return list(dict.fromkeys((*found, *runner.launched(arch.dtypes[0], with_options))))
 
 
 def portable(problem: Problem) -> Primitives:

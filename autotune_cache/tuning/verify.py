@@ -20,7 +20,7 @@ from cutefce.cute_kernels.config import KernelConfigs
 from cutefce.cute_kernels.jit import build
 from cutefce.cute_kernels.jit.notices import announce
 from cutefce.cute_kernels.jit.subprocess_worker import SubprocessWorker, WorkerError
-from cutefce.cute_kernels.parts import DIVERGENCES, PARTS
+from cutefce.cute_kernels.parts import ONCE, PARTS
 from cutefce.cute_kernels.spec.kernel import KernelSpec
 
 LOCK_SECONDS = 1200
@@ -56,6 +56,8 @@ def verify(
 ) -> Verdict:
     """Verify parts of calls in every configuration that lookups may return; record the verdict.
 
+    Code of options and of divergences is the same in all of them: it is checked in one.
+
     The kernels fail with the first one that does.  A failure of the check itself, such as a GPU
     without free memory or a compiler that fails, is returned and not recorded.
 
@@ -75,14 +77,20 @@ def verify(
     return verdict
 
 
-def _listed(runner: Runner, parts: tuple[str, ...]) -> list[KernelConfigs]:
-    """Return the configurations that are checked: one for kernels that depend on none of these."""
-    return runner.listed_configs()[: 1 if parts == (DIVERGENCES,) else None]
+Check = tuple[KernelConfigs, tuple[str, ...]]
+"""A configuration, and the parts of calls that are checked in it."""
+
+
+def _checks(runner: Runner, parts: tuple[str, ...]) -> list[Check]:
+    """Return what is checked: each part in all configurations, or in the default of many tokens."""
+    every, once = (tuple(x for x in parts if (x in ONCE) == is_once) for is_once in (False, True))
+    checks = [(configs, every) for configs in runner.listed_configs() if every]
+    return checks + [(runner.base(), once)] * bool(once)
 
 
 def _kernels(runner: Runner, dtype: str, parts: tuple[str, ...]) -> list[KernelSpec]:
     """Return the kernels of parts of calls in every configuration that is checked, each once."""
-    every = (runner.kernels(dtype, configs, parts) for configs in _listed(runner, parts))
+    every = (runner.kernels(dtype, *check) for check in _checks(runner, parts))
     return list(dict.fromkeys(itertools.chain(*every)))
 
 
@@ -109,14 +117,14 @@ def first_fault(
         OSError, RuntimeError: if the check itself fails.
     """
     with SubprocessWorker() as process:
-        for configs in _listed(runner, parts):
+        for configs, own in _checks(runner, parts):
             tuned = [f"{name} {getattr(configs, name) or 'cuBLAS'}" for name in TUNED]
-            name = f"{dtype} in {', '.join(parts)}, {'; '.join(tuned)}"
+            name = f"{dtype} in {', '.join(own)}, {'; '.join(tuned)}"
             advance(name)
-            kernels = runner.kernels(dtype, configs, parts)
+            kernels = runner.kernels(dtype, configs, own)
             loads = ((functools.partial(build.load, x), build.BUILD_SECONDS) for x in kernels)
-            prepare = functools.partial(runner.prepare, dtype, parts)
-            check = functools.partial(runner.check, dtype, configs, parts)
+            prepare = functools.partial(runner.prepare, dtype, own)
+            check = functools.partial(runner.check, dtype, configs, own)
             requests = *loads, (prepare, PREPARE_SECONDS), (check, CHECK_SECONDS)
             for request, seconds in requests:
                 try:

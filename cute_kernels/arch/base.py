@@ -40,22 +40,11 @@ class Arch(ABC):
     def default(self, tokens: int) -> GemmConfig:
         """Return the default configuration of `project_exp` for `tokens` rows."""
 
-    def config_with_options(self, config: GemmConfig, tokens: int) -> GemmConfig:
-        """Return that of a `project_exp` of `tokens` rows that transforms logits or reduces rows.
-
-        It is `config`, that of a plain loss, if it can be.
-        """
-        return config
-
     @abstractmethod
     def default_configs(
         self, tokens: int, hidden: int, num_sms: int, model: str = ""
     ) -> KernelConfigs:
         """Return the default configurations of all kernels on a GPU model, as torch names it."""
-
-    def scaling_config(self, config: GemmConfig) -> GemmConfig:
-        """Return that of a `grad_hidden` that scales exponentials, in the place of `config`."""
-        return config
 
     @abstractmethod
     def stage_bytes(self, config: GemmConfig) -> int:

@@ -1,6 +1,5 @@
 """Hopper: limits and default configurations."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import ClassVar
@@ -20,15 +19,8 @@ WIDE = GemmConfig(128, 192, cluster=1, stages=5, pingpong=True)
 TALL = GemmConfig(192, 128, cluster=1, stages=5, pingpong=True)
 LOW = GemmConfig(64, 160, cluster=1, stages=7, pingpong=True)
 """Configurations of `project_exp`."""
-UNSWAPPED = WIDE_CLUSTER2, WIDE, TALL
-"""Those for more than 64 tokens that can be the default."""
-SWAPPED_112 = GemmConfig(128, 112, cluster=2, stages=6, pingpong=True, swaps=True)
-SWAPPED_144 = GemmConfig(128, 144, cluster=2, stages=5, pingpong=True, swaps=True)
-SWAPPED_160 = GemmConfig(128, 160, cluster=2, stages=5, pingpong=True, swaps=True)
-SWAPPED = SWAPPED_144, SWAPPED_160, SWAPPED_112
-"""The same for few tokens, which are the columns of their tiles; the first wins a tie."""
-MAX_SWAPPED_BLOCKS = 2
-"""Row blocks that have them by default: each row block reads the whole weight."""
+PROJECT_EXP = WIDE_CLUSTER2, WIDE, TALL
+"""Those of more tokens than `LOW` has rows; the first wins a tie."""
 
 GRAD_128 = GemmConfig(128, 128, cluster=2, stages=6, pingpong=True)
 GRAD_192 = GemmConfig(128, 192, cluster=2, stages=5, pingpong=True)
@@ -95,11 +87,6 @@ MIN_GRAD_HIDDEN_UTILIZATION = 0.8
 """Fraction of dX's waves that must be useful work; below it cuBLAS, with other tiles, is faster."""
 
 
-def stored_tokens(tile_n: int) -> int:
-    """Return the tokens that a warp stores at a time, if operands are swapped."""
-    return tile_n // 2
-
-
 def fastest(times: dict[GemmConfig, float], columns: int) -> GemmConfig:
     """Return the configuration with the least of `times` over whole tiles of `columns`."""
     return min(times, key=lambda config: times[config] * round_up(columns, config.tile_n))
@@ -115,7 +102,7 @@ class Sm90(Arch):
 
     listed = MappingProxyType(
         {
-            "project_exp": (*UNSWAPPED, LOW, *SWAPPED),
+            "project_exp": (*PROJECT_EXP, LOW),
             "grad_hidden": (GRAD_128, GRAD_192, GRAD_256),
             "grad_hidden_short": (GRAD_128, GRAD_192, GRAD_256),
             "grad_weight": (GRAD_128, GRAD_192),
@@ -127,11 +114,9 @@ class Sm90(Arch):
     logits_config = WIDE_CLUSTER2
 
     def default(self, tokens: int) -> GemmConfig:
-        few = [each for each in SWAPPED if tokens <= MAX_SWAPPED_BLOCKS * each.rows]
-        return _fastest_project_exp([*UNSWAPPED, *few], tokens)
-
-    def config_with_options(self, config: GemmConfig, tokens: int) -> GemmConfig:
-        return _fastest_project_exp(UNSWAPPED, tokens) if config.swaps else config
+        if tokens <= LOW.rows:
+            return LOW
+        return min(PROJECT_EXP, key=lambda config: _time(config, tokens))
 
     def default_configs(
         self, tokens: int, hidden: int, num_sms: int, model: str = ""
@@ -147,9 +132,6 @@ class Sm90(Arch):
             return KernelConfigs(project_exp, None, grad_weight, **more)
         return KernelConfigs(project_exp, wide, grad_weight, short, **more)
 
-    def scaling_config(self, config: GemmConfig) -> GemmConfig:
-        return GRAD_256 if config == GRAD_128 else config
-
     def accumulators(self, config: GemmConfig) -> int:
         """Return the float32 accumulators of a thread."""
         return config.tile_m * config.tile_n // (128 if config.pingpong else 256)
@@ -163,11 +145,6 @@ class Sm90(Arch):
 
     def stage_bytes(self, config: GemmConfig) -> int:
         return (config.tile_m + config.tile_n) * TILE_K * 2
-
-
-def _fastest_project_exp(configs: Sequence[GemmConfig], tokens: int) -> GemmConfig:
-    """Return the configuration with the least time for `tokens` rows, or `LOW` for few."""
-    return LOW if tokens <= LOW.rows else min(configs, key=lambda config: _time(config, tokens))
 
 
 def _time(config: GemmConfig, tokens: int) -> float:

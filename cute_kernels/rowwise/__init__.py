@@ -13,7 +13,6 @@
                       factors, and dW, a factor times such sums; a block a row
     sort_targets      the tokens of every class, in order, a thread block 1024 classes
 
-    loss_terms        the loss of a token with label smoothing and z-loss, for two of these
 
 Each reads and writes its operands once, in vectors of 16 bytes, and adds in a fixed order.
 """

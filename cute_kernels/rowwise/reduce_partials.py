@@ -11,7 +11,6 @@ from cutefce.cute_kernels.common.dsl import LN_2, LOG2_E, exp2, matrix, pdl_wait
 from cutefce.cute_kernels.common.launch import WARPS, Signature, blocks_of, row_launch
 from cutefce.cute_kernels.common.row_reductions import bounded_sum
 from cutefce.cute_kernels.problem import GRADIENT_LOSS, LOWEST_LOGIT, SLACK
-from cutefce.cute_kernels.rowwise.loss_terms import terms_argument, token_loss
 from cutefce.cute_kernels.spec import rowwise as spec
 from cutefce.cute_kernels.workspace import NUM_STATS, Semaphore, Stat
 
@@ -30,8 +29,6 @@ def compile_signature(kernel: spec.ReducePartialsSpec) -> Signature:
         semaphores=vector(Int32, cute.sym_int()),
         ignored=Int64(0),
         mean=Int32(0),
-        terms=terms_argument(kernel.terms),
-        class_logits=vector(Float32, rows) if kernel.class_row else None,
     )
 
 
@@ -48,13 +45,12 @@ class ReducePartials:
         ρ is r, unless a partial exceeds the slack: then ρ is about the largest partial, and the row
         block is flagged for repair.  The loss is 0 where target (N,) is `ignored`, whatever the
         sums; T is NaN unless the loss is below `GRADIENT_LOSS`.  `reduced` () receives the sum of
-        losses, or their mean over the targets that are not `ignored`.  These have `terms`, which
-        depend on `class_logits` (N,), if given; the statistics are of cross entropies.
+        losses, or their mean over the targets that are not `ignored`.
 
         semaphores are laid out as in `workspace.Semaphore`.  A warp reduces a row; the last block
         to finish reduces the losses.
         """
-        partials, logit, target, stats, reduced, semaphores, ignored, mean, *given = operands
+        partials, logit, target, stats, reduced, semaphores, ignored, mean = operands
         pdl_wait()
         thread = cute.arch.thread_idx()[0]
         smem = SmemAllocator()
@@ -81,7 +77,7 @@ class ReducePartials:
                 )
         cute.arch.sync_threads()
         if ticket[0] == others:
-            self.reduce_losses(stats, target, (reduced, sums), ignored, mean, given)
+            self.reduce_losses(stats, target, (reduced, sums), ignored, mean)
 
     @cute.jit
     def reduce_row(
@@ -139,19 +135,15 @@ class ReducePartials:
         results: Any,
         ignored: Int64,
         mean: Int32,
-        given: Any,
     ) -> None:
         """Add all losses in a fixed order; `results` are (reduced, sums of warps)."""
-        (reduced, sums), (terms, class_logits) = results, given
+        reduced, sums = results
         thread, warp = cute.arch.thread_idx()[0], cute.arch.warp_idx()
         total, count = Float32(0.0), Float32(0.0)
         for row in cutlass.range(thread, target.shape[0], 32 * WARPS, unroll=8):
-            if cutlass.const_expr(terms is None):
-                total += stats[Stat.LOSS, row]
+            total += stats[Stat.LOSS, row]
             if target[row] != ignored:
                 count += 1.0
-                if cutlass.const_expr(terms is not None):
-                    total += token_loss(terms, class_logits, stats, row)
         total = cute.arch.warp_reduction_sum(total)
         count = cute.arch.warp_reduction_sum(count)
         if cute.arch.lane_idx() == 0:

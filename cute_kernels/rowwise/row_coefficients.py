@@ -10,7 +10,6 @@ from cutlass.memory import SmemAllocator
 from cutefce.cute_kernels.common.dsl import LN_2, matrix, pdl_wait, scalar, vector
 from cutefce.cute_kernels.common.launch import Signature, blocks_of, row_launch
 from cutefce.cute_kernels.problem import FLOAT16_TOTAL
-from cutefce.cute_kernels.rowwise.loss_terms import by_lse, terms_argument
 from cutefce.cute_kernels.spec import rowwise as spec
 from cutefce.cute_kernels.workspace import Coefficient, Stat
 
@@ -35,8 +34,6 @@ def compile_signature(kernel: spec.RowCoefficientsSpec) -> Signature:
         selects=Int32(0),
         ignored=Int64(0),
         mean=Int32(0),
-        vocab=Int32(0),
-        terms=terms_argument(kernel.terms),
     )
 
 
@@ -53,14 +50,14 @@ class RowCoefficients:
 
         With g_i of `upstream`, (1,) or (N,), the gradient by the logit of class v is g_i e_iv / T_i
         for all but the target, and -g_i S_i / T_i for that; 0 where target (N,) is `ignored`.  If
-        `mean`, g_i is over the number of tokens that are not: `count`_0 if `selects`.  `terms` add
-        to these where the target is one of the `vocab` classes.  Fills `zeros`, int32, with 0.
+        `mean`, g_i is over the number of tokens that are not: `count`_0 if `selects`.  Fills
+        `zeros`, int32, with 0.
 
         Factors in the reference make exponentials probabilities times a total, and dW's factor
         g over the total.  Otherwise it is 1, for float16 the largest factor.  A thread has a token.
         """
         stats, target, upstream, coefficients, grad_scale, zeros, *more = operands
-        count, selects, ignored, mean, vocab, terms = more
+        count, selects, ignored, mean = more
         smem = SmemAllocator()
         parts = smem.allocate_tensor(Float32, cute.make_layout((WARPS, 2)), 16)
         pdl_wait()
@@ -80,33 +77,27 @@ class RowCoefficients:
         if cutlass.const_expr(self.in_reference):
             dw_scale = upstream[0] * factor / self.total
         elif cutlass.const_expr(self.narrow):
-            dw_scale = largest_scale(stats, target, upstream, factor, (ignored, parts), terms)
+            dw_scale = largest_scale(stats, target, upstream, factor, (ignored, parts))
         if token == 0:
             grad_scale[()] = dw_scale
         if token < tokens:
-            index = target[token]
-            scale, beyond, every = Float32(0.0), Float32(0.0), Float32(0.0)
-            own, slope = self.total, by_lse(terms, stats, token)
+            scale, own = Float32(0.0), self.total
             if cutlass.const_expr(not self.in_reference):
                 own = upstream_of(upstream, token) * factor
-            if index != ignored:
-                scale = own * slope / stats[Stat.SUM_EXP, token]
-                if cutlass.const_expr(terms is not None):
-                    every = -own * terms.class_row
-                    if index >= 0 and index < vocab:
-                        beyond = own * (slope - terms.target)
-            at_target = beyond - scale * stats[Stat.SUM_EXP_OTHERS, token]
-            dx, dw = (scale, at_target, every), (scale, at_target, every)
+            if target[token] != ignored:
+                scale = own / stats[Stat.SUM_EXP, token]
+            at_target = -scale * stats[Stat.SUM_EXP_OTHERS, token]
+            dx, dw = (scale, at_target), (scale, at_target)
             if cutlass.const_expr(self.in_reference):
                 relative = stats[Stat.REFERENCE, token] - cute.math.log2(scale) * LN_2
                 coefficients[Coefficient.REFERENCE, token] = relative
                 dx_scale = Float32(0.0)
-                if index != ignored:
+                if target[token] != ignored:
                     dx_scale = dw_scale
-                dx = dx_scale, at_target * dx_scale, every * dx_scale
+                dx = dx_scale, at_target * dx_scale
             elif cutlass.const_expr(self.narrow):
-                dw = scale / dw_scale, at_target / dw_scale, every / dw_scale
-            for i in cutlass.range_constexpr(3):
+                dw = scale / dw_scale, at_target / dw_scale
+            for i in cutlass.range_constexpr(2):
                 coefficients[Coefficient.DX_SCALE + i, token] = dx[i]
                 if cutlass.const_expr(self.in_reference or self.narrow):
                     coefficients[Coefficient.DW_SCALE + i, token] = dw[i]
@@ -144,7 +135,6 @@ def largest_scale(
     upstream: cute.Tensor,
     factor: Float32,
     block: Any,
-    terms: Any,
 ) -> Float32:
     """Return the largest factor of all tokens, 1 if all are 0; all threads of a block call this.
 
@@ -154,8 +144,7 @@ def largest_scale(
     largest = Float32(0.0)
     for other in cutlass.range(cute.arch.thread_idx()[0], target.shape[0], THREADS, unroll=4):
         if target[other] != ignored:
-            scale = upstream_of(upstream, other) * factor * by_lse(terms, stats, other)
-            scale = scale / stats[Stat.SUM_EXP, other]
+            scale = upstream_of(upstream, other) * factor / stats[Stat.SUM_EXP, other]
             largest = cute.arch.fmax(largest, cute.arch.fmax(scale, -scale))
     largest, warp_here = cute.arch.warp_reduction_max(largest), cute.arch.warp_idx()
     if cute.arch.lane_idx() == 0:

@@ -157,7 +157,7 @@ def most_vocab_splits(tokens: int, vocab: int, config: GemmConfig) -> int:
     """Return the largest useful number of vocabulary splits whose partial sums are affordable."""
     affordable = PARTIAL_BYTES // (4 * config.partials_per_row * max(tokens, 1))
     # ping-pong needs a second tile to keep the other warpgroup busy
-    useful = ceil_div(ceil_div(vocab, config.columns), 2 if config.pingpong else 1)
+    useful = ceil_div(ceil_div(vocab, config.tile_n), 2 if config.pingpong else 1)
     return max(1, min(affordable, useful))
 
 
@@ -167,7 +167,7 @@ def choose_vocab_splits(tokens: int, vocab: int, config: GemmConfig, clusters: i
 
     Minimizes the tiles of the busiest cluster; the fewest splits win a tie.
     """
-    n_tiles = ceil_div(vocab, config.columns)
+    n_tiles = ceil_div(vocab, config.tile_n)
     row_blocks = max(1, ceil_div(tokens, config.rows))
     limit = most_vocab_splits(tokens, vocab, config)
     even, best, least = ceil_div(n_tiles * row_blocks, clusters), 1, n_tiles * row_blocks

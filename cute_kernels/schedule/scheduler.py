@@ -125,7 +125,7 @@ def make_tile_scheduler(
     `row_count` says that nothing is.
     """
     (size, inner), columns = a.shape, b.shape[0]
-    n_tiles = (columns + config.columns - 1) // config.columns
+    n_tiles = (columns + config.tile_n - 1) // config.tile_n
     rows = Int32(size)
     row_blocks = (rows + config.rows - 1) // config.rows
     splits = vocab_splits

@@ -1,13 +1,10 @@
 """Hopper kernels.
 
 mainloop.py              TMA loads and wgmma: tiles of a GEMM, from memory to registers
-project_exp_launch.py    launch and roles of the next two
+project_exp_launch.py    launch and roles of the next
 project_exp.py           where logits become exponentials, or are stored in float32
-project_exp_swapped.py   the same for few tokens, with operands swapped
 gradient.py              where dW is written; dX's sums
 target_terms.py          what tokens add to dW in the rows of their targets
-row_scaling.py           exponentials times factors of tokens, behind dX's products
 epilogue_store.py        registers to memory, by TMA
-transposed_store.py      the same with columns of registers as rows
 kept_store.py            registers added to sums of 16 to 32 bits in memory
 """

@@ -6,8 +6,7 @@
     weight, kept    sums (V, D) = or += that        float32, 24 or 20 bits
 
 with s_i = scale_i h_i.  dW's terms of targets are added to the float32 accumulators, in a fixed
-order: see `sm90.target_terms`; before them, if the spec has it, a matrix of rank one.  If the spec
-scales, e is multiplied by factors of tokens behind the products: see `sm90.row_scaling`.
+order: see `sm90.target_terms`; before them, if the spec has it, a matrix of rank one.
 
 e may be some columns of a wider matrix.  N, V and D are dynamic; D is a multiple of 8 and rows
 start at multiples of 16 bytes.
@@ -48,11 +47,6 @@ from cutefce.cute_kernels.sm90.mainloop import (
     MainloopSm90,
     Operand,
 )
-from cutefce.cute_kernels.sm90.row_scaling import (
-    RowScaling,
-    count_reads,
-    scale_rows,
-)
 from cutefce.cute_kernels.sm90.target_terms import TargetCsr, add_targets, target_ranges
 from cutefce.cute_kernels.spec import gemm as spec
 from cutefce.cute_kernels.workspace import SPLIT_K_COUNTERS
@@ -63,7 +57,7 @@ def compile_signature(kernel: spec.GradGemmSpec) -> Signature:
     dtype = DTYPES[kernel.dtype]
     rows, inner, hidden = cute.sym_int(), cute.sym_int(), cute.sym_int(divisibility=8)
     a = transposed(dtype, rows, inner) if kernel.wrt == "weight" else matrix(dtype, rows, inner)
-    targets: TargetCsr | RowScaling | None = None
+    targets: TargetCsr | None = None
     out = matrix(dtype if kernel.final else Float32, rows, hidden)
     if kernel.low_bits is not None:
         out = kept_signature(rows, hidden, kernel.low_bits)
@@ -72,8 +66,6 @@ def compile_signature(kernel: spec.GradGemmSpec) -> Signature:
         csr = vector(Int64, entries), vector(Int32, cute.sym_int()), vector(Float32, entries)
         factor = vector(Float32, 1) if kernel.final else None
         targets = TargetCsr(*csr, matrix(dtype, cute.sym_int(), hidden), factor)
-    if kernel.scales:
-        targets = RowScaling(matrix(dtype, rows, cute.sym_int()), vector(Float32, rows))
     return GradGemmSm90(kernel).signature(
         a=a,
         b=transposed(dtype, hidden, inner),
@@ -98,13 +90,11 @@ class GradGemmSm90(HostFunction, MainloopSm90):
         super().__init__(*operands, only_flagged=False, skip_missing_rows=False)
         assert kernel.final or kernel.kept or not kernel.has_targets
         assert kernel.has_targets or not kernel.rank_one
-        assert not kernel.config.swaps
-        assert not kernel.scales or not (kernel.has_targets or kernel.final or kernel.kept)
         assert kernel.WARPS * 32 == MMA_WARP_GROUPS * WARP_GROUP_THREADS
         self.final, self.tokens_inside = kernel.final, kernel.wrt == "weight"
         out_dtype = self.dtype if self.final else Float32
         self.epilogue = EpilogueStoreSm90(out_dtype, kernel.config.tile_n)
-        self.kept, self.scales = kernel.kept, kernel.scales
+        self.kept = kernel.kept
         if kernel.low_bits is not None:
             is_float32 = kernel.low_bits == FLOAT32_LOW_BITS
             assert not kernel.final and (is_float32 or kernel.dtype == "bfloat16")
@@ -115,8 +105,7 @@ class GradGemmSm90(HostFunction, MainloopSm90):
     def launch(self, operands: Any, stream: Any) -> None:
         """Launch on `clusters` clusters: a (M, K) and b (D, K) to out (M, D).
 
-        The clusters must fit on the device at the same time, as some wait for others.  `targets`
-        are of dW, or what a spec of dX scales.
+        The clusters must fit on the device at the same time, as some wait for others.
         Sums are added to `out` unless `overwrite`; float32 sums of dX split the K of the last
         wave's work tiles by `k_splits`.  `count` and `selects` are those of `RowCount`; operands
         are 0 from the tokens that count to the next multiple of `TILE_K`.
@@ -182,9 +171,6 @@ class GradGemmSm90(HostFunction, MainloopSm90):
             if cutlass.const_expr(self.kept):
                 if warp == 1:
                     self.kept_store.load(scheduler, outputs[0])
-            if cutlass.const_expr(self.scales):
-                if warp > 0:
-                    scale_rows(scheduler, self.config, terms[0], semaphores, warp - 1)
         else:
             cute.arch.setmaxregister_increase(self.consumer_registers)
             self.consume(scheduler, pipe, tiled_mma, (s_a, s_b), outputs, terms, semaphores)
@@ -225,10 +211,6 @@ class GradGemmSm90(HostFunction, MainloopSm90):
                 if work_tile.k_end == scheduler.k_tiles:
                     last_k = scheduler.last_k
             state = self.mma(pipe, tiled_mma, consumer, state, k_tiles, other_k_tiles, last_k)
-            if cutlass.const_expr(self.scales):
-                counts = consumer.m_half == 0 and consumer.thread == 0
-                if counts:
-                    count_reads(semaphores, row, work_tile)
             if cutlass.const_expr(rank_one is not None):
                 self.add_rank_one(consumer, rank_one, m_start, n_start, scheduler)
             if cutlass.const_expr(self.tokens_inside):
@@ -249,9 +231,6 @@ class GradGemmSm90(HostFunction, MainloopSm90):
                 if work_tile.splits_after > 0:
                     signal_split(counter)
         cute.arch.cp_async_bulk_wait_group(0, read=True)
-        if cutlass.const_expr(self.scales):
-            warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - 1
-            scale_rows(scheduler, config, targets, semaphores, warp)
 
     @cute.jit
     def add_rank_one(

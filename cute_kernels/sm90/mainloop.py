@@ -29,8 +29,6 @@ from cutefce.cute_kernels.workspace import Semaphore
 WARP_GROUP_THREADS = 128
 MMA_WARP_GROUPS = 2
 """Warpgroups that run MMAs and epilogues."""
-SPARE_WARPS = 3
-"""Warps of the producer's warpgroup that load no tiles."""
 SYNC_EVERY_STAGES = 4
 """Stages between two sync points of all clusters."""
 MAX_POLLS = 5000
@@ -228,9 +226,6 @@ class MainloopSm90:
             if not is_full_wave or scheduler.rank != 0 or scheduler.row_blocks == 1:
                 sync_end = Int32(0)
             for column in cutlass.range(split, n_end, scheduler.vocab_splits):
-                a_tile, b_tile = row, column
-                if cutlass.const_expr(config.swaps):
-                    a_tile, b_tile = column * config.cluster + scheduler.rank, row_block
                 for k_tile in cutlass.range(work_tile.k_start, work_tile.k_end, unroll=1):
                     if cutlass.const_expr(self.throttles):
                         if k_tile % SYNC_EVERY_STAGES == 0 and column < sync_end:
@@ -245,7 +240,7 @@ class MainloopSm90:
                     full = pipe.producer_get_barrier(state)
                     for i in cutlass.range_constexpr(len(spans)):
                         (load_a, from_a, to_a), (first, last) = loads_a[i], spans[i]
-                        start = a_tile * (tile[0] // self.load_rows[i])
+                        start = row * (tile[0] // self.load_rows[i])
                         for rows in cutlass.range(first, last, unroll=1):
                             cute.copy(
                                 load_a,
@@ -255,7 +250,7 @@ class MainloopSm90:
                             )
                     cute.copy(
                         load_b,
-                        from_b[None, b_tile, k_tile],
+                        from_b[None, column, k_tile],
                         to_b[None, state.index],
                         tma_bar_ptr=full,
                         **(multicast if config.cluster > 1 else {}),

@@ -28,18 +28,16 @@ from cutefce.cute_kernels.schedule.scheduler import TileScheduler
 from cutefce.cute_kernels.sm90.epilogue_store import EpilogueStoreSm90
 from cutefce.cute_kernels.sm90.mainloop import Consumer
 from cutefce.cute_kernels.sm90.project_exp_launch import LogitTile, ProjectExpLaunchSm90
-from cutefce.cute_kernels.sm90.project_exp_swapped import ProjectExpSwappedSm90
 from cutefce.cute_kernels.spec import gemm as spec
 
 
 def compile_signature(kernel: spec.ProjectExpSpec) -> Signature:
     """Return the host function of `kernel` and the arguments to compile it for."""
-    chosen = ProjectExpSwappedSm90 if kernel.config.swaps else ProjectExpSm90
-    return chosen(kernel).signature_of(kernel)
+    return ProjectExpSm90(kernel).signature_of(kernel)
 
 
 class ProjectExpSm90(ProjectExpLaunchSm90):
-    """The kernel with tokens along wgmma's M."""
+    """The epilogue: reductions of rows, masks, and stores."""
 
     def __init__(self, kernel: spec.ProjectExpSpec) -> None:
         super().__init__(kernel)
@@ -57,11 +55,10 @@ class ProjectExpSm90(ProjectExpLaunchSm90):
         pipe: Any,
         tiled_mma: cute.TiledMma,
         inputs: Any,
-        outputs: Any,
+        e: Any,
         rows: Rows,
     ) -> None:
         """Consumer: see `ProjectExpLaunchSm90`."""
-        e, _ = outputs
         config, tile, vocab_splits = self.config, self.tile, scheduler.vocab_splits
         consumer, state = self.make_consumer(scheduler, tiled_mma, *inputs)
         acc, parity = consumer.acc, consumer.parity

@@ -24,9 +24,9 @@ class LogitTile(NamedTuple):
     consumer: Consumer
     rows: Rows
     m_start: Int32
-    """The first token along wgmma's M, or the first column if operands are swapped."""
+    """The first token, along wgmma's M."""
     n_start: Int32
-    """The same along its N: the first column, or the first token."""
+    """The first column, along its N."""
     scheduler: TileScheduler
 
 
@@ -38,17 +38,14 @@ class ProjectExpLaunchSm90(ProjectExp, MainloopSm90):
     def __init__(self, kernel: spec.ProjectExpSpec) -> None:
         k_major = Operand(k_major=True)
         operands = kernel.arch, kernel.dtype, kernel.config, k_major, k_major
-        skips = not kernel.config.swaps  # rows of b are never skipped
-        super().__init__(*operands, only_flagged=kernel.only_flagged, skip_missing_rows=skips)
-        self.logits = kernel.logits
-        self.sums, self.store, self.swaps = kernel.sums, kernel.store, kernel.config.swaps
+        super().__init__(*operands, only_flagged=kernel.only_flagged, skip_missing_rows=True)
+        self.logits, self.sums, self.store = kernel.logits, kernel.sums, kernel.store
 
     @cute.jit
     def launch(self, operands: Any, stream: Any) -> None:
         """See `ProjectExp`."""
         x = operands
-        a, b = (x.w, x.h) if self.swaps else (x.h, x.w)
-        a_loads, b_load = self.tma_loads(a, b)
+        a_loads, b_load = self.tma_loads(x.h, x.w)
         e_store = None, None, None
         if cutlass.const_expr(self.store):
             e_store = self.epilogue.tma_store(x.exps)
@@ -72,7 +69,6 @@ class ProjectExpLaunchSm90(ProjectExp, MainloopSm90):
         config = self.config
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         (loads_a, g_a, a_layout), (load_b, g_b, b_layout), (store_e, g_e, e_layout) = a, b, e
-        g_h, g_w = (g_b, g_a) if self.swaps else (g_a, g_b)
         if warp == 0:
             for load in (*loads_a, load_b):
                 cpasync.prefetch_descriptor(load)
@@ -81,15 +77,15 @@ class ProjectExpLaunchSm90(ProjectExp, MainloopSm90):
         barriers = smem.allocate_array(Int64, 2 * config.stages)
         s_a = smem.allocate_tensor(self.dtype, a_layout.outer, 1024, a_layout.inner)
         s_b = smem.allocate_tensor(self.dtype, b_layout.outer, 1024, b_layout.inner)
-        s_e, more = None, self.allocate(smem)
+        s_e = None
         if cutlass.const_expr(self.store):
             s_e = smem.allocate_tensor(self.epilogue.dtype, e_layout.outer, 1024, e_layout.inner)
         pipe = self.make_pipeline(barriers)
-        most = (g_w.shape[0] + config.columns - 1) // config.columns
+        most = (g_b.shape[0] + config.tile_n - 1) // config.tile_n
         if cutlass.const_expr(self.sums):
             most = rows.sums.shape[1] // config.partials_per_row
         splits = vocab_splits, most
-        scheduler = make_tile_scheduler(config, self.tile[2], g_h, g_w, row_count, *splits)
+        scheduler = make_tile_scheduler(config, self.tile[2], g_a, g_b, row_count, *splits)
         cute.arch.griddepcontrol_launch_dependents()
         if warp < 4:
             cute.arch.setmaxregister_decrease(self.producer_registers)
@@ -102,12 +98,7 @@ class ProjectExpLaunchSm90(ProjectExp, MainloopSm90):
                 self.load(scheduler, pipe, a_operand, b_operand, rows.semaphores)
         else:
             cute.arch.setmaxregister_increase(self.consumer_registers)
-            e_store = (store_e, g_e, s_e), more
-            self.consume(scheduler, pipe, tiled_mma, (s_a, s_b), e_store, rows)
-
-    def allocate(self, smem: SmemAllocator) -> Any:
-        """Return shared memory that the epilogue needs beside that of stores."""
-        return None
+            self.consume(scheduler, pipe, tiled_mma, (s_a, s_b), (store_e, g_e, s_e), rows)
 
     @cute.jit
     def consume(
@@ -116,11 +107,11 @@ class ProjectExpLaunchSm90(ProjectExp, MainloopSm90):
         pipe: Any,
         tiled_mma: cute.TiledMma,
         inputs: Any,
-        outputs: Any,
+        e: Any,
         rows: Rows,
     ) -> None:
         """Consumer: run the MMAs of tile after tile and reduce or store their exponentials.
 
-        `outputs` are (TMA atom, coordinates, shared memory) of stores, and what `allocate` returns.
+        `e` is (TMA atom, coordinates, shared memory) of stores.
         """
         raise NotImplementedError

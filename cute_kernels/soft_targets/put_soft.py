@@ -39,7 +39,6 @@ def compile_signature(kernel: spec.PutSoftSpec) -> Signature:
         of_lead=vector(Float32, rows),
         scale=vector(Float32, rows),
         first=Int64(0),
-        is_scaled=Int32(0),
     )
 
 
@@ -70,8 +69,6 @@ def blocks_and_parts(operands: Any) -> Any:
     """Return the thread blocks, and the parts of a row."""
     rows, columns = operands.exps.shape
     parts = (columns + 8 * VECTORS * THREADS - 1) // (8 * VECTORS * THREADS)
-    if operands.is_scaled != 0:
-        parts = Int32(1)
     return parts * rows, parts
 
 
@@ -79,21 +76,18 @@ def blocks_and_parts(operands: Any) -> Any:
 def scale_soft_kernel(operands: Any, parts: Int32) -> None:
     """Multiply exps (N, W) and `entries` (N, K) by `scale` (N,), and put these as above.
 
-    Also put `of_lead` (N,) in the places of the leads (N,).  Each is rounded once.  If `is_scaled`,
-    exps were multiplied before.  A thread block has one of the `parts` of a row.
+    Also put `of_lead` (N,) in the places of the leads (N,).  Each is rounded once.  A thread block
+    has one of the `parts` of a row.
     """
-    exps, index, coefficient, entries, lead, of_lead, scale, first, is_scaled = operands
+    exps, index, coefficient, entries, lead, of_lead, scale, first = operands
     pdl_wait()
     block, thread = cute.arch.block_idx()[0], cute.arch.thread_idx()[0]
     row, part = block // parts, block % parts
     factor, columns = scale[row], exps.shape[1]
     begin = part * VECTORS * THREADS
     end = cutlass.min(8 * (begin + VECTORS * THREADS), columns)
-    if is_scaled != 0:
-        end = columns
-    else:
-        scale_row_part(exps, row, factor, begin, (thread, THREADS, VECTORS))
-        cute.arch.sync_threads()
+    scale_row_part(exps, row, factor, begin, (thread, THREADS, VECTORS))
+    cute.arch.sync_threads()
     for k in cutlass.range(thread, index.shape[1], THREADS, unroll=1):
         column = index[row, k] - first
         if column >= 8 * begin and column < end:

@@ -1,16 +1,11 @@
 """Specs of the kernels that multiply matrices."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from cutefce.cute_kernels.config import GemmConfig
-from cutefce.cute_kernels.integers import ceil_div
 from cutefce.cute_kernels.spec.kernel import KernelSpec
 from cutefce.cute_kernels.variant import IDENTITY, SUM_ONLY, LogitTransform, RowReductions
-
-SCALING_RASTER_GROUP = 4
-"""Row blocks whose products are computed together where exponentials are scaled behind them: those
-of the last group have no products beside them."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +49,6 @@ class GradGemmSpec(KernelSpec):
     """Bits beside the upper 16 of the sums that it loads, adds to and stores: 4 or 8, or of dW
     `FLOAT32_LOW_BITS`.  None if `final`, and of float32 sums of dX, to which
     TMA adds in memory."""
-    scales: bool = False
-    """Whether it multiplies exponentials by factors of tokens once all products have read them."""
 
     WARPS: ClassVar[int] = 8
     """Warps of a thread block that run MMAs."""
@@ -70,13 +63,6 @@ class GradGemmSpec(KernelSpec):
         """Whether it adds the targets' terms."""
         return self.wrt == "weight"
 
-    @property
-    def scaling(self) -> "GradGemmSpec":
-        """The same that also multiplies exponentials."""
-        config = replace(self.config, raster_group=SCALING_RASTER_GROUP)
-        return replace(self, config=config, scales=True)
-
-    def semaphore_count(self, clusters: int, rows: int = 0) -> int:
-        """Return the size of its int32 semaphores on `clusters` clusters, and for `rows` of dX."""
-        count = 1 if self.final or self.kept else 1 + clusters * self.config.cluster * self.WARPS
-        return count + ceil_div(rows, self.config.rows) * self.scales
+    def semaphore_count(self, clusters: int) -> int:
+        """Return the size of its int32 semaphores on `clusters` clusters."""
+        return 1 if self.final or self.kept else 1 + clusters * self.config.cluster * self.WARPS

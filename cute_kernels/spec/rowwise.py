@@ -73,10 +73,6 @@ class ReducePartialsSpec(KernelSpec):
     MODULE = "rowwise.reduce_partials"
     rows: int
     """Rows of a row block of what repairs."""
-    terms: bool = False
-    """Whether losses have terms beside the cross entropy, the same for all tokens."""
-    class_row: bool = False
-    """Whether these depend on class logits."""
 
 
 @dataclass(frozen=True)
@@ -125,8 +121,6 @@ class RowCoefficientsSpec(KernelSpec):
     """Whether references contain the factors, so that exponentials are probabilities."""
     narrow: bool = False
     """Whether values are float16, which holds no factors below 2^-24."""
-    terms: bool = False
-    """Whether losses have terms beside the cross entropy, the same for all tokens."""
 
     THREADS: ClassVar[int] = 1024
     """Tokens of a thread block, which may read those of all."""

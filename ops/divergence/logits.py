@@ -78,6 +78,6 @@ def _logits_kernel_on(device: torch.device, dtype: str) -> tuple[ProjectExpSpec,
 def _utilization(spec: ProjectExpSpec, clusters: int, rows: int, columns: int) -> float:
     """Return the fraction of the kernel's time, in whole waves, that computes logits."""
     config = spec.config
-    tiles = ceil_div(rows, config.rows) * ceil_div(columns, config.columns)
-    computed = num_waves(tiles, clusters, 1) * clusters * config.rows * config.columns
+    tiles = ceil_div(rows, config.rows) * ceil_div(columns, config.tile_n)
+    computed = num_waves(tiles, clusters, 1) * clusters * config.rows * config.tile_n
     return rows * columns / max(computed, 1)

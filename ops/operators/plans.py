@@ -14,7 +14,7 @@ from cutefce.cute_kernels.problem import MIN_SELECTED, Problem, can_keep
 from cutefce.cute_kernels.process_cache import MAX_ENTRIES, on_reset, process_cache
 from cutefce.ops import torch_compat
 from cutefce.ops.dtypes import sum_dtype
-from cutefce.ops.interface.arguments import LossCall
+from cutefce.ops.interface.arguments import LossCall, LossOptions, TensorOptions
 from cutefce.ops.outputs.needs import needs_of
 from cutefce.ops.primitives.dispatch import (
     options_unsupported_reason,
@@ -124,12 +124,8 @@ def loss_problem(x: LossCall) -> LossProblem:
     return LossProblem(
         **asdict(own),
         upstream=upstream,
-        scales_rows=options.scales_rows or tensors.scales_rows,
-        every_class=options.label_smoothing != 0 or "mean_logit" in options.output_names,
         soft=soft if soft > 1 else 0,
         returns_classes=soft > 1 and options.reduction == OUTPUTS,
-        scales_exps=options.scales_exps,
-        outputs=needs_of(options, is_served),
         stores=can_keep(own.dtype) and not samples,
         selects=own.selects_rows,
         wide_grad_weight=tensors.weight_cast is not None or buffer is not None,
@@ -138,11 +134,24 @@ def loss_problem(x: LossCall) -> LossProblem:
         samples=samples,
         ranks=ranks if in_group else 0,
         sequence_parallel=sharding.sequence_parallel,
-        tile_copies=max(int(copies_tiles(options, tensors)), 2 * options.reduces_rows),
         copied_hidden=step.copied_hidden,
         copied_weight=step.copied_weight,
         copied=_copied_bytes(own, h, w, sharding.sequence_parallel),
+        **option_fields(options, tensors, is_served),
     )
+
+
+def option_fields(
+    options: LossOptions, tensors: TensorOptions, has_kernels: bool
+) -> dict[str, Any]:
+    """Return the fields of a problem that options decide alone, on kernels in CuTe or others."""
+    return {
+        "scales_rows": options.scales_rows or tensors.scales_rows,
+        "every_class": options.label_smoothing != 0 or "mean_logit" in options.output_names,
+        "scales_exps": options.scales_exps,
+        "outputs": needs_of(options, has_kernels),
+        "tile_copies": max(int(copies_tiles(options, tensors)), 2 * options.reduces_rows),
+    }
 
 
 def copied_item_bytes(given: Tensor, taken: Tensor) -> int:

@@ -132,7 +132,7 @@ class CuteOutputSteps(OutputSteps):
         kernel = self.kernels.row_sums
         listed = arch_named(kernel.arch).listed
         configs = *listed.get("grad_hidden", ()), *listed["project_exp"]
-        fits = (x for x in configs if KERNEL_REFERENCE_BLOCK % x.columns == 0)
+        fits = (x for x in configs if KERNEL_REFERENCE_BLOCK % x.tile_n == 0)
         return replace(kernel, config=next(fits))
 
     def sums_kernel(self, options: LossOptions) -> ProjectExpSpec:
@@ -143,7 +143,7 @@ class CuteOutputSteps(OutputSteps):
         """Return the vocabulary splits with which no partial sum is of two blocks; 0 for any."""
         if not options.searches_classes:
             return 0
-        tiles = ceil_div(columns, kernel.config.columns)
+        tiles = ceil_div(columns, kernel.config.tile_n)
         return ceil_div(tiles, kernel.config.partials_per_row)
 
     def partial_outputs(self, partial: Any) -> PartialOutputs:
@@ -161,7 +161,7 @@ class CuteOutputSteps(OutputSteps):
 
     @property
     def _block(self) -> int:
-        return self.block_sums.config.columns
+        return self.block_sums.config.tile_n
 
     def _chosen_blocks(self, partial: Any, k: int) -> Tensor:
         """Return what plain torch does: the class of a part's largest logit tells its block."""

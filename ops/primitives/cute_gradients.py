@@ -28,9 +28,6 @@ from cutefce.ops.rows.targets import Targets
 SMALL_PRODUCT = 1 << 34
 """Multiplications of a product that takes an H200 as long as its host takes to call cuBLAS, 40 us:
 kernels of this project are launched together."""
-MAX_UNSCALED_ROWS = 1024
-"""Tokens whose exponentials no kernel of dX multiplies: it would begin behind all products.  Nor
-does the one for few columns, whose exponentials the L2 cache may hold."""
 
 
 @dataclass(frozen=True)
@@ -68,14 +65,13 @@ class CutePrimitives(CublasPrimitives):
         accumulate: bool,
         in_windows: bool = False,
         selection: RowSelection | None = None,
-        factor: Tensor | None = None,
-    ) -> bool:
+    ) -> None:
         if sums.low is not None:
             assert self.kernels.grad_hidden_keep is not None
             keep = replace(self.kernels.grad_hidden_keep, low_bits=low_bits(sums))
             given = exps, w.t(), (*sums,), None, None
             self._launch(keep, given, selection, overwrite=int(not accumulate))
-            return False
+            return
         (tokens, hidden), columns = sums.upper.shape, exps.shape[1]
         is_short = columns < KernelConfigs.SHORT
         spec = self.kernels.grad_hidden_short if is_short else self.kernels.grad_hidden
@@ -86,21 +82,14 @@ class CutePrimitives(CublasPrimitives):
                 spec = self.kernels.grad_hidden_again
         if spec is None:
             matmul_into(sums.upper, exps, w, accumulate=accumulate)
-            return False
-        if spec != self.kernels.grad_hidden or tokens <= MAX_UNSCALED_ROWS:
-            factor = None
-        elif factor is not None:
-            spec = self.kernels.grad_hidden_scaling
-            assert spec is not None
+            return
         clusters = self.num_sms // spec.config.cluster
         rows, features = spec.config.rows, spec.config.tile_n
         tiles = ceil_div(tokens, rows) * ceil_div(hidden, features)
         k_tiles, adds = ceil_div(columns, TILE_K), add_tiles(features)
         splits: int = choose_k_splits(tiles, clusters, k_tiles, adds)
-        scaling = None if factor is None else (exps, factor.contiguous())
-        operands = exps, w.t(), sums.upper, scaling, None
-        self._launch(spec, operands, selection, splits, int(not accumulate), tokens)
-        return factor is not None
+        operands = exps, w.t(), sums.upper, None, None
+        self._launch(spec, operands, selection, splits, int(not accumulate))
 
     def target_grad(self, h: Tensor, coefficient: Tensor | None, targets: Targets) -> SortedTargets:
         """Sort tokens by target; those of no target here are in no list.
@@ -158,12 +147,11 @@ class CutePrimitives(CublasPrimitives):
         selection: RowSelection | None,
         splits: int | None = None,
         overwrite: int | None = None,
-        rows: int = 0,
     ) -> None:
-        """Launch a GEMM on all SMs; `rows` are those of dX, for what needs counters for them."""
+        """Launch a GEMM on all SMs."""
         clusters = self.num_sms // spec.config.cluster
         exps: Tensor = operands[0]
-        semaphores = self.semaphores.take(spec.semaphore_count(clusters, rows), exps.device)
+        semaphores = self.semaphores.take(spec.semaphore_count(clusters), exps.device)
         count = row_count(selection, semaphores)
         compiled(spec)(*operands, semaphores, *count, clusters, splits, overwrite)
 

@@ -168,7 +168,7 @@ class CuteProjection(CuteSoftTargetSteps, CuteOutputSteps, PortableProjection):
     def recompute_exp(self, x: Logits, exps: Tensor) -> None:
         kernel = self.kernels.exps
         # one split a tile: there are no sums to keep in registers across tiles
-        splits = ceil_div(x.window[1] - x.window[0], kernel.config.columns)
+        splits = ceil_div(x.window[1] - x.window[0], kernel.config.tile_n)
         self._store_exps(kernel, x, exps, self._take_semaphores(x.h), splits)
         self._clear(exps, x.targets)
 
@@ -176,16 +176,11 @@ class CuteProjection(CuteSoftTargetSteps, CuteOutputSteps, PortableProjection):
         self, partial: PartialLse, target_logit: Tensor, targets: Targets
     ) -> tuple[RowStats, Tensor]:
         stats = RowStats(target_logit.new_empty(NUM_STATS, target_logit.shape[0]))
-        reduced, terms = target_logit.new_empty(()), targets.terms
+        reduced = target_logit.new_empty(())
         tensors = partial.sums, target_logit, targets.index, stats.rows, reduced, partial.semaphores
         numbers = targets.options.ignore_index, int(targets.divides_by_count)
-        kernel, given, class_logits = self.kernels.reduce_partials, None, None
-        if terms is not None and terms.numbers is not None and targets.options.is_scalar:
-            kernel = replace(kernel, terms=True, class_row=terms.has_class_row)
-            given, class_logits = terms.numbers, targets.class_logits
-        compiled(kernel)(*tensors, *numbers, given, class_logits)
-        is_reduced = terms is None or kernel.terms
-        return stats, reduce_losses(stats, targets, reduced if is_reduced else None)
+        compiled(self.kernels.reduce_partials)(*tensors, *numbers)
+        return stats, reduce_losses(stats, targets, None if targets.terms else reduced)
 
     def repair_stored_exps(self, x: Logits, exps: Tensor, partial: PartialLse) -> None:
         kernel, columns = self.kernels.repair_exps, x.window[1] - x.window[0]

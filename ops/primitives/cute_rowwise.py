@@ -56,14 +56,12 @@ class CublasPrimitives(CuteProjection, Primitives):
         *,
         in_reference: bool,
     ) -> Scaling:
-        if not targets.is_uniform:
+        if not targets.is_plain:
             return scaling_of(dtype, targets, stats, upstream, in_reference=in_reference)
         if targets.tensors.denominator is not None:
             upstream = upstream * targets.loss_scale(stats.rows.dtype)
-        kernels, rows, terms = self.kernels, stats.rows, targets.terms
+        kernels, rows = self.kernels, stats.rows
         spec = kernels.probability_coefficients if in_reference else kernels.row_coefficients
-        if terms is not None:
-            spec = replace(spec, terms=True)
         coefficients = rows.new_empty(spec.planes, rows.shape[1])
         grad_scale, zeros = rows.new_empty(()), self.semaphores.adopt(rows)
         if upstream.dtype != rows.dtype:
@@ -71,22 +69,18 @@ class CublasPrimitives(CuteProjection, Primitives):
         upstream = upstream.reshape(-1).contiguous()
         count = row_count(targets.selection, zeros)
         numbers = targets.options.ignore_index, int(targets.divides_by_count)
-        more = targets.vocab, None if terms is None else terms.numbers
         results = coefficients, grad_scale, zeros
-        compiled(spec)(rows, targets.index, upstream, *results, *count, *numbers, *more)
+        compiled(spec)(rows, targets.index, upstream, *results, *count, *numbers)
         part = coefficients.unbind()
-        has_every = terms is not None and terms.has_class_row
         scale, target = part[Coefficient.DX_SCALE], part[Coefficient.DX_TARGET]
-        every = part[Coefficient.DX_EVERY] if has_every else None
-        dx = RowCoefficients(scale, target, every)
+        dx = RowCoefficients(scale, target)
         if in_reference or spec.narrow:
             scale, target = part[Coefficient.DW_SCALE], part[Coefficient.DW_TARGET]
-            every = part[Coefficient.DW_EVERY] if has_every else None
         return Scaling(
             reference=part[Coefficient.REFERENCE] if in_reference else stats.reference,
             row_scale=None if in_reference else scale,
             target=target,
-            every=every,
+            every=None,
             factor=None,
             grad_scale=grad_scale,
             dx=dx,

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, TypeVar, cast
 
@@ -12,18 +12,18 @@ from torch import Tensor
 from cutefce.autotune_cache import lookup, verdicts
 from cutefce.cute_kernels import kernel_set
 from cutefce.cute_kernels.arch import ARCHS, arch_for, arch_named
-from cutefce.cute_kernels.arch.base import TILE_K, Arch
+from cutefce.cute_kernels.arch.base import Arch
 from cutefce.cute_kernels.config import PortableTiles
 from cutefce.cute_kernels.gpu import Gpu
 from cutefce.cute_kernels.jit.cache import CompilerError, compiled
 from cutefce.cute_kernels.kernel_set import KernelSet
-from cutefce.cute_kernels.parts import FORWARD, SOFT_TARGETS, STEP
+from cutefce.cute_kernels.parts import FORWARD, OPTIONS, SOFT_TARGETS, STEP
 from cutefce.cute_kernels.problem import Problem
 from cutefce.cute_kernels.process_cache import on_reset, process_cache, reset, warn_once
 from cutefce.cute_kernels.spec import rowwise as spec
-from cutefce.cute_kernels.variant import PLAIN, KernelVariant
+from cutefce.cute_kernels.variant import KernelVariant
 from cutefce.ops.dtypes import dtype_name
-from cutefce.ops.interface.arguments import LossOptions, TensorOptions
+from cutefce.ops.interface.arguments import Kind, LossOptions, TensorOptions
 from cutefce.ops.outputs.needs import unserved_reason
 from cutefce.ops.primitives.cute_gradients import CutePrimitives
 from cutefce.ops.primitives.cute_rowwise import CublasPrimitives
@@ -153,10 +153,13 @@ def options_unsupported_reason(
 ) -> str | None:
     """Return why kernels that serve `problem` cannot with options of a call, None if they can."""
     reason = unserved_reason(options, tensors)
-    # on `meta` nothing is launched
-    if reason is not None or device.type == "meta" or not tensors.soft_targets:
+    if device.type == "meta":  # nothing is launched
         return reason
-    return unproven_reason(device, problem.dtype, SOFT_TARGETS)
+    has_options = options.kinds > {None} or Kind.LOGITS in tensors.kinds
+    for part, is_launched in ((OPTIONS, has_options), (SOFT_TARGETS, bool(tensors.soft_targets))):
+        if reason is None and is_launched:
+            reason = unproven_reason(device, problem.dtype, part)
+    return reason
 
 
 def kernel_primitives(
@@ -167,9 +170,8 @@ def kernel_primitives(
 ) -> CublasPrimitives:
     """Return primitives on the kernels, for one call on one stream of a GPU with `num_sms` SMs."""
     gemms = kernels.grad_weight
-    # the bias' gradient is a GEMM of cuBLAS, as all are without kernels for them; and those of sums
-    # of dW read whole K tiles of tokens, which row blocks of swapped operands may not fill
-    clears = grad_bias or gemms is None or kernels.row_sums.config.rows % TILE_K > 0
+    # the bias' gradient is a GEMM of cuBLAS, as all are without kernels for them
+    clears = grad_bias or gemms is None
     primitives = CublasPrimitives if gemms is None else CutePrimitives
     return primitives(kernels, num_sms, tiles, clears)
 
@@ -359,7 +361,4 @@ def kernels_for(
     """Return the kernels of a problem on a GPU, and its number of SMs."""
     gpu = gpu_of(device)
     configs = lookup.kernel_configs(problem, gpu)
-    if variant != PLAIN:
-        project_exp = gpu.arch.config_with_options(configs.project_exp, problem.tokens)
-        configs = replace(configs, project_exp=project_exp)
     return kernel_set.kernel_set(gpu.arch, problem.dtype, configs, variant), gpu.num_sms

@@ -110,24 +110,19 @@ class PortableGradients:
         accumulate: bool,
         in_windows: bool = False,
         selection: RowSelection | None = None,
-        factor: Tensor | None = None,
-    ) -> bool:
+    ) -> None:
         """Write `exps` (N, K) @ w (K, D) to `sums` (N, D), or add it if `accumulate`.
 
         `in_windows` says that these are some columns of a step, whose products kernels add without
         cuBLAS.  With `selection`, rows of tokens that do not count are undefined.
-
-        Return whether `exps` are multiplied by `factor` (N,) afterwards, as they are where the
-        kernel of the product can do so; no kernel of kept sums can.
         """
         exps = row_range(exps, 0, self.rows_of_products(exps))
         if sums.low is None:
             matmul_into(row_range(sums.upper, 0, len(exps)), exps, w, accumulate=accumulate)
-            return False
+            return
         size = finished_rows(w.shape[1], sum_dtype(w.dtype).itemsize, w.device.type)
         for _, own, product in self.products(sums, exps, w, size):
             self.combine(own, product, joined=own if accumulate else None)
-        return False
 
     def rows_of_products(self, exps: Tensor) -> int:
         """Return how many of the first rows of `exps` (N, K) are operands of products."""

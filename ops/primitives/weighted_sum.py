@@ -126,15 +126,12 @@ class SoftTargetSteps:
         first: int,
         targets: Targets,
         scale: Tensor,
-        is_scaled: bool = False,
     ) -> None:
         """Multiply `exps` and `entries` by `scale` (N,), and do what `put_soft` does.
 
-        Also put `lead` (N,) in the places of the targets.  If `is_scaled`, `exps` were multiplied
-        before.
+        Also put `lead` (N,) in the places of the targets.
         """
-        if not is_scaled:
-            scale_rows(exps, scale)
+        scale_rows(exps, scale)
         self.put_soft(entries * scale[:, None], exps, first, targets)
         column = targets.index - first
         inside = (column >= 0) & (column < exps.shape[1])

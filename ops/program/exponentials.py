@@ -188,15 +188,12 @@ def entries(call: Call, s: Step) -> None:
 
 
 def scale_exps(call: Call, s: Step) -> None:
-    """Multiply exponentials by the factors of tokens, and put entries that are rounded with them.
-
-    dX's product may have multiplied them.
-    """
+    """Multiply exponentials by the factors of tokens; put entries that are rounded with them."""
     x, own = call.part(s.rows), call.values["scaling"]
     coefficients = own.dx if call.program.in_chunks else own
     target, scale = coefficients.target, call.scale()
+    assert scale is not None
     if "known" in call.values:
         target = target * call.values["known"]
-    exps, is_scaled = call.exps(s), call.values.pop("is scaled", False)
-    given: Any = call.values["entries"], target, exps, s.columns[0], x.targets, scale, is_scaled
-    x.primitives.scale_soft(*given)
+    entries = call.values["entries"]
+    x.primitives.scale_soft(entries, target, call.exps(s), s.columns[0], x.targets, scale)

@@ -35,9 +35,7 @@ def gemm_hidden(call: Call, s: Step) -> None:
     selection = call.values.pop("far rows") if s.repairs else x.targets.selection
     more: Any = {"accumulate": s.adds, "selection": selection}
     more["in_windows"] = s.columns != (0, x.w.shape[0]) and not call.program.in_chunks
-    if call.program.scales_exps and call.program.problem.grad_weight:
-        more["factor"] = call.scale()
-    call.values["is scaled"] = primitives.add_hidden(sums, exps, w, **more)
+    primitives.add_hidden(sums, exps, w, **more)
 
 
 def rescale(call: Call, s: Step) -> None:

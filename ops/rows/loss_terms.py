@@ -118,13 +118,6 @@ class LossTerms:
         return self.lse
 
     @property
-    def numbers(self) -> tuple[float, ...] | None:
-        """A, B, Γ and Z as numbers, None if they differ between tokens."""
-        if isinstance(self.lse, Tensor):
-            return None
-        return tuple(map(float, (self.lse, self.target, self.class_row, self.lse_squared)))
-
-    @property
     def has_class_row(self) -> bool:
         """Whether losses depend on the class row."""
         return isinstance(self.class_row, Tensor) or self.class_row != 0

@@ -115,10 +115,9 @@ class Targets:
         return self.options.reduction == "mean" and self.tensors.denominator is None
 
     @property
-    def is_uniform(self) -> bool:
-        """Whether all tokens' losses have the same terms, of raw logits and without outputs."""
-        same = self.terms is None or self.terms.numbers is not None
-        return same and self.logits is None and self.options.reduction != OUTPUTS
+    def is_plain(self) -> bool:
+        """Whether losses are cross entropies of raw logits, and no outputs."""
+        return self.terms is None and self.logits is None and self.options.reduction != OUTPUTS
 
     def loss_scale(self, dtype: torch.dtype) -> Tensor:
         """Return () the factor of each active token's loss in the reduced loss, of `dtype`."""

@@ -37,10 +37,9 @@ class CuteSoftTargetSteps(SoftTargetSteps):
         first: int,
         targets: Targets,
         scale: Tensor,
-        is_scaled: bool = False,
     ) -> None:
         assert targets.soft is not None
         own = *targets.soft.classes, entries, targets.index, lead.contiguous()
         of = self.kernels.row_sums
         spec = PutSoftSpec(of.arch, of.dtype, scales=True)
-        compiled(spec)(exps, *own, scale.contiguous(), first, int(is_scaled))
+        compiled(spec)(exps, *own, scale.contiguous(), first)

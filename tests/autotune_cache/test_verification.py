@@ -28,6 +28,7 @@ from cutefce.cute_kernels.jit.subprocess_worker import SubprocessWorker, WorkerE
 from cutefce.cute_kernels.parts import (
     DIVERGENCES,
     FORWARD,
+    OPTIONS,
     PARTS,
     SAMPLES,
     SOFT_TARGETS,
@@ -124,16 +125,13 @@ class DefaultRunner(FaultyRunner):
         return KernelConfigs(config(self.kind), None, None)
 
 
-Checked = tuple[tuple[str, ...], KernelConfigs]
-
-
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[Checked]:
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[verify.Check]:
     """Return a list of the checks that subprocesses would run, of which all pass."""
-    checks: list[Checked] = []
+    checks: list[verify.Check] = []
 
     def all_pass(own: Runner, _: str, parts: tuple[str, ...], __: Any) -> str:
-        checks.extend((parts, configs) for configs in verify._listed(own, parts))
+        checks.extend(verify._checks(own, parts))
         return ""
 
     monkeypatch.setattr(verify, "first_fault", all_pass)
@@ -184,13 +182,13 @@ def test_a_kernel_that_fails_is_never_launched_here(
 def test_a_part_is_checked_once_with_all_that_is_listed(
     folder: Path,
     fake_gpu: FakeGpu,
-    asked: list[Checked],
+    asked: list[verify.Check],
 ) -> None:
-    every, expected = Runner(GPU).listed_configs(), list[Any]()
-    for part in (FORWARD, DIVERGENCES, STEP, SAMPLES):
-        # the kernels of divergences have configurations of their own
-        launched = every[:1] if part == DIVERGENCES else every
-        expected += [(parts_of(part), configs) for configs in launched]
+    own, expected = Runner(GPU), list[verify.Check]()
+    for part in (FORWARD, DIVERGENCES, STEP, OPTIONS, SAMPLES):
+        # code of options and of divergences is the same in every configuration
+        launched = [own.base()] if part in (DIVERGENCES, OPTIONS) else own.listed_configs()
+        expected += [(configs, parts_of(part)) for configs in launched]
         for again in (False, True):
             if again:  # in another process
                 process_cache.reset()

@@ -16,6 +16,7 @@ from cutefce.cute_kernels.jit import cache as jit_cache
 from cutefce.cute_kernels.parts import (
     DIVERGENCES,
     FORWARD,
+    OPTIONS,
     PARTS,
     SAMPLES,
     SOFT_TARGETS,
@@ -154,7 +155,7 @@ def test_trials_launch_nothing_that_was_not_compiled_ahead(
         launched.clear()
 
 
-COUNTS = {FORWARD: 5, STEP: 29, SOFT_TARGETS: 7, SAMPLES: 16, DIVERGENCES: 21}
+COUNTS = {FORWARD: 5, STEP: 29, OPTIONS: 39, SOFT_TARGETS: 7, SAMPLES: 16, DIVERGENCES: 21}
 """Kernels of each part of calls of many tokens on Hopper."""
 
 

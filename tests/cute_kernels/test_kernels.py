@@ -20,7 +20,6 @@ from cutefce.cute_kernels.problem import GRADIENT_LOSS, Problem
 from cutefce.cute_kernels.spec.gemm import ProjectExpSpec
 from cutefce.cute_kernels.variant import (
     IDENTITY,
-    PLAIN,
     SUM_ONLY,
     KernelVariant,
     LogitTransform,
@@ -225,8 +224,6 @@ class Launches:
 
     def __init__(self, config: GemmConfig, variant: KernelVariant, case: Case) -> None:
         dtype = dtype_name(case.h.dtype)
-        if variant != PLAIN:
-            config = ARCH.config_with_options(config, len(case.h))
         self.kernels = kernel_set.kernel_set(ARCH, dtype, with_project_exp(config), variant)
         config = self.kernels.row_sums.config
         self.config, self.case, (self.tokens, self.vocab) = config, case, (len(case.h), len(case.w))
@@ -393,7 +390,7 @@ def check_reductions(config: GemmConfig, variant: KernelVariant, case: Case) -> 
 
     Row sums stay those without reductions, if none is of all columns.
     """
-    options, config = variant.reductions, ARCH.config_with_options(config, len(case.h))
+    options = variant.reductions
     launches = Launches(config, variant, case)
     plain = variant._replace(reductions=SUM_ONLY)
     kernels, others_ = launches.kernels, Launches(config, plain, case)

@@ -37,8 +37,6 @@ CAPPED = kernel_set(
     Sm90().default_configs(8192, 4096, 132),
     KernelVariant(LogitTransform(row_scale=True, bias=True, softcap=True)),
 )
-FEW = kernel_set(Sm90(), "bfloat16", Sm90().default_configs(300, 4096, 132))
-"""With swapped operands."""
 SMALL = kernels_of(PINGPONG)
 KINDS: dict[str, KernelSpec | None] = {
     "small sums": SMALL.row_sums,
@@ -66,8 +64,6 @@ for name, kernels in SETS.items():
         f"{name} select_rows": SelectRowsSpec(name),
     }
 MORE |= {
-    "swapped sums": FEW.row_sums,
-    "grad_hidden, exponentials scaled": KERNELS.grad_hidden_scaling,
     "soft_logits": SoftLogitsSpec("sm_90a", "bfloat16"),
     "put_soft": PutSoftSpec("sm_90a", "bfloat16"),
     "scale_soft": PutSoftSpec("sm_90a", "bfloat16", scales=True),

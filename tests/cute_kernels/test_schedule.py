@@ -106,7 +106,7 @@ def test_k_splits_fill_the_last_wave(work_tiles: int) -> None:
 def test_fewer_rows_fill_the_clusters(tokens: int, vocab: int, most_on_average: float) -> None:
     """Well enough with several raster groups too, which the choice takes for one."""
     config = Sm90().default(tokens)
-    n_tiles, planned = ceil_div(vocab, config.columns), ceil_div(tokens, config.rows)
+    n_tiles, planned = ceil_div(vocab, config.tile_n), ceil_div(tokens, config.rows)
     splits = choose_vocab_splits(tokens, vocab, config, 66)
     most = max(splits, most_vocab_splits(tokens, vocab, config))
     shares = []

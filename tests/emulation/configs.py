@@ -16,9 +16,7 @@ COOPERATIVE = GemmConfig(128, 64, cluster=1, stages=3, pingpong=False)
 SHARED = GemmConfig(128, 80, cluster=2, stages=2, pingpong=False)
 SHARED_ALONE = GemmConfig(128, 80, cluster=1, stages=3, pingpong=False)
 GRADIENTS = (COOPERATIVE, PINGPONG, TALL, SHARED)
-"""Configurations of Hopper's gradients, which have no swapped operands."""
-SWAPPED = GemmConfig(64, 48, cluster=2, stages=2, pingpong=True, swaps=True)
-SWAPPED_TALL = GemmConfig(256, 32, cluster=1, stages=3, pingpong=False, swaps=True)
+"""Configurations of Hopper's gradients."""
 
 TWO_CTA, SINGLE_CTA = BLACKWELL.listed["project_exp"]
 
@@ -30,6 +28,5 @@ def kernels_of(
     """Return the kernels of one of these configurations, on its architecture."""
     if config in BLACKWELL.listed["project_exp"]:
         return kernel_set(BLACKWELL, dtype, KernelConfigs(config, None, None), variant)
-    gradient = COOPERATIVE if config.swaps else config
-    configs = KernelConfigs(config, gradient, gradient, kept_sums=KEPT_128)
+    configs = KernelConfigs(config, config, config, kept_sums=KEPT_128)
     return kernel_set(HOPPER, dtype, configs, variant)

@@ -17,7 +17,6 @@ from cutefce.cute_kernels.config import GemmConfig
 from cutefce.cute_kernels.integers import ceil_div
 from cutefce.cute_kernels.variant import (
     IDENTITY,
-    PLAIN,
     KernelVariant,
     LogitTransform,
     RowReductions,
@@ -32,8 +31,6 @@ from tests.emulation.configs import (
     SHARED,
     SHARED_ALONE,
     SINGLE_CTA,
-    SWAPPED,
-    SWAPPED_TALL,
     TALL,
     TWO_CTA,
     kernels_of,
@@ -46,16 +43,16 @@ assert hopper.run is blackwell.run, "one function runs both, with the instructio
 run = hopper.run
 
 CONFIGS = (
-    *(COOPERATIVE, SWAPPED, TWO_CTA),
-    *(TALL, PINGPONG, SHARED, SWAPPED_TALL, SINGLE_CTA),
+    *(COOPERATIVE, TWO_CTA),
+    *(TALL, PINGPONG, SHARED, SINGLE_CTA),
 )
-DEFAULT = 3
+DEFAULT = 2
 """The first of these are not slow: what they compile serves most tests here."""
 
 
 def case_of(config: GemmConfig, blocks: float, hidden: int, tiles: float, **more: Any) -> Case:
     """Return a case of one row more than some row blocks."""
-    return Case(int(blocks * config.rows) + 1, hidden, int(tiles * config.columns), **more)
+    return Case(int(blocks * config.rows) + 1, hidden, int(tiles * config.tile_n), **more)
 
 
 SIZES = {
@@ -82,7 +79,7 @@ def test_sums_and_exponentials(config: GemmConfig, size: tuple[float, int, float
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2])
-@pytest.mark.parametrize("config", [TALL, COOPERATIVE, SWAPPED, TWO_CTA], ids=str)
+@pytest.mark.parametrize("config", [TALL, COOPERATIVE, TWO_CTA], ids=str)
 def test_every_order_of_events(config: GemmConfig, seed: int) -> None:
     """More K tiles than stages, more tiles than accumulators, several work tiles a cluster."""
     case, kernel = case_of(config, 1.5, 5 * 64, 4.1), kernels_of(config).row_sums
@@ -91,7 +88,7 @@ def test_every_order_of_events(config: GemmConfig, seed: int) -> None:
     check(launch, case)
 
 
-@pytest.mark.parametrize("config", rest_slow([PINGPONG, SHARED, SWAPPED, TWO_CTA]))
+@pytest.mark.parametrize("config", rest_slow([PINGPONG, SHARED, TWO_CTA]))
 def test_sums_beside_few_exponentials(config: GemmConfig) -> None:
     """Where none are wanted, those of the first columns are stored."""
     case, kernel = case_of(config, 1.5, 72, 3.2, scale=60.0), kernels_of(config).row_sums
@@ -109,10 +106,10 @@ def test_sums_beside_few_exponentials(config: GemmConfig) -> None:
 
 
 @pytest.mark.parametrize("scale", rest_slow([100.0, 20.0]))
-@pytest.mark.parametrize("config", rest_slow([PINGPONG, SWAPPED, SWAPPED_TALL, TWO_CTA]))
+@pytest.mark.parametrize("config", rest_slow([PINGPONG, TWO_CTA]))
 def test_logits_that_rise_from_tile_to_tile(config: GemmConfig, scale: float) -> None:
     """Relative to the maximum of the first tile, the sum of the last one overflows."""
-    case, kernel = Case(50, 8, 6 * config.columns - 9, scale=scale), kernels_of(config).row_sums
+    case, kernel = Case(50, 8, 6 * config.tile_n - 9, scale=scale), kernels_of(config).row_sums
     case.w *= torch.arange(1, len(case.w) + 1)[:, None] / len(case.w)
     case.reference = case.logits()[0][case.rows, case.own].float()
     launch = case.launch(kernel, vocab_splits=1)
@@ -122,7 +119,7 @@ def test_logits_that_rise_from_tile_to_tile(config: GemmConfig, scale: float) ->
     torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-3)
 
 
-@pytest.mark.parametrize("config", rest_slow([COOPERATIVE, TALL, SWAPPED, SINGLE_CTA]))
+@pytest.mark.parametrize("config", rest_slow([COOPERATIVE, TALL, SINGLE_CTA]))
 def test_recomputed_exponentials(config: GemmConfig) -> None:
     case, kernel = case_of(config, 1.5, 72, 2.3, first=5000), kernels_of(config).exps
     launch = case.launch(kernel, vocab_splits=2)
@@ -130,7 +127,7 @@ def test_recomputed_exponentials(config: GemmConfig) -> None:
     check(launch, case)
 
 
-@pytest.mark.parametrize("config", rest_slow([PINGPONG, SHARED, SWAPPED, TWO_CTA]))
+@pytest.mark.parametrize("config", rest_slow([PINGPONG, SHARED, TWO_CTA]))
 def test_only_flagged_blocks_are_stored_again(config: GemmConfig) -> None:
     case, kernel = case_of(config, 3, 64, 2.3), kernels_of(config).repair_exps
     launch = case.launch(kernel, vocab_splits=1)
@@ -144,7 +141,7 @@ def test_only_flagged_blocks_are_stored_again(config: GemmConfig) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", rest_slow([SWAPPED, TALL, SHARED]))
+@pytest.mark.parametrize("config", rest_slow([TALL, SHARED]))
 def test_exponentials_have_the_same_bits_in_any_tiles(config: GemmConfig) -> None:
     """So a repair with other tiles changes no row but those that it is for."""
     case = Case(100, 200, 300)
@@ -156,7 +153,7 @@ def test_exponentials_have_the_same_bits_in_any_tiles(config: GemmConfig) -> Non
     np.testing.assert_array_equal(*stored)
 
 
-@pytest.mark.parametrize("config", rest_slow([SWAPPED, TALL, TWO_CTA]))
+@pytest.mark.parametrize("config", rest_slow([TALL, TWO_CTA]))
 def test_a_bad_row_stays_alone(config: GemmConfig) -> None:
     case, kernel = case_of(config, 1.2, 72, 2.3), kernels_of(config).row_sums
     clean, bad = (case.launch(kernel, 1) for _ in range(2))
@@ -174,30 +171,23 @@ def test_a_bad_row_stays_alone(config: GemmConfig) -> None:
 ALL_REDUCTIONS = RowReductions(entropy=True, sum_squares=True, of_others=True)
 SCALE_AND_BIAS = LogitTransform(row_scale=True, bias=True)
 SAME_BITS = {
-    "lanes": (SWAPPED, PLAIN, 1),
-    **{
-        name: (config, KernelVariant(SCALE_AND_BIAS, ALL_REDUCTIONS), 2.1)
-        for name, config in {
-            "warpgroups": PINGPONG,
-            "pairs of blocks": TALL,
-            "cooperative warpgroups": COOPERATIVE,
-            "a pair of CTAs": TWO_CTA,
-        }.items()
-    },
+    "warpgroups": PINGPONG,
+    "pairs of blocks": TALL,
+    "cooperative warpgroups": COOPERATIVE,
+    "a pair of CTAs": TWO_CTA,
 }
-"""Of all columns' reductions, those of several row blocks too."""
 
 
-@pytest.mark.parametrize("given", rest_slow(SAME_BITS, default=2))
-def test_rows_have_the_same_bits_anywhere(given: tuple[GemmConfig, KernelVariant, float]) -> None:
-    """Lanes, or warpgroups, add the sums of different tokens in the same order.
+@pytest.mark.parametrize("config", rest_slow(SAME_BITS))
+def test_rows_have_the_same_bits_anywhere(config: GemmConfig) -> None:
+    """Warpgroups add the sums of different tokens in the same order.
 
     Sums of all columns do not depend on the target, either; every other one is the largest logit.
     """
-    config, variant, row_blocks = given
+    variant = KernelVariant(SCALE_AND_BIAS, ALL_REDUCTIONS)
     kernel = kernels_of(config, variant).row_sums
     # of an odd number of tiles, warpgroups take turns in which of a row block's they compute
-    size = int(row_blocks * config.rows), 8, 2 * config.columns + 9
+    size = int(2.1 * config.rows), 8, 2 * config.tile_n + 9
     case = Case(*size, first=5000, transform=variant.transform)
     case.repeat_row()
     launch = case.launch(kernel, vocab_splits=1)
@@ -286,7 +276,7 @@ REDUCTIONS = {
 def test_row_reductions(given: tuple[GemmConfig, KernelVariant]) -> None:
     """Of every partial: one with a single column, which is a row's target, and one without any."""
     config, variant = given
-    transform, reductions, own = variant.transform, variant.reductions, config.columns
+    transform, reductions, own = variant.transform, variant.reductions, config.tile_n
     kernel = kernels_of(config, variant).row_sums
     case = Case(70, 8, own + 1, first=5000, transform=transform)
     # integers, so that the largest logits are exact and equal to others

@@ -5,7 +5,6 @@
 
 import dataclasses
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -41,9 +40,8 @@ from cutefce.ops.primitives.select_rows import as_bits
 from cutefce.ops.rows.coefficients import RankOne, RowCoefficients
 from cutefce.ops.rows.kept_sums import Sums
 from cutefce.ops.rows.loss_parts import LossParts
-from cutefce.ops.rows.loss_terms import GivenTargets, LossTerms
 from cutefce.ops.rows.scaling import scaling_of
-from cutefce.ops.rows.statistics import RowStats, token_losses
+from cutefce.ops.rows.statistics import RowStats
 from cutefce.ops.rows.targets import Targets
 from tests.emulation.configs import (
     COOPERATIVE,
@@ -51,14 +49,13 @@ from tests.emulation.configs import (
     HOPPER,
     PINGPONG,
     SHARED,
-    SWAPPED,
     TALL,
     kernels_of,
 )
 from tests.emulation.hopper import run
 from tests.support.backends import PTX
 from tests.support.kept_sums import joined_sums, split_sums
-from tests.support.layouts import CHUNKS, Layout
+from tests.support.layouts import Layout
 from tests.support.reference import assert_as_accurate, by_layout, random_case
 from tests.support.tiers import rest_slow
 
@@ -237,7 +234,7 @@ def test_reduced_partials(rows: int) -> None:
     stats, loss = torch.zeros(4, rows), torch.zeros(())
     semaphores = torch.zeros(Semaphore.REPAIR_FLAGS + 1, dtype=torch.int32)
     operands = partials, logit, target, stats, loss, semaphores, -100, 1
-    run(kernel, *operands, None, None)
+    run(kernel, *operands)
     assert semaphores[Semaphore.REPAIR_ROWS] == rows
     others = (partials.double() * math.log(2)).logsumexp(1)
     want = F.softplus(others)
@@ -250,37 +247,6 @@ def test_reduced_partials(rows: int) -> None:
     assert semaphores[Semaphore.REPAIR_FLAGS :].tolist() == [1]
     blocks = (rows + 7) // 8
     assert semaphores[Semaphore.DONE_COUNTER] == (blocks if blocks > 1 else 0)
-
-
-@pytest.mark.parametrize("possible", [True, False])
-@pytest.mark.parametrize("given", rest_slow([(0.01, 0.1), (0.01, 0.0), (0.0, 0.1)]))
-def test_reduced_losses_with_terms(given: tuple[float, float], possible: bool) -> None:
-    """Beside a target whose logit is -inf, other terms may be NaN: the loss is +inf."""
-    z_loss, smoothing = given
-    logit, partials = torch.randn(45), 4 * torch.randn(45, 70)
-    target, class_logits = torch.randint(9, (45,)), torch.randn(45)
-    target[::7] = -100
-    logit[::7], class_logits[::7] = torch.inf, torch.nan
-    if not possible:
-        logit[1], class_logits[1], partials[1] = LOWEST_LOGIT, -torch.inf, 300.0
-    options = LossOptions("mean", label_smoothing=smoothing, z_loss=z_loss)
-    terms = LossTerms.of(
-        GivenTargets(target, options, TensorOptions(), 9, slice(0, 9), torch.float32)
-    )
-    kernel = dataclasses.replace(
-        kernels_of(PINGPONG).reduce_partials, terms=terms is not None, class_row=smoothing > 0
-    )
-    stats, loss = torch.zeros(4, 45), torch.zeros(())
-    semaphores = torch.zeros(Semaphore.REPAIR_FLAGS + 1, dtype=torch.int32)
-    operands = partials, logit, target, stats, loss, semaphores, -100, 1
-    more = None if terms is None else terms.numbers, class_logits if smoothing else None
-    run(kernel, *operands, *more)
-    targets = Targets(target, 9, options, TensorOptions(), lambda: LossParts(terms))
-    targets.class_logits = class_logits.double() if smoothing else None
-    losses = token_losses(RowStats(stats.double()), targets)
-    want = losses.sum() / (target >= 0).sum()
-    assert bool(want.isfinite()) == possible
-    torch.testing.assert_close(loss.double(), want, rtol=1e-5, atol=1e-5)
 
 
 ROW_KERNELS = {
@@ -416,18 +382,10 @@ def test_sorted_targets(sizes: tuple[int, int, int], skewed: bool, selects: bool
     assert (order[len(listed) :] == -7).all(), "nothing is written behind the last list"
 
 
-TERMS: dict[str, dict[str, Any]] = {
-    "z-loss": {"label_smoothing": 0.2, "z_loss": 0.01},
-    "plain": {},
-    "smoothed": {"label_smoothing": 0.1},
-}
-
-
 @pytest.mark.parametrize("mean", [True, False], ids=["mean of counted rows", "sum of all rows"])
 @pytest.mark.parametrize("uniform", [True, False], ids=["one gradient", "one a token"])
 @pytest.mark.parametrize("dtype", rest_slow(["float16", "bfloat16"]))
-@pytest.mark.parametrize("given", rest_slow(TERMS))
-def test_row_coefficients(given: dict[str, Any], dtype: str, uniform: bool, mean: bool) -> None:
+def test_row_coefficients(dtype: str, uniform: bool, mean: bool) -> None:
     tokens, vocab, ignored = 600, 9, 5
     kernels = kernels_of(PINGPONG, dtype=dtype)
     target = torch.randint(-2, vocab + 2, (tokens,))
@@ -438,19 +396,15 @@ def test_row_coefficients(given: dict[str, Any], dtype: str, uniform: bool, mean
     stats[1, ~active] = 0.0
     upstream = torch.randn(1 if uniform else tokens)
     count = active.sum().view(1).int()
-    options = LossOptions("mean" if mean else "sum", ignored, **given)
-    tensors = TensorOptions()
-    every = slice(0, vocab)
-    terms = LossTerms.of(GivenTargets(target, options, tensors, vocab, every, torch.float64))
-    for plain in (kernels.row_coefficients, *([kernels.probability_coefficients] * uniform)):
-        kernel = dataclasses.replace(plain, terms=terms is not None)
+    options, tensors = LossOptions("mean" if mean else "sum", ignored), TensorOptions()
+    for kernel in (kernels.row_coefficients, *([kernels.probability_coefficients] * uniform)):
         got, grad_scale = torch.full((kernel.planes, tokens), torch.nan), torch.zeros(())
         zeros = torch.full((5000,), 7, dtype=torch.int32)
         operands = stats, target, upstream, got, grad_scale, zeros
         numbers = count if mean else zeros, int(mean), ignored, int(mean)
-        run(kernel, *operands, *numbers, vocab, None if terms is None else terms.numbers)
+        run(kernel, *operands, *numbers)
         dtypes, in_reference = getattr(torch, dtype), kernel.in_reference
-        targets = Targets(target, vocab, options, tensors, lambda: LossParts(terms))
+        targets = Targets(target, vocab, options, tensors, LossParts)
         exact = RowStats(stats.double()), (upstream[0] if uniform else upstream).double()
         want = scaling_of(dtypes, targets, *exact, in_reference=in_reference)
         assert not zeros.any()
@@ -462,10 +416,6 @@ def test_row_coefficients(given: dict[str, Any], dtype: str, uniform: bool, mean
             expected[Coefficient.DW_TARGET] = want.target
             if want.row_scale is not None:
                 expected[Coefficient.DW_SCALE] = want.row_scale
-            if want.every is not None:
-                expected[Coefficient.DW_EVERY] = want.every
-        if want.dx.every is not None:
-            expected[Coefficient.DX_EVERY] = want.dx.every
         if kernel.in_reference:
             expected[Coefficient.REFERENCE] = want.reference
         for plane, values in expected.items():
@@ -615,11 +565,8 @@ def test_entries_of_soft_targets(first: int) -> None:
         assert (memory[:, 50:] == 7).all()
 
 
-@pytest.mark.parametrize("is_scaled", rest_slow([0, 1]))
 @pytest.mark.parametrize("window", rest_slow([(8200, 40), (50, 0), (16387, 0)]))
-def test_scaled_exponentials_with_entries_of_soft_targets(
-    window: tuple[int, int], is_scaled: int
-) -> None:
+def test_scaled_exponentials_with_entries_of_soft_targets(window: tuple[int, int]) -> None:
     columns, first = window
     index = torch.rand(5, first + columns).topk(37, 1).indices
     b, entries, scale = torch.rand(5, 37), torch.randn(5, 37), torch.randn(5)
@@ -630,8 +577,8 @@ def test_scaled_exponentials_with_entries_of_soft_targets(
     index[b != 0] = torch.where(index == lead[:, None], 0, index)[b != 0]
     b[(index == 0) & (first == 0)] = 0
     given = exps, index, b, entries, lead, of_lead, scale, first
-    run(PutSoftSpec("sm_90a", "bfloat16", scales=True), *given, is_scaled)
-    others = before[:, :columns] * (1 if is_scaled else scale[:, None])
+    run(PutSoftSpec("sm_90a", "bfloat16", scales=True), *given)
+    others = before[:, :columns] * scale[:, None]
     want = torch.cat([torch.zeros(5, first), others], 1)
     row, place = (b != 0).nonzero(as_tuple=True)
     want[row, index[row, place]] = (entries * scale[:, None])[row, place]
@@ -652,7 +599,7 @@ OF_EVERY_KIND = Layout(aliased=64, kept=64)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("bits", [None, 4], ids=["float32 sums of dX", "20 bits"])
-@pytest.mark.parametrize("config", [COOPERATIVE, TALL, SWAPPED], ids=str)
+@pytest.mark.parametrize("config", [COOPERATIVE, TALL], ids=str)
 def test_windows_of_every_kind(
     config: GemmConfig,
     bits: int | None,
@@ -661,37 +608,12 @@ def test_windows_of_every_kind(
 ) -> None:
     """With two kernels of dX, for few columns and for many, and with tokens of far references."""
     monkeypatch.setattr(KernelConfigs, "SHORT", 70)
-    gemm = COOPERATIVE if config.swaps else config
-    configs = KernelConfigs(config, gemm, gemm, TALL, KEPT_192)
+    configs = KernelConfigs(config, config, config, TALL, KEPT_192)
     EMULATED.serve(monkeypatch, small_tiles, configs=configs)
     case = random_case(70, 48, 333, dtype=torch.bfloat16, ignored=0.5)
     case.h[::9] *= 60
     got = by_layout(case, dataclasses.replace(OF_EVERY_KIND, hidden_bits=bits))
     assert_as_accurate(got, case, ("loss", "dx", "dw"))
-
-
-@pytest.fixture
-def nan_memory() -> Iterator[None]:
-    """Memory that torch allocates is NaN until it is written."""
-    torch.use_deterministic_algorithms(True)
-    assert torch.ones(1).new_empty(3).isnan().all()
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("nan_memory")
-def test_row_blocks_that_end_inside_a_k_tile(
-    small_tiles: PortableTiles, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Sums of dW read two whole K tiles of tokens, of which 80 count; row blocks end behind 96."""
-    assert SWAPPED.rows < TILE_K
-    configs = KernelConfigs(SWAPPED, COOPERATIVE, COOPERATIVE, kept_sums=KEPT_192)
-    EMULATED.serve(monkeypatch, small_tiles, configs=configs)
-    case = random_case(130, 48, 100, dtype=torch.bfloat16, ignored=0)
-    case.y[80:] = -100
-    case.upstream.fill_(1.0)
-    assert_as_accurate(by_layout(case, CHUNKS["in one chunk"]), case, ("dx", "dw"))
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """Right, slow and faulty candidates: portable primitives on a CPU, kernels on a GPU."""
 
 import ctypes
+import dataclasses
 import resource
 import time
 from dataclasses import dataclass
@@ -20,13 +21,14 @@ from cutefce.cute_kernels.arch.sm90 import Sm90
 from cutefce.cute_kernels.config import GemmConfig, KernelConfigs
 from cutefce.cute_kernels.problem import Problem
 from cutefce.cute_kernels.spec.kernel import KernelSpec
+from cutefce.cute_kernels.variant import KernelVariant
 from cutefce.ops.primitives.portable_projection import Logits
 from cutefce.ops.primitives.primitives import Primitives
 from cutefce.ops.rows.kept_sums import Sums
 
 
 class Kind(IntEnum):
-    """How a candidate behaves: the place of its configuration among those of the architecture."""
+    """How a candidate behaves: the place of its configuration among the stand-ins."""
 
     SLOW = 0
     FAST = 1
@@ -37,14 +39,19 @@ class Kind(IntEnum):
     LEAKS = 6
 
 
+LISTED = Sm90().listed["project_exp"]
+STAND_INS = *LISTED, *(dataclasses.replace(x, raster_group=4) for x in LISTED)
+"""A configuration for each kind."""
+
+
 def config(kind: Kind) -> GemmConfig:
     """Return the configuration that stands for `kind`."""
-    return Sm90().listed["project_exp"][kind]
+    return STAND_INS[kind]
 
 
 def kind_of(configuration: GemmConfig) -> Kind:
     """Return what a configuration stands for."""
-    return Kind(Sm90().listed["project_exp"].index(configuration))
+    return Kind(STAND_INS.index(configuration))
 
 
 class FaultyPrimitives:
@@ -170,5 +177,8 @@ class KernelRunner(Runner):
 
     def outputs(self, case: Case, configs: KernelConfigs, parts: tuple[str, ...]) -> Outputs:
         """Return what faulty kernels compute; what records them without a launch is right."""
-        primitives = self.primitives(case.problem, configs)
-        return outputs_of(case, faulty(primitives, self.kind), parts)
+
+        def primitives_of(variant: KernelVariant) -> Primitives:
+            return faulty(self.primitives(case.problem, configs, variant), self.kind)
+
+        return outputs_of(case, primitives_of, parts)

@@ -73,8 +73,6 @@ from cutefce.ops.primitives.primitives import Primitives
 from cutefce.ops.program import problem as program_problem
 from cutefce.ops.program.plan import Plan
 from cutefce.ops.rows import blocks as row_blocks
-from cutefce.ops.rows.loss_terms import LossTerms
-from cutefce.ops.rows.statistics import RowStats
 from cutefce.ops.rows.targets import Targets, variant_of
 from cutefce.ops.sampling import kernels as sampling
 from cutefce.ops.soft_targets import kernels as soft_kernels
@@ -206,10 +204,8 @@ def _scale_soft(
     of_lead: Tensor,
     scale: Tensor,
     first: int,
-    is_scaled: int,
 ) -> None:
-    if not is_scaled:
-        exps.copy_(exps * scale[:, None])
+    exps.copy_(exps * scale[:, None])
     _put_entries(exps, index, coefficient, entries * scale[:, None], first, 0)
     rows = ((lead >= first) & (lead < first + exps.shape[1])).nonzero()[:, 0]
     exps[rows, lead[rows] - first] = of_lead[rows].to(exps.dtype)
@@ -307,11 +303,11 @@ def _project_exp(
         if kernel.reductions.of_all:
             assert (target < first + len(w)).all(), "classes behind the window are -1"
         columns_of = {0: slice(0, len(w))}
-        tiles, parts = ceil_div(len(w), kernel.config.columns), kernel.config.partials_per_row
+        tiles, parts = ceil_div(len(w), kernel.config.tile_n), kernel.config.partials_per_row
         if tiles <= vocab_splits * parts:  # each part has one tile at most
             columns_of = {
                 tile % vocab_splits * parts + tile // vocab_splits: columns
-                for tile, columns in enumerate(row_blocks.blocks(len(w), kernel.config.columns))
+                for tile, columns in enumerate(row_blocks.blocks(len(w), kernel.config.tile_n))
             }
         for part, own in columns_of.items():
             given = reference, first + own.start, kernel.reductions
@@ -356,11 +352,7 @@ def _reduce_partials(
     semaphores: Tensor,
     ignored: int,
     mean: int,
-    terms: tuple[float, ...] | None = None,
-    class_logits: Tensor | None = None,
 ) -> None:
-    assert (terms is not None) == kernel.terms
-    assert (class_logits is not None) == kernel.class_row
     assert semaphores[Semaphore.DONE_COUNTER] == 0
     partials = torch.where((target == ignored)[:, None], -torch.inf, partials)
     # a maximum drops NaN, as on the GPU
@@ -381,14 +373,7 @@ def _reduce_partials(
     stats[Stat.SUM_EXP] = torch.where(loss < GRADIENT_LOSS, excess + 1, torch.nan)
     stats[Stat.LOSS] = loss
     count = (target != ignored).sum().clamp(min=1) if mean else 1
-    losses = stats[Stat.LOSS]
-    if terms is not None:
-        by_lse, at_target, every, squared = terms
-        given = LossTerms(by_lse, at_target, every, squared, None, None)
-        losses = given.losses(RowStats(stats).lse, losses, class_logits)
-        losses = torch.where(stats[Stat.LOSS] == torch.inf, by_lse * stats[Stat.LOSS], losses)
-        losses = torch.where(target == ignored, 0, losses)
-    reduced.copy_(losses.sum() / count)
+    reduced.copy_(stats[Stat.LOSS].sum() / count)
 
 
 def _scale_add_rows(
@@ -495,8 +480,8 @@ def _grad_gemm(
     e = a.t() if kernel.wrt == "weight" else a
     assert e.stride(1) == 1 and (len(e) == 1 or e.stride(0) % 8 == 0)
     counted = _counted(count, selects, tokens)
-    counters = semaphores[: kernel.semaphore_count(clusters, len(a))]
-    assert counters.tolist() == [0] * kernel.semaphore_count(clusters, len(a))
+    counters = semaphores[: kernel.semaphore_count(clusters)]
+    assert counters.tolist() == [0] * kernel.semaphore_count(clusters)
     counters.fill_(1)
     if counted < 0:
         return
@@ -528,10 +513,6 @@ def _grad_gemm(
         split_sums(kept, low, product if overwrite else joined_sums(kept, low) + product)
     else:
         out[:] = product if overwrite else out + product
-    if kernel.scales:
-        exps, factor = targets
-        assert exps is a and factor.is_contiguous()
-        exps[:counted] = exps[:counted] * factor[:counted, None]
 
 
 def _row_coefficients(
@@ -546,24 +527,16 @@ def _row_coefficients(
     selects: int,
     ignored: int,
     mean: int,
-    vocab: int,
-    terms: tuple[float, ...] | None,
 ) -> None:
     zeros.fill_(0)
     coefficients.fill_(torch.nan)
     active = target != ignored
-    assert (terms is not None) == kernel.terms
-    by_lse, at_target, class_row, squared = terms or (1.0, 1.0, 0.0, 0.0)
-    slope = by_lse + (2 * squared * RowStats(stats).lse if squared else 0.0)
     assert not selects or int(active.sum()) == int(count[0])
     given = upstream / active.sum().clamp(min=1) if mean else upstream
     total = FLOAT16_TOTAL if kernel.narrow else 1.0
     over = torch.full_like(given[:1], total) if kernel.in_reference else given
-    scale = torch.where(active, over * slope / stats[Stat.SUM_EXP], 0)
-    owned = active & (target >= 0) & (target < vocab)
+    scale = torch.where(active, over / stats[Stat.SUM_EXP], 0)
     gradient = -scale * stats[Stat.SUM_EXP_OTHERS]
-    gradient = gradient + torch.where(owned, over * (slope - at_target), 0)
-    every = torch.where(active, -over * class_row, 0)
     factor = torch.ones(())
     if kernel.in_reference:
         factor = given[0] / total
@@ -575,13 +548,12 @@ def _row_coefficients(
     grad_scale.copy_(factor)
     if kernel.in_reference:
         coefficients[Coefficient.DW_SCALE] = scale
-        coefficients[Coefficient.DW_TARGET], coefficients[Coefficient.DW_EVERY] = gradient, every
+        coefficients[Coefficient.DW_TARGET] = gradient
         scale = torch.where(active, factor, 0)
-        gradient, every = gradient * scale, every * scale
+        gradient = gradient * scale
     elif kernel.narrow:
         coefficients[Coefficient.DW_TARGET] = gradient / factor
-        coefficients[Coefficient.DW_EVERY] = every / factor
-    coefficients[: Coefficient.DW_SCALE] = torch.stack([scale, gradient, every])
+    coefficients[: Coefficient.DW_SCALE] = torch.stack([scale, gradient])
 
 
 def _sort_targets(
@@ -656,7 +628,6 @@ def serve_calls(
         return plan
 
     monkeypatch.setattr(problem_module, "MIN_SELECTED", 1 if selects else 1 << 30)
-    monkeypatch.setattr(cute_gradients, "MAX_UNSCALED_ROWS", 0)
     monkeypatch.setattr(operators, "plan_of", plan_of)
     monkeypatch.setattr(plans, "problem_of", problem_of)
     monkeypatch.setattr(program_problem, "window_configs", lambda *_: (tiles,))

@@ -10,7 +10,6 @@ from cutefce.cute_kernels.integers import round_up
 from cutefce.ops.dtypes import sum_dtype
 from cutefce.ops.interface.arguments import LossOptions, TensorOptions
 from cutefce.ops.primitives.primitives import Primitives
-from cutefce.ops.rows.kept_sums import Sums
 from cutefce.ops.rows.targets import make_targets
 from cutefce.ops.soft_targets.leads import leads
 
@@ -23,8 +22,7 @@ LOGIT_ROUNDINGS = 16
 def soft_outputs(case: Case, primitives: Primitives) -> dict[str, CheckedOutput]:
     """Return the logits and excess of classes but the leads, and exponentials with entries.
 
-    These are put among zeros, and among factors of tokens: alone, and behind dX's product, where
-    its kernel multiplies exponentials.
+    These are put among zeros, and among factors of tokens.
     """
     projection, vocab = primitives, case.problem.vocab
     h, w = projection.prepare(case.h, case.w)
@@ -41,22 +39,16 @@ def soft_outputs(case: Case, primitives: Primitives) -> dict[str, CheckedOutput]
     assert soft.logits is not None
     logits = soft.logits.where(soft.coefficient != 0, 0)
     projection.put_soft(soft.coefficient, exps, 0, targets)
-    rows = h.new_empty(2, len(h), round_up(vocab, 8))[..., :vocab]  # of whole vectors
-    scaled, beside = rows.copy_(exps == 0)  # wide exponentials have entries added
+    scaled = h.new_empty(len(h), round_up(vocab, 8))[:, :vocab]  # of whole vectors
+    scaled.copy_(exps == 0)  # wide exponentials have entries added
     factor = 0.5 ** (torch.arange(len(h), device=h.device) % CLASSES)
     factor = factor.to(dtype)
-    sums = h.new_empty(h.shape, dtype=dtype)
     projection.scale_soft(soft.coefficient, factor, scaled, 0, targets, factor)
-    add = primitives.add_hidden
-    is_scaled = add(Sums(sums), beside, w, accumulate=False, factor=factor)
-    projection.scale_soft(soft.coefficient, factor, beside, 0, targets, factor, is_scaled)
     results = {
         "soft logits": logits,
         "excess": soft.excess,
-        "dX before exponentials are scaled": sums.to(h.dtype),
         "entries of soft targets": exps,
         "entries of soft targets among scaled exponentials": scaled,
-        "entries of soft targets among exponentials scaled beside dX": beside,
     }
     return {
         name: CheckedOutput(x, 1 if x.dtype == h.dtype else LOGIT_ROUNDINGS, floor=1.0)

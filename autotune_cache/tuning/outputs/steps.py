@@ -13,6 +13,7 @@ from cutefce.cute_kernels.integers import ceil_div, round_up
 from cutefce.cute_kernels.problem import LOW_BITS, can_keep
 from cutefce.ops.budgets import DEFAULT
 from cutefce.ops.interface.arguments import LossOptions, TensorOptions
+from cutefce.ops.operators.plans import option_fields
 from cutefce.ops.primitives.cute_projection import CuteProjection
 from cutefce.ops.primitives.primitives import Primitives
 from cutefce.ops.primitives.select_rows import restore_rows, select_on_device
@@ -83,16 +84,20 @@ def make_targets(case: Case, reduction: str = "none") -> Targets:
 
 
 def prepared(
-    case: Case, primitives: Primitives, way: Way
+    case: Case, primitives: Primitives, way: Way, targets: Targets | None = None
 ) -> tuple[LossInputs, Plan, RowSelection | None]:
-    """Return the operands and the plan of a case, and which rows kernels select."""
+    """Return the operands and the plan of a case, and which rows kernels select.
+
+    The targets are those of the case without options, if they are not given.
+    """
     p, selection = case.problem, None
     block = defaults.widest_window(p).reference_block
     chunk = ceil_div(p.tokens, way.chunks) if way.chunks else p.tokens
     window = round_up(ceil_div(p.vocab, way.windows), block)
     affordable = DEFAULT // (p.tokens * p.item_bytes) // block * block
     kept = min(window * way.stored, affordable) if can_keep(p.dtype) else 0
-    targets = make_targets(case, way.reduction)
+    if targets is None:
+        targets = make_targets(case, way.reduction)
     if way.ignores:
         y = _partly_ignored(case)
         if isinstance(primitives, CuteProjection):
@@ -112,6 +117,7 @@ def prepared(
         stores=can_keep(p.dtype),
         selects=selection is not None,
         wide_grad_weight=way.wide,
+        **option_fields(targets.options, targets.tensors, p.arch is not None),
     )
     layout = Layout(chunk, window, kept, 0, way.low_bits, in_chunks=way.chunks > 0)
     return inputs, Plan(problem, layout), selection
