@@ -8,6 +8,7 @@ import torch
 
 from cutefce.cute_kernels.integers import ceil_div, round_up
 from cutefce.cute_kernels.problem import LOW_BITS
+from cutefce.cute_kernels.process_cache import process_cache
 from cutefce.ops.program import predicted_time
 from cutefce.ops.program.fastest import Costed, fastest_within
 from cutefce.ops.program.layout import Layout, most_again, most_aliased, windows_of
@@ -25,6 +26,8 @@ CHUNK_WINDOWS = 16384, 65536
 """Widths of windows inside chunks of a frozen weight."""
 ROWS = 256
 """Tokens of which chunks are multiples: those of a row of tiles."""
+LAYOUT_BITS = 6
+"""Leading binary digits of a number of tokens, rounded up, by which a layout is chosen."""
 STEPS, LEAST_STEP = 64, 4 << 20
 """Into how many parts the columns are cut, of which plans keep some, and their least bytes."""
 SHORT_SUMS = 32
@@ -123,8 +126,25 @@ def plan(p: LossProblem, budget: int, like: Layout | None = None) -> Plan:
         low = _low_bits(p, ceil_div(p.tokens, like.chunk), p.into > 0 and not p.adds_in_forward)
         x = replace(like, window=window, low_bits=low)
         return planned(p, x).within(budget)
-    families = [*_families(p, may_chunk=like is None)]
-    return fastest_within(families, lambda x: planned(p, x), budget)
+    x = _layout(replace(p, tokens=rounded_tokens(p.tokens)), budget, like is None)
+    own = replace(x, chunk=min(x.chunk, p.tokens) if x.in_chunks else p.tokens)
+    return planned(p, own).within(budget)
+
+
+def rounded_tokens(tokens: int) -> int:
+    """Return the number of tokens, at most 1/32 more, for which a layout is chosen.
+
+    Batches have any number of tokens, and comparing layouts takes a CPU as long as a small step
+    takes a GPU.
+    """
+    return round_up(tokens, 1 << max(tokens.bit_length() - LAYOUT_BITS, 0))
+
+
+@process_cache
+def _layout(p: LossProblem, budget: int, may_chunk: bool) -> Layout:
+    """Return the layout of the fastest plan; see `plan`."""
+    families = [*_families(p, may_chunk=may_chunk)]
+    return fastest_within(families, lambda x: planned(p, x), budget).layout
 
 
 def _families(p: LossProblem, *, may_chunk: bool) -> Iterator[Sequence[Layout]]:
