@@ -90,7 +90,7 @@ class RowCoefficients:
         logits = targets.logits
         if logits is None:
             return self
-        derivative = logits.derivative(stats.lse - stats.loss)
+        derivative = logits.derivative(stats.target_logit)
         result = self if logits.factor is None else self.times(logits.factor)
         target = torch.where(targets.owned, self.target * derivative, 0)
         return replace(result, target=target)

@@ -11,6 +11,9 @@ from cutefce.ops.outputs.reductions import stat_rows
 from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.targets import Targets
 
+LSE_ROUNDING = 2.0**-16
+"""Relative difference of a target's logit and its reference up to which they are one number."""
+
 
 @dataclass(frozen=True)
 class RowStats:
@@ -59,6 +62,14 @@ class RowStats:
     def lse(self) -> Tensor:
         """(N,) ρ + log T, the log-sum-exp of the model's logits; +inf if ignored."""
         return self.reference + self.sum_exp.log()
+
+    @property
+    def target_logit(self) -> Tensor:
+        """(N,) u_y, the reference of rows that are not far; lse - loss has the rounding of lse."""
+        lse = self.lse
+        logit = lse - self.loss
+        is_reference = (self.reference - logit).abs() <= LSE_ROUNDING * (1 + lse.abs())
+        return torch.where(is_reference, self.reference, logit)
 
     def returned_lse(self, options: LossOptions) -> Tensor:
         """(N,) lse as an output, which is formed without the target where it can be."""

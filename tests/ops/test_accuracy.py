@@ -1,9 +1,12 @@
 """Loss and gradients against float64: errors are at most those of the unfused loss."""
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from torch import Tensor
 
+import cutefce
 from cutefce.cute_kernels.config import PortableTiles
 from tests.support.backends import Backend, on_backends
 from tests.support.layouts import WINDOWS, Layout
@@ -133,3 +136,25 @@ def test_rows_as_far_as_can_be(
 ) -> None:
     case = _far_case(rows, 1e30, device=device)
     assert_as_accurate(by_layout(case, layout), case, saturated=True)
+
+
+@pytest.mark.parametrize("given", rest_slow([(0.01, 1.0), (0.5, 1.0), (30.0, 1e3)]))
+def test_logits_of_a_small_bound(given: tuple[float, float], device: str) -> None:
+    """The derivative at the target's logit keeps its digits beside a log-sum-exp of log V."""
+    bound, temperature = given
+    torch.manual_seed(0)
+    h, w = torch.randn(64, 40, device=device), torch.randn(1290, 40, device=device)
+    y = torch.randint(len(w), (len(h),), device=device)
+
+    def gradients(dtype: torch.dtype, *, fused: bool = False) -> Sequence[Tensor]:
+        x, v = (t.to(dtype).requires_grad_() for t in (h, w))
+        if fused:
+            loss = cutefce.linear_cross_entropy(x, v, y, softcap=bound, temperature=temperature)
+        else:
+            u = bound * torch.tanh(x @ v.t() / bound) / temperature
+            loss = torch.nn.functional.cross_entropy(u, y)
+        return torch.autograd.grad(loss, (x, v))
+
+    want, unfused = gradients(torch.float64), gradients(torch.float32)
+    for got, own, best in zip(gradients(torch.float32, fused=True), unfused, want, strict=True):
+        assert (got - best).norm() <= 4 * (own - best).norm()
