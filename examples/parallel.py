@@ -135,7 +135,11 @@ def parse_arguments() -> argparse.Namespace:
     steps = f"default: {CPU.steps} on CPUs, {GPU.steps} on GPUs"
     parser.add_argument("--steps", type=int, help=steps)
     parser.add_argument("--output", type=Path, default="demo-output", help="the tokenizer's folder")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if "RANK" not in os.environ:
+        start = f"torchrun --nproc-per-node 2 -m examples.parallel {arguments.mode}"
+        parser.error(f"got no ranks; start it with {start}")
+    return arguments
 
 
 def run(mode: str, folder: Path, sizes: Sizes, device: str) -> None:

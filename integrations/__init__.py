@@ -19,3 +19,17 @@ trl.py         TRL: SFT, DPO, KTO, GRPO, RLOO, distillation, GKD
 unsloth.py     Unsloth: SFT, preference and RL trainers, GKD
 verl.py        verl: fused log-probabilities and entropies
 """
+
+from importlib import import_module
+from typing import Any
+
+
+def __getattr__(name: str) -> Any:
+    """Import the file `name` of this folder, when it is used first."""
+    path = f"{__name__}.{name}"
+    try:
+        return import_module(path)
+    except ModuleNotFoundError as error:
+        if error.name != path:  # a framework that is not installed
+            raise
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None

@@ -11,31 +11,24 @@ from typing import Any
 
 from cutefce.ops.interface.arguments import check_arguments, refuse
 
+DEFAULTS: dict[str, Any] = {"gradient": "exact", "samples": 256, "workspace": None}
 _chosen: dict[str, Any] = {}
 
 
-def set_options(
-    *,
-    gradient: str = "exact",
-    samples: int = 256,
-    workspace: int | str | None = None,
-    **removed: Any,
-) -> None:
+def set_options(**options: Any) -> None:
     """Choose options of the calls of enabled integrations, from now on.
 
-    Each call chooses all of them: those that it leaves out are at their defaults.
+    Those that a call does not name stay as they are.
 
     Args:
-        gradient: "exact" or "sampled", as of `linear_cross_entropy`; those of divergences and of
+        **options: `gradient`, "exact" or "sampled"; `samples`, an integer; `workspace`, bytes,
+            "min", "max" or None: as of `linear_cross_entropy`.  Gradients of divergences and of
             soft targets are exact.
-        samples: expected number of entries of a token, at most, with sampled gradients.
-        workspace: peak memory in bytes, "min", "max" or None, as of `linear_cross_entropy`.
-        **removed: arguments of earlier versions, which are refused.
 
     Raises:
         TypeError, ValueError: naming the argument.
     """
-    _chosen.update(checked_options(gradient, samples, workspace, **removed))
+    _chosen.update(checked_options(**DEFAULTS | _chosen | options))
 
 
 def checked_options(
@@ -46,7 +39,7 @@ def checked_options(
     Raises:
         TypeError, ValueError: naming the argument.
     """
-    refuse(removed)
+    refuse(removed, DEFAULTS)
     options = {"gradient": gradient, "samples": samples, "workspace": workspace}
     check_arguments(options)
     return options

@@ -119,6 +119,23 @@ assert {{"cutefce.loss_backward", "cutefce.divergence_backward"}} <= names
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+def test_integrations_are_imported_when_they_are_named() -> None:
+    code = """
+import sys, cutefce
+assert "cutefce.integrations.report" not in sys.modules
+assert cutefce.integrations.report.integration_report() == {}
+assert not hasattr(cutefce.integrations, "absent")
+sys.modules["axolotl"] = None
+try:
+    cutefce.integrations.axolotl
+except ModuleNotFoundError as error:
+    assert error.name.startswith("axolotl")
+else:
+    raise AssertionError("no error of a framework that is not installed")
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def test_private_names_of_torch_are_in_one_file() -> None:
     private = []
     for module, tree in parsed().items():

@@ -51,7 +51,7 @@ SIGNATURES = {
     "shards",
     "LinearCrossEntropyLoss": "in_features num_classes out_features bias device dtype reduction "
     "weight ignore_index label_smoothing options z_loss logit_scale softcap gradient samples "
-    "workspace",
+    "workspace others",
 }
 """Whole signatures, or the names of the arguments."""
 FUNCTIONS = [getattr(cutefce, name) for name in SIGNATURES if name[0].islower() or name[0] == "L"]

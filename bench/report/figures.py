@@ -5,7 +5,7 @@ the records hold replaces what the page has there; everything else is written by
 """
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -124,12 +124,16 @@ def readme() -> Iterator[Table | Words]:
         "With 32768 tokens, cutefce takes {} with {} MiB, its default, and Liger {} with {}",
         [_ratio(default), _mib(default), _ratio(liger), _mib(liger)],
     )
-    rows_of = newest(H200, "sampled", **sizes_of(MAIN_HEAD))[1]
-    sampled = [row for row in rows_of if row["implementation"].startswith("sampled")]
-    ratios, memory = ([row[x] for row in sampled] for x in ("ratio_to_gemms", "peak_mib"))
+    sampled = []
+    for shape in (MAIN_HEAD, MANY_TOKENS):
+        rows_of = newest(H200, "sampled", **sizes_of(shape))[1]
+        some = [row for row in rows_of if row["implementation"].startswith("sampled")]
+        sampled += [f"{x:.2f}" for x in _range(row["ratio_to_gemms"] for row in some)]
+        sampled += [f"{x:.0f}" for x in _range(row["peak_mib"] for row in some)]
     yield Words(
-        "estimates its gradients: {} to {} in {} to {} MiB",
-        [f"{min(ratios):.2f}", f"{max(ratios):.2f}", f"{min(memory):.0f}", f"{max(memory):.0f}"],
+        "estimates its gradients: {} to {} in {} to {} MiB with 8192 tokens, "
+        "{} to {} in {} to {} MiB with 32768",
+        sampled,
     )
     types = "{} of the {} types of causal language models of transformers {} that"
     yield Words(types, _deferred())
@@ -168,10 +172,10 @@ def memory_page() -> Iterator[Table | Words]:
             [frozen[f"cutefce {name}"] for name in ("max", "280 MiB", "110 MiB")],
         ),
         (
-            '`accumulate_into` and `"max"`, with gradients in the forward; '
-            "without it, and torch adds dW",
-            [few["backward max"], few["dW, then added"]],
+            '`accumulate_into`, `"max"`: the forward computes gradients, the backward adds dW',
+            [few["backward max"]],
         ),
+        ("no buffer, the default budget: torch adds dW", [few["dW, then added"]]),
         (
             "32768 tokens, `accumulate_into`, `grad_output`: 1.1 GiB, 300 MiB",
             [many[f"forward {name}"] for name in ("1.1 GiB", "300 MiB")],
@@ -265,6 +269,14 @@ OPTION_ROWS = {
 """Rows of docs/options.md up to their costs, and the options that were measured for them."""
 
 
+COPYING = (
+    *("token_weights", "weight", "z_loss", "temperature of each token", "logit_floor"),
+    *("lse without a target", "entropy", "sum_p_squared", "mean_logit"),
+    *("is_top1", "argmax", "rank", "top 8", "rank and top 8"),
+)
+"""Options that copy the hidden states with the least memory."""
+
+
 def options_page() -> Iterator[Table | Words]:
     """Yield the parts of docs/options.md."""
     for begin, option in OPTION_ROWS.items():
@@ -296,14 +308,17 @@ def options_page() -> Iterator[Table | Words]:
     )
     most, least = _options("max"), _options("min")
     yield Words(
-        'by up to {} MiB with a bias, {} MiB with 64 soft targets. With "min" ({} MiB), '
-        '`token_weights`, `weight`, `z_loss`, a temperature for each token and reduction "none" '
-        "take {} MiB more",
+        "by up to {} MiB with a bias, {} MiB with 64 soft targets, {} MiB with 64 `kept_classes`. "
+        'With "min" ({} MiB), `token_weights`, `weight`, `z_loss`, a temperature for each token, '
+        'reduction "none", `logit_floor` and every output of `linear_log_probs` take {} to {} MiB '
+        "more",
         [
-            f"{most['linear_bias']['more_mib']:.0f}",
-            f"{most['64 soft targets']['more_mib']:.0f}",
+            *(
+                f"{most[name]['more_mib']:.0f}"
+                for name in ("linear_bias", "64 soft targets", "64 kept_classes")
+            ),
             f"{least['none']['peak_mib']:.0f}",
-            f"{least['temperature of each token']['more_mib']:.0f}",
+            *(f"{x:.0f}" for x in _range(least[name]["more_mib"] for name in COPYING)),
         ],
     )
 
@@ -430,6 +445,12 @@ def _options(workspace: str) -> dict[str, Row]:
 def _option_costs(option: str) -> list[str]:
     """Return the times of an option over a plain call's, with the most and the least memory."""
     return [f"{_options(name)[option]['ratio_to_plain']:.2f}" for name in ("max", "min")]
+
+
+def _range(values: Iterable[float]) -> tuple[float, float]:
+    """Return the least and the largest value."""
+    found = sorted(values)
+    return found[0], found[-1]
 
 
 def _by_name(rows: Sequence[Row]) -> dict[str, Row]:

@@ -14,10 +14,20 @@ from cutefce.integrations.deferral.logits import DeferredLogits, make_outputs
 from cutefce.integrations.deferral.report import Counts, DeferralReport
 from cutefce.integrations.options import checked_options
 from cutefce.ops import torch_compat
-from cutefce.ops.interface.arguments import check_types
+from cutefce.ops.interface.arguments import check_types, refuse
 from cutefce.ops.interface.checks import DTYPES
 from cutefce.ops.operators.context import PLAIN_TYPES
 
+READ = (
+    "logit_scale",
+    "softcap",
+    "linear_bias",
+    "weight",
+    "reduction",
+    "ignore_index",
+    "label_smoothing",
+)
+"""Options of the loss that a deferred head finds in what the model does."""
 FORWARDS = nn.Linear.forward, DeferringLinear.forward
 
 
@@ -47,7 +57,7 @@ def defer(
         gradient: "exact" or "sampled", as of `linear_cross_entropy`.
         samples: expected number of entries of a token, at most, with sampled gradients.
         workspace: peak memory in bytes, "min", "max" or None, as of `linear_cross_entropy`.
-        **removed: arguments of earlier versions, which are refused.
+        **removed: other arguments, which are refused.
 
     Raises:
         ValueError: for another `gradient`, or `samples` or `workspace` out of their range.
@@ -56,6 +66,8 @@ def defer(
         RuntimeError: if it is deferred already.
     """
     check_types(evaluation=evaluation)
+    of_model = {name: x for name, x in removed.items() if name in READ}
+    refuse(of_model, where=": defer reads it from the model")
     loss_options = checked_options(gradient, samples, workspace, **removed)
     owner = _owner(model)
     heads = [*_heads(owner)]

@@ -127,7 +127,8 @@ def linear_divergence(  # type: ignore[empty-body]
         teacher_weight: (V, D_t), of their dtype and device.
         target: (...) integers, `ignore_index` for a token that does not count, whose divergence
             and gradients are 0 and whose hidden states may be anything; other values are not
-            looked at.  Booleans are a mask of the tokens that count.  None if all do.
+            looked at.  Booleans are a mask of the tokens that count; a mask of integers would be
+            labels.  None if all do.
         divergence: which one.
         beta: the teacher's share of the JSD's mixture, from 0 to 1; None is 0.5.  Others take None.
         student_bias: (V,) floating-point, added to the logits before the softcap.

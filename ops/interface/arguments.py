@@ -13,8 +13,9 @@ the home of its kind:
 """
 
 import dataclasses
+import difflib
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
@@ -439,7 +440,13 @@ def check_outputs(names: Sequence[str]) -> None:
             raise ValueError(f"outputs: got {name!r}, expected some of {OUTPUTS}")
 
 
-def refuse(arguments: Mapping[str, Any]) -> None:
-    """Raise TypeError for the first of `arguments`, which a function does not have."""
+def refuse(arguments: Mapping[str, Any], known: Iterable[str] = (), where: str = "") -> None:
+    """Raise TypeError for the first of `arguments`, which a function does not have.
+
+    `known` are those that it has; `where` says what has the refused one.
+    """
     for name, value in arguments.items():
-        raise TypeError(f"{name}: got {checks.shown(value)}, expected no such argument")
+        inside = (x for x in known if x in name or name in x)
+        similar = [*inside, *difflib.get_close_matches(name, known, cutoff=0.8)][:1]
+        hint = where or "".join(f"; did you mean `{x}`?" for x in similar)
+        raise TypeError(f"{name}: got {checks.shown(value)}, expected no such argument{hint}")

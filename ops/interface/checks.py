@@ -26,6 +26,8 @@ from cutefce.ops.schema import Type
 DTYPES = {getattr(torch, name) for name in ITEM_BYTES}
 NONE = type(None)
 INTEGERS = Integral, torch.SymInt
+SHORT = reprlib.Repr()
+SHORT.maxlevel = 1  # of lists of lists, "[[...], [...]]"
 NUMBERS = Real, torch.SymInt, torch.SymFloat
 
 TENSOR = Type("Tensor", (Tensor,), "a tensor")
@@ -80,7 +82,7 @@ def shown(value: Any) -> str:
 def shortened(value: Any) -> str:
     """Return the text of a wrong value, shortened."""
     try:
-        return reprlib.repr(value)
+        return SHORT.repr(value)
     except ValueError:  # an integer of more digits than Python writes
         return "an integer of thousands of digits"
 
@@ -146,7 +148,8 @@ def check_dtype(name: str, x: Tensor) -> None:
     """Raise TypeError unless x has a floating-point dtype that calls take."""
     if x.dtype not in DTYPES:
         expected = f"one of {', '.join(ITEM_BYTES)}"
-        hint = f"; pass {name}.float()" if x.dtype == torch.bool else ""
+        is_mask = x.dtype == torch.bool or (name == "token_weights" and has_integers(x))
+        hint = f"; pass {name}.float()" if is_mask else ""
         raise TypeError(f"{name}: got dtype {x.dtype}, expected {expected}{hint}")
 
 

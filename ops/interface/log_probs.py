@@ -80,7 +80,7 @@ def _log_probs(
     has_target = target is not None or "target_indices" in given or not is_asked
     if not has_target:
         target = _any_target(input, outputs, given)
-    call = localize(input, linear_weight, one_class(target, given), given)
+    call = localize(input, linear_weight, one_class(target, given, ", or `outputs` alone"), given)
     names = [name for name in OUTPUTS if name in outputs]
     own, lse, entropy, stats = torch.ops.cutefce.loss_and_stats(
         call.h,

@@ -1,5 +1,6 @@
 """The head and its loss as a module, with the names of `torch.nn.LinearCrossEntropyLoss`."""
 
+import inspect
 import math
 from typing import Any
 
@@ -8,7 +9,7 @@ from torch import Tensor, nn
 
 from cutefce.ops.interface import checks
 from cutefce.ops.interface.api import linear_cross_entropy, refuse_chunking
-from cutefce.ops.interface.arguments import LossOptions, check_arguments
+from cutefce.ops.interface.arguments import LossOptions, check_arguments, refuse
 from cutefce.ops.parallel.consistency import report_errors
 
 ATTRIBUTES = *LossOptions.names(of="loss"), "workspace"
@@ -35,7 +36,7 @@ class LinearCrossEntropyLoss(nn.Module):
         dtype: dtype of the parameters.
         weight: (num_classes,) factor of each class's losses, a buffer of the module.
 
-    The other arguments are those of `linear_cross_entropy`.
+    The other arguments are those of `linear_cross_entropy`; `**others` are refused.
 
     Raises:
         TypeError, ValueError, NotImplementedError: naming the argument, what was got and what is
@@ -64,9 +65,13 @@ class LinearCrossEntropyLoss(nn.Module):
         gradient: str = "exact",
         samples: int = 256,
         workspace: int | str | None = None,
+        **others: Any,
     ) -> None:
         """Make the head; the parameters are those of torch's module and of the function."""
         super().__init__()
+        for name, value in others.items():
+            of_call = name in inspect.signature(self.forward).parameters
+            refuse({name: value}, ATTRIBUTES, "; pass it to the call" if of_call else "")
         self.reduction = reduction
         self.ignore_index = ignore_index
         self.label_smoothing = label_smoothing

@@ -111,7 +111,8 @@ def plan(  # type: ignore[empty-body]
         group: process group over which the vocabulary is sharded.
         shards: rows of every rank's weight.
         sequence_parallel: whether input holds this rank's share of the tokens.
-        **others: other options of the call, which change its memory a little or not at all.
+        **others: other options of the loss.  `token_weights`, `weight`, `z_loss` and a temperature
+            of each token may add a copy of the hidden states, others little or nothing.
 
     More than eight parameters: they are arguments of the call.
 

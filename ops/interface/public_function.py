@@ -34,7 +34,7 @@ def runs(
         defaults = {x.name: x.default for x in parameters if x.kind is not x.VAR_KEYWORD}
         names = [x.name for x in parameters if x.kind is x.POSITIONAL_OR_KEYWORD]
         takes_others = any(x.kind is x.VAR_KEYWORD for x in parameters)
-        known = {*defaults, *(LOSS_OPTIONS if takes_others else ())}
+        known = defaults | dict.fromkeys(LOSS_OPTIONS if takes_others else ())
         run.__qualname__ = declaration.__qualname__  # python's errors name it
 
         @functools.wraps(declaration)
@@ -54,7 +54,7 @@ def runs(
                         check_type(name, x, ARGUMENTS[name].type)
                 for name in given:
                     if name not in known:
-                        refuse({name: given[name]})
+                        refuse({name: given[name]}, known)
                 return run(*operands, **given)
             except Exception as error:
                 if report is not None:

@@ -12,12 +12,16 @@ MAX_CLASSES = 256
 """The most classes of a token."""
 
 
-def one_class(target: Tensor | None, given: dict[str, Any]) -> Tensor:
-    """Return `target` (...), or without it one class of each token, of the arguments by name."""
+def one_class(target: Tensor | None, given: dict[str, Any], others: str = "") -> Tensor:
+    """Return `target` (...), or without it one class of each token, of the arguments by name.
+
+    `others` says what the caller takes beside.
+    """
     if target is not None:
         return target
     if "target_indices" not in given and "target_probs" not in given:
-        raise TypeError("target: got None (NoneType), expected a tensor, or target_indices")
+        expected = f"a tensor, or target_indices{others}"
+        raise TypeError(f"target: got None (NoneType), expected {expected}")
     indices = given.get("target_indices")
     if not isinstance(indices, Tensor) or not indices.ndim:
         got = f"shape {tuple(indices.shape)}" if isinstance(indices, Tensor) else repr(indices)

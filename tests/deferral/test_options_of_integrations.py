@@ -26,6 +26,8 @@ def setting(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def test_the_setting_is_checked_and_kept() -> None:
     assert options.loss_options() == options.workspace_options() == {}
+    set_options(workspace="min")
+    assert options.loss_options() == {"gradient": "exact", "samples": 256, "workspace": "min"}
     set_options(gradient="sampled", samples=32, workspace=1 << 20)
     wrong: dict[str, Any]
     for wrong in ({"gradient": "some"}, {"samples": 2}, {"workspace": "least"}, {"workspace": -1}):
@@ -34,12 +36,16 @@ def test_the_setting_is_checked_and_kept() -> None:
     for wrong in ({"samples": "many"}, {"workspace": 0.5}):
         with pytest.raises(TypeError, match=f"^{next(iter(wrong))}: got"):
             set_options(**wrong)
+    with pytest.raises(TypeError, match=r"^sample: got 32 .*did you mean `samples`"):
+        set_options(sample=32)
     with pytest.raises(TypeError, match=r"^accum_dtype: got 'bfloat16' .*expected no such argum"):
         set_options(accum_dtype="bfloat16")
     assert options.loss_options() == SAMPLED
     assert options.workspace_options() == {"workspace": 1 << 20}
-    set_options()
-    assert options.loss_options() == {"gradient": "exact", "samples": 256, "workspace": None}
+    set_options(gradient="exact")
+    assert options.loss_options() == SAMPLED | {"gradient": "exact"}
+    set_options(workspace=None)
+    assert options.loss_options() == {"gradient": "exact", "samples": 32, "workspace": None}
 
 
 def of_trl(h: Tensor, w: Tensor, y: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ SOFT_LOSS, CLASSES = "loss of soft targets", "log_probs of classes"
 SOFT = SOFT_LOSS, CLASSES
 """Those with `target_indices`."""
 DIVERGENCES = "divergence", "plan_divergence"
-REFUSING = "loss", "loss without gradients", K, SOFT_LOSS, "plan", "defer"
+REFUSING = "loss", "loss without gradients", K, SOFT_LOSS, "plan", "module"
 """Those that say of an unknown argument that there is none."""
 
 
@@ -225,6 +225,8 @@ WRONG: dict[str, list[Row]] = {
     ],
     "target": [
         *of_type("expected a tensor, or target_indices", None, on=INDEXED),
+        *of_type("expected a tensor, or target_indices, or `outputs` alone", None, on=FLOORED),
+        Row([[0, 1], [2]], TypeError, "got [[...], [...]] (list), expected a tensor"),
         *of_type(TENSOR, [0, 1]),
         *misplaced(Y, on=INDEXED),
         *misplaced(Y, NOT_OF_STUDENT, on=DIVERGENCES),
@@ -402,6 +404,7 @@ WRONG: dict[str, list[Row]] = {
             TypeError,
             f"got dtype torch.bool, {FLOATS}; pass token_weights.float()",
         ),
+        Row(INDICES, TypeError, f"got dtype torch.int64, {FLOATS}; pass token_weights.float()"),
     ],
     "temperature": [
         *of_type(f"{NUMBER} or a tensor", None, "1", True),
@@ -539,7 +542,13 @@ WRONG: dict[str, list[Row]] = {
             )
         ),
     ],
-    "z_los": of_type("expected no such argument", 0.1, on=REFUSING),
+    "z_los": [
+        *of_type("expected no such argument", 0.1, on=["defer"]),
+        *of_type("expected no such argument; did you mean `z_loss`?", 0.1, on=REFUSING),
+    ],
+    "logit_softcap": of_type(
+        "expected no such argument; did you mean `softcap`?", 3.0, on=REFUSING
+    ),
     "reduction": [
         *of_type(STRING, None),
         *among("expected one of ('mean', 'sum', 'none')", "avg", "batchmean"),

@@ -1,5 +1,6 @@
 """An error names the argument, what was got and what is expected, and leaves nothing behind."""
 
+import functools
 import re
 import sys
 from typing import Any
@@ -7,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import cutefce
-from tests.errors.calls import Call, calls_on, with_gradients
+from tests.errors.calls import MODULE, Call, calls_on, with_gradients
 from tests.errors.rows import OPERATORS, WRONG, WRONG_VALUES, Row
 from tests.support.reference import are_same
 
@@ -97,6 +98,18 @@ def references_of(tensors: list[Tensor]) -> list[int]:
 
 def are_alike(got: Any, want: Any) -> bool:
     return are_same(got.detach(), want) if isinstance(want, Tensor) else bool(got == want)
+
+
+@pytest.mark.parametrize(
+    ("function", "name", "where"),
+    [
+        (functools.partial(cutefce.defer, nn.Linear(8, 10)), "softcap", ": defer reads it from"),
+        (functools.partial(MODULE, 8, 10), "temperature", "; pass it to the call"),
+    ],
+)
+def test_an_argument_that_belongs_elsewhere(function: Any, name: str, where: str) -> None:
+    with pytest.raises(TypeError, match=rf"^{name}: got 2.0 .*expected no such argument{where}"):
+        function(**{name: 2.0})
 
 
 TAKEN: dict[str, tuple[Any, tuple[Any, ...]]] = {

@@ -1,5 +1,7 @@
 """The example's trainings are that of one process, and the benchmark's step is that of one rank."""
 
+import sys
+
 import pytest
 import torch
 
@@ -56,3 +58,13 @@ def test_the_benchmark_measures_what_is_equal(ranks: Ranks) -> None:
             # the bench compares in float32, in which equal float64 values are equal
             assert max(differences) <= torch.finfo(torch.float32).eps
             assert row.median_ms > 0
+
+
+def test_a_start_without_ranks_says_how_to_start(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(sys, "argv", ["parallel", "sp"])
+    with pytest.raises(SystemExit):
+        parallel.main()
+    assert "torchrun --nproc-per-node 2 -m examples.parallel sp" in capsys.readouterr().err
