@@ -263,7 +263,7 @@ class Launches:
         sums, _, _ = self.project_exp(self.kernels.row_sums, logit)
         stats = torch.empty(NUM_STATS, self.tokens, device="cuda")
         results = stats, stats.new_empty(()), self.semaphores()
-        more = -100, 0, None, None
+        more = -100, 0
         kernel = jit_cache.compiled(self.kernels.reduce_partials)
         kernel(sums, logit, self.case.y, *results, *more)
         return stats
