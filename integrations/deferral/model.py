@@ -195,6 +195,8 @@ def _check_head(head: Any) -> None:
     """Raise TypeError or RuntimeError unless logits of the module can be deferred."""
     if isinstance(head, DeferringLinear) and head.is_deferring:
         raise RuntimeError("model: got a head that is deferred already, expected one call of defer")
+    if head is None:
+        raise TypeError("model: got one without output embeddings, expected a language model")
     weight: Any = getattr(head, "weight", None)
     if type(head) not in (nn.Linear, DeferringLinear) or not _has_own_forward(head):
         got = f"{type(head).__module__}.{type(head).__name__}"

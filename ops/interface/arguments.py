@@ -234,8 +234,9 @@ class TensorOptions(OperatorRecord):
         if self.denominator is not None:
             check_divides(reduction)
         buffer = self.accumulate_into
-        if buffer is not None and self.linear_bias is not None:
-            checks.check_apart("accumulate_into", buffer, linear_bias=self.linear_bias)
+        if buffer is not None:
+            others = {name: x for name, x in self.given.items() if x is not buffer}
+            checks.check_apart("accumulate_into", buffer, **others)
         if self.grad_output is None:
             return
         if buffer is None:

@@ -66,8 +66,6 @@ def _log_probs(
     numbers = [name for name in ("argmax", "rank") if name in outputs]
     if numbers or "top_k" in given or "kept_classes" in given:
         # which are compared with the number of classes, before the call checks its tensors
-        for name, x in (("input", input), ("linear_weight", linear_weight)):
-            checks.check_layout(name, x)
         heads.check_shapes(input, linear_weight)
         _check_numbers(numbers, given, Sharding.of(given).vocab(linear_weight))
     if "logit_floor" in given and "mean_logit" in outputs:

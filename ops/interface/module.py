@@ -86,6 +86,8 @@ class LinearCrossEntropyLoss(nn.Module):
         check_arguments(given | more | {"weight": weight, "out_features": out_features})
         LossOptions.from_keywords({n: x for n, x in given.items() if x is not None}).check()
         checks.workspace_bytes(workspace)
+        if dtype is not None:
+            checks.check_dtype("dtype", torch.empty(0, dtype=dtype, device="meta"))
         refuse_chunking(options)
         if weight is not None:
             of = checks.Operands(weight, weight, (), num_classes)

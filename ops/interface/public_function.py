@@ -8,9 +8,11 @@ import inspect
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar, cast
 
+from torch import Tensor
+
 from cutefce.ops import torch_compat
 from cutefce.ops.interface.arguments import ARGUMENTS, LOSS_OPTIONS, refuse
-from cutefce.ops.interface.checks import check_type
+from cutefce.ops.interface.checks import check_layout, check_type
 from cutefce.ops.parallel.consistency import report_errors
 
 P = ParamSpec("P")
@@ -52,6 +54,8 @@ def runs(
                 for name, x in (*zip(names, operands, strict=False), *given.items()):
                     if name in names and x is not defaults[name]:
                         check_type(name, x, ARGUMENTS[name].type)
+                    if isinstance(x, Tensor):  # others have no shape to be read
+                        check_layout(name, x)
                 for name in given:
                     if name not in known:
                         refuse({name: given[name]}, known)

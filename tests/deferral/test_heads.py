@@ -153,7 +153,7 @@ def replaced() -> nn.Linear:
             headless(nn.ModuleList([nn.Linear(D, V)] * 4)),
             r"head: got torch\S*ModuleList, expected a plain",
         ),
-        (headless(None), "head: got builtins.NoneType, expected a plain"),
+        (headless(None), "model: got one without output embeddings, expected a language model"),
     ],
 )
 def test_other_heads_are_refused(model: Any, message: str) -> None:

@@ -183,7 +183,7 @@ WRONG: dict[str, list[Row]] = {
         Row(H.long(), TypeError, f"got dtype torch.int64, {FLOATS}"),
         Row(H > 0, TypeError, f"got dtype torch.bool, {FLOATS}; pass input.float()"),
         Row(H.to_sparse(), TypeError, SPARSE),
-        Row(nested(H), TypeError, NESTED, but=(*SOFT, "plan")),
+        Row(nested(H), TypeError, NESTED),
         Row(H[:, :7], ValueError, "got shape (4, 7), expected (..., 8)"),
         Row(H[0, 0], ValueError, "got shape (), expected (..., 8)", but=(K, *SOFT)),
     ],
@@ -198,7 +198,7 @@ WRONG: dict[str, list[Row]] = {
             )
         ),
         *misplaced(W),
-        Row(nested(W), TypeError, NESTED, but=(SOFT_LOSS,)),
+        Row(nested(W), TypeError, NESTED),
         Row(
             W.t(),
             ValueError,
@@ -325,6 +325,7 @@ WRONG: dict[str, list[Row]] = {
     "target_indices": [
         *of_type(OPTIONAL, 7, on=(*SOFT, "log_probs", "plan")),
         *misplaced(INDICES, on=SOFT),
+        Row(nested(INDICES), TypeError, NESTED, on=SOFT),
         Row(INDICES.float(), TypeError, f"got dtype torch.float32, {INTEGERS}", on=SOFT),
         Row(INDICES > 0, TypeError, f"got dtype torch.bool, {INTEGERS}", on=SOFT),
         Row(INDICES[:3], ValueError, "got shape (3, 3), expected (4, K) to match input", on=SOFT),
@@ -504,6 +505,7 @@ WRONG: dict[str, list[Row]] = {
         ),
         Row(trained(10, 8), ValueError, f"{TRAINED} accumulate_into.detach()"),
         *(Row(x, ValueError, OF_WEIGHT, but=("module",)) for x in (weight, memory, later_rows)),
+        Row(SUMS, ValueError, "got the memory of token_weights", {"token_weights": SUMS[0, :4]}),
         Row(
             SUMS,
             ValueError,
