@@ -365,7 +365,7 @@ def test_verify_renews_a_table_whose_kernels_pass(
         (LogitTransform(), 0, "", True),
         (LogitTransform(), 8, "", False),
         (LogitTransform(row_scale=True, softcap=True), 24, "", True),
-        (LogitTransform(row_scale=True, softcap=True), 40, "", False),
+        (LogitTransform(row_scale=True, softcap=True), 80, "", False),
         (LogitTransform(row_scale=True, softcap=True), 24, "C7510", False),
     ],
 )

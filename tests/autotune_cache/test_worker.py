@@ -155,7 +155,7 @@ def test_trials_launch_nothing_that_was_not_compiled_ahead(
         launched.clear()
 
 
-COUNTS = {FORWARD: 5, STEP: 29, OPTIONS: 39, SOFT_TARGETS: 7, SAMPLES: 16, DIVERGENCES: 21}
+COUNTS = {FORWARD: 5, STEP: 29, OPTIONS: 38, SOFT_TARGETS: 4, SAMPLES: 16, DIVERGENCES: 21}
 """Kernels of each part of calls of many tokens on Hopper."""
 
 
