@@ -230,16 +230,12 @@ class _RetryLaterError(Exception):
     """A reason that must not be cached: a later call may be served."""
 
 
+@process_cache
 def device_unsupported_reason(device: torch.device, dtype: torch.dtype) -> str | None:
     """Return why the kernels cannot serve `dtype` on `device`, None if they can.
 
     They can before they are verified, unless they have failed.
     """
-    return _device_unsupported_reason(device, dtype)
-
-
-@process_cache
-def _device_unsupported_reason(device: torch.device, dtype: torch.dtype) -> str | None:
     if device.type != "cuda":
         return f"input: got device {device.type}, expected cuda"
     capability = capability_of(device)
