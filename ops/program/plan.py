@@ -171,7 +171,7 @@ def _families(p: LossProblem, *, may_chunk: bool) -> Iterator[Sequence[Layout]]:
         # float32 sums are worth their memory where few windows add to them, or no kernel rounds
         bits = [_low_bits(p, ceil_div(p.vocab, window))] * (p.grad_hidden and p.rounds_hidden)
         for low in (*bits, *[0] * (window == widths[0] or not p.is_fused)) or (0,):
-            for aliased in {0, most_aliased(p, window, block)}:
+            for aliased in {0, most_aliased(p, window)}:
                 rest = p.vocab - aliased
                 step = max(ceil_div(rest, STEPS), LEAST_STEP // (tokens * p.item_bytes))
                 step = round_up(step, block)
