@@ -220,10 +220,9 @@ def triton_serves(h: Tensor, w: Tensor) -> bool:
 
 @process_cache
 def has_triton(device: torch.device) -> bool:
-    """Whether Triton compiles tensor-core kernels for a GPU, and has descriptors of tensors."""
-    is_recent = find_spec("triton") and find_spec("triton.tools.tensor_descriptor")
+    """Whether Triton compiles tensor-core kernels for a GPU."""
     capability = capability_of(device)
-    return is_recent is not None and capability is not None and capability >= (8, 0)
+    return find_spec("triton") is not None and capability is not None and capability >= (8, 0)
 
 
 class _RetryLaterError(Exception):
