@@ -1,6 +1,6 @@
 """Windows and tiles where nothing was tuned, by kind of device."""
 
-import dataclasses
+from dataclasses import replace
 
 from cutefce.cute_kernels.config import PortableTiles
 from cutefce.cute_kernels.integers import round_up
@@ -48,12 +48,7 @@ def widest_window(problem: Problem) -> PortableTiles:
             or columns * problem.tokens <= KERNEL_WINDOW_EXPS
         )
         columns = next(affordable, KERNEL_WINDOWS[-1])
-        config = dataclasses.replace(
-            config,
-            window=columns,
-            tile_columns=columns,
-            reference_block=KERNEL_REFERENCE_BLOCK,
-        )
+        config = PortableTiles(columns, KERNEL_REFERENCE_BLOCK, columns, config.tile_rows)
     block = min(config.reference_block, round_up(problem.vocab, 8))
     tile = min(config.tile_columns, round_up(problem.vocab, block))
     window = min(config.window, round_up(problem.vocab, tile))
@@ -63,14 +58,9 @@ def widest_window(problem: Problem) -> PortableTiles:
 def window_configs(problem: Problem) -> tuple[PortableTiles, ...]:
     """Return the windows that a plan for `problem` chooses from, the widest first."""
     widest = widest_window(problem)
-    if problem.triton:
-        return widest, *(with_window(widest, x) for x in TRITON_WINDOWS if x < widest.window)
-    if problem.arch is None:
+    if problem.arch is None and not problem.triton:
         return (widest,)
-    narrower = [columns for columns in KERNEL_WINDOWS if columns < widest.window]
-    return widest, *(with_window(widest, columns) for columns in narrower[:MAX_NARROWER_WINDOWS])
-
-
-def with_window(config: PortableTiles, columns: int) -> PortableTiles:
-    """Return `config` with windows of `columns`, each computed as one tile."""
-    return dataclasses.replace(config, window=columns, tile_columns=columns)
+    every = TRITON_WINDOWS if problem.triton else KERNEL_WINDOWS
+    narrower = [columns for columns in every if columns < widest.window][:MAX_NARROWER_WINDOWS]
+    # a tile is a window
+    return widest, *(replace(widest, window=x, tile_columns=x) for x in narrower)

@@ -24,7 +24,6 @@ SHIPPED_FOLDER = Path(__file__).parent
 """Folder of the tables that come with the package."""
 
 
-@process_cache
 def kernel_configs(problem: Problem, gpu: Gpu) -> KernelConfigs:
     """Return the configurations of the kernels for `problem`: tuned ones, else the defaults."""
     default = gpu.default_configs(problem.tokens, problem.hidden)

@@ -30,7 +30,7 @@ def main(
 ) -> None:
     """Measure, print a table, and write the results."""
     if without_kernels:
-        dispatch._device_unsupported_reason = lambda *_: "kernels are switched off"
+        dispatch._missing_reason = lambda: "kernels are switched off"
     end = math.inf if minutes is None else time.monotonic() + 60 * minutes
     context.obj = Output(output, resume, end, without_kernels)
 

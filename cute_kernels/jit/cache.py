@@ -43,9 +43,6 @@ PREBUILT_FOLDER = SOURCES / "prebuilt"
 LOCK_SECONDS = 120
 """Timeout for another process that compiles the same kernel."""
 
-compile_count = 0
-"""Number of kernels that this process has compiled."""
-
 _lock = threading.Lock()
 _loaded: dict[KernelSpec, Any] = {}
 
@@ -134,15 +131,15 @@ def fingerprint() -> str:
 
 
 @process_cache
-def source_fingerprint(folder: Path = SOURCES) -> str:
-    """Return 16 hex digits for the Python sources below `folder`.
+def source_fingerprint() -> str:
+    """Return 16 hex digits for the Python sources below `SOURCES`.
 
     Covers relative paths and lines of code, without docstrings, comments and blank lines, but not
     the folder of this module, which no kernel depends on; every Python version computes the same
     digits.
     """
     digest = hashlib.sha256()
-    paths = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*.py")}
+    paths = {path.relative_to(SOURCES).as_posix(): path for path in SOURCES.rglob("*.py")}
     paths = {name: path for name, path in paths.items() if not name.startswith("jit/")}
     for name in sorted(paths):
         digest.update(f"{name}\n{canonical_source(paths[name].read_bytes())}\n".encode())
@@ -220,8 +217,6 @@ def _load_or_compile(kernel: KernelSpec) -> Any:
 
 
 def _compile(kernel: KernelSpec) -> Any:
-    global compile_count
-    compile_count += 1
     with compiling(1, kernel.arch):
         return compile_kernel(kernel)
 

@@ -61,7 +61,7 @@ _BACKWARD = "Tensor upstream, Tensor h, Tensor w, Tensor y, Tensor stats"
 _RESULTS, _GRADIENTS = "(Tensor loss, Tensor stats)", "(Tensor dx, Tensor dw, Tensor dbias)"
 # CUDA graphs that a graph compiler makes must not contain them: a first call compiles, and what
 # the forward saves for the backward is no output
-UNSAFE = (torch.Tag.cudagraph_unsafe,) if hasattr(torch.Tag, "cudagraph_unsafe") else ()
+UNSAFE = (torch.Tag.cudagraph_unsafe,)
 
 
 def define(

@@ -220,26 +220,21 @@ def triton_serves(h: Tensor, w: Tensor) -> bool:
 
 @process_cache
 def has_triton(device: torch.device) -> bool:
-    """Whether Triton compiles tensor-core kernels for a GPU, and has descriptors of tensors."""
-    is_recent = find_spec("triton") and find_spec("triton.tools.tensor_descriptor")
+    """Whether Triton compiles tensor-core kernels for a GPU."""
     capability = capability_of(device)
-    return is_recent is not None and capability is not None and capability >= (8, 0)
+    return find_spec("triton") is not None and capability is not None and capability >= (8, 0)
 
 
 class _RetryLaterError(Exception):
     """A reason that must not be cached: a later call may be served."""
 
 
+@process_cache
 def device_unsupported_reason(device: torch.device, dtype: torch.dtype) -> str | None:
     """Return why the kernels cannot serve `dtype` on `device`, None if they can.
 
     They can before they are verified, unless they have failed.
     """
-    return _device_unsupported_reason(device, dtype)
-
-
-@process_cache
-def _device_unsupported_reason(device: torch.device, dtype: torch.dtype) -> str | None:
     if device.type != "cuda":
         return f"input: got device {device.type}, expected cuda"
     capability = capability_of(device)

@@ -61,7 +61,7 @@ class Window:
         return self.columns[1] - self.columns[0]
 
 
-def most_aliased(p: LossProblem, window: int, block: int) -> int:
+def most_aliased(p: LossProblem, window: int) -> int:
     """Return how many columns fit into dW with windows of `window` columns or more, whole blocks.
 
     Widths are linear in the first column, so the first window and the last one decide.
@@ -70,7 +70,7 @@ def most_aliased(p: LossProblem, window: int, block: int) -> int:
         return 0
     by_first = (p.vocab - window) * p.hidden // p.tokens
     by_last = (p.vocab * p.hidden - p.tokens * window) // p.hidden
-    return max(0, min(by_first, by_last) // block * block)
+    return max(0, min(by_first, by_last) // p.block * p.block)
 
 
 def windows_of(p: LossProblem, x: Layout) -> Iterator[Window]:
@@ -78,12 +78,11 @@ def windows_of(p: LossProblem, x: Layout) -> Iterator[Window]:
 
     Those of a chunk are stored for its gradients if they are one.
     """
-    block = p.block
     if x.in_chunks:
-        cut = even_windows(0, p.vocab * p.needs_gradients, x.window, block)
+        cut = even_windows(0, p.vocab * p.needs_gradients, x.window, p.block)
         yield from (Window(columns, x.window >= p.vocab) for columns in cut)
         return
-    yield from _aliased(p, x.aliased, block)
+    yield from _aliased(p, x.aliased)
     done = min(x.aliased + x.kept, p.vocab)
     if x.aliased < done:
         yield Window((x.aliased, done), True)
@@ -92,14 +91,14 @@ def windows_of(p: LossProblem, x: Layout) -> Iterator[Window]:
     while done < p.vocab:
         fits = 0
         if p.dw_holds_exps:
-            fits = (p.vocab - done) * p.hidden // (p.tokens + p.hidden) // block * block
+            fits = (p.vocab - done) * p.hidden // (p.tokens + p.hidden) // p.block * p.block
         if fits < max(most_again(p, x.window), x.kept):
             break
         offset = (p.vocab * p.hidden - p.tokens * fits) * p.item_bytes
         yield Window((done, done + fits), False, Home.DW, offset)
         done += fits
     most = max(x.kept, most_again(p, x.window))
-    yield from (Window(columns, False) for columns in even_windows(done, p.vocab, most, block))
+    yield from (Window(columns, False) for columns in even_windows(done, p.vocab, most, p.block))
 
 
 def most_again(p: LossProblem, window: int) -> int:
@@ -143,12 +142,12 @@ def alike(windows: Sequence[Window]) -> Iterator[Window]:
             yield from others
 
 
-def _aliased(p: LossProblem, count: int, block: int) -> Iterator[Window]:
+def _aliased(p: LossProblem, count: int) -> Iterator[Window]:
     """Yield the widest windows of the first `count` columns, which lie in dW."""
     elements, first = p.vocab * p.hidden, 0
     while first < count:
         start = elements - p.tokens * (count - first)
-        last = min(start // p.hidden // block * block, count)
+        last = min(start // p.hidden // p.block * p.block, count)
         assert last > first, "no more than `most_aliased`"
         yield Window((first, last), True, Home.DW, start * p.item_bytes)
         first = last

@@ -171,16 +171,14 @@ def _families(p: LossProblem, *, may_chunk: bool) -> Iterator[Sequence[Layout]]:
         # float32 sums are worth their memory where few windows add to them, or no kernel rounds
         bits = [_low_bits(p, ceil_div(p.vocab, window))] * (p.grad_hidden and p.rounds_hidden)
         for low in (*bits, *[0] * (window == widths[0] or not p.is_fused)) or (0,):
-            for aliased in {0, most_aliased(p, window, block)}:
+            for aliased in {0, most_aliased(p, window)}:
                 rest = p.vocab - aliased
                 step = max(ceil_div(rest, STEPS), LEAST_STEP // (tokens * p.item_bytes))
                 step = round_up(step, block)
                 # fewer columns take as much memory as windows that are computed again
                 least = max(round_up(most_again(p, window), block), step)
-                kept = 0, *range(least, rest, step)
-                some = [Layout(tokens, window, x, aliased, low) for x in kept]
-                # no window is computed again, of whatever width
-                yield [*some, Layout(tokens, widths[0], round_up(rest, block), aliased, low)]
+                kept = 0, *range(least, rest, step), round_up(rest, block)
+                yield [Layout(tokens, window, x, aliased, low) for x in kept]
 
 
 def _low_bits(p: LossProblem, additions: int, is_exact: bool = False) -> int:
@@ -207,7 +205,7 @@ def _chunks(p: LossProblem, every: int) -> Iterator[Sequence[Layout]]:
     if p.is_fused and p.selects and not (p.grad_weight or p.grad_bias):
         windows += [x for x in CHUNK_WINDOWS if x < p.vocab]
     families: dict[tuple[int, int], list[Layout]] = {}
-    for count in sorted({*_counts(tokens), SHORT_SUMS}, reverse=True):
+    for count in reversed(_counts(tokens)):
         size = min(round_up(ceil_div(tokens, count), ROWS), tokens)
         low = _low_bits(p, count, p.into > 0 and not p.adds_in_forward)
         if size >= min(LEAST_CHUNK, tokens):

@@ -36,8 +36,10 @@ KERNEL = MoveRowsSpec("sm_90a")
 COMPILE = f"""
 from cutefce.cute_kernels.jit import cache as jit_cache
 from cutefce.cute_kernels.spec.rowwise import MoveRowsSpec
+made, compile_kernel = [], jit_cache.compile_kernel
+jit_cache.compile_kernel = lambda kernel: made.append(kernel) or compile_kernel(kernel)
 function = jit_cache.compiled({KERNEL!r})
-print(jit_cache.compile_count, callable(function))
+print(len(made), callable(function))
 """
 DIE = """
 import os, time
@@ -59,8 +61,20 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv(cache_files.CACHE_VARIABLE, str(path))
     monkeypatch.setattr(jit_cache, "PREBUILT_FOLDER", tmp_path / "prebuilt")
     monkeypatch.setattr(jit_cache, "_loaded", {})
-    monkeypatch.setattr(jit_cache, "compile_count", 0)
     return path
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[KernelSpec]:
+    """Return a list of the kernels that this process compiles from now on."""
+    found: list[KernelSpec] = []
+
+    def compile_here(kernel: KernelSpec) -> Any:
+        found.append(kernel)
+        return compile_kernel(kernel)
+
+    monkeypatch.setattr(jit_cache, "compile_kernel", compile_here)
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -154,6 +168,7 @@ def test_a_call_that_misses_a_kernel_compiles_all_of_it_at_once(
     monkeypatch.setattr(jit_cache, "_load", lambda path: path)
     monkeypatch.setattr(jit_cache, "_write", lambda path, function: path.write_bytes(b""))
     monkeypatch.setattr(jit_cache, "_is_whole", Path.exists)
+    monkeypatch.setattr(jit_cache, "compile_kernel", None)
 
     def make(kernel: KernelSpec) -> None:
         made.append(kernel)
@@ -161,7 +176,7 @@ def test_a_call_that_misses_a_kernel_compiles_all_of_it_at_once(
 
     with jit_cache.made_by(make):
         assert jit_cache.compiled(KERNEL) == jit_cache.library_path(KERNEL)
-    assert made == [KERNEL] and jit_cache.compile_count == 0
+    assert made == [KERNEL]
 
 
 def test_without_other_processes_a_call_compiles_its_kernel_itself(
@@ -180,7 +195,7 @@ def test_without_other_processes_a_call_compiles_its_kernel_itself(
 
 
 @pytest.mark.slow
-def test_a_process_that_dies_blocks_no_other(folder: Path) -> None:
+def test_a_process_that_dies_blocks_no_other(folder: Path, made: list[KernelSpec]) -> None:
     process = start(DIE + COMPILE)
     assert process.stdout is not None
     assert process.stdout.readline() == "compiling\n"
@@ -190,7 +205,7 @@ def test_a_process_that_dies_blocks_no_other(folder: Path) -> None:
     begin = time.monotonic()
     assert works(jit_cache.compiled(KERNEL))
     assert time.monotonic() - begin < 30
-    assert jit_cache.compile_count == 1
+    assert made == [KERNEL]
     assert list(path.parent.iterdir()) == [path]
 
 
@@ -210,13 +225,15 @@ def damaged(content: bytes, damage: str) -> bytes:
 
 
 @pytest.mark.parametrize("damage", rest_slow(["does not load", *DAMAGES]))
-def test_a_damaged_library_is_compiled_again(damage: str, folder: Path, library: Path) -> None:
+def test_a_damaged_library_is_compiled_again(
+    damage: str, folder: Path, library: Path, made: list[KernelSpec]
+) -> None:
     path, content = jit_cache.library_path(KERNEL), library.read_bytes()
     path.parent.mkdir()
     path.write_bytes(damaged(content, damage))
     is_whole = damage == "does not load"  # so that it stays, and one compiled here serves
     assert (callable if is_whole else works)(jit_cache.compiled(KERNEL))
-    assert jit_cache.compile_count == 1
+    assert made == [KERNEL]
     assert len(path.read_bytes()) == len(damaged(content, damage) if is_whole else content)
 
 
@@ -253,20 +270,24 @@ def test_a_library_that_others_may_have_written_is_neither_loaded_nor_replaced(
 
 @pytest.mark.parametrize("given", rest_slow(["relative", "~nobody-of-this-name/cache"]))
 def test_without_a_cache_folder_kernels_serve_their_process(
-    given: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+    given: str, folder: Path, made: list[KernelSpec], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(folder)
     monkeypatch.setenv(cache_files.CACHE_VARIABLE, given)
     with pytest.warns(UserWarning, match="no cache folder: .*CUTEFCE_CACHE_DIR") as warned:
         assert callable(jit_cache.compiled(KERNEL))
     assert len(warned) == 1
-    assert jit_cache.compile_count == 1
+    assert made == [KERNEL]
     assert not list(folder.iterdir())
 
 
 @pytest.mark.parametrize("can_write", [True, False])
 def test_a_prebuilt_library_serves(
-    can_write: bool, folder: Path, prebuilt: Path, monkeypatch: pytest.MonkeyPatch
+    can_write: bool,
+    folder: Path,
+    prebuilt: Path,
+    made: list[KernelSpec],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if not can_write:
         file = folder / "file"
@@ -274,7 +295,7 @@ def test_a_prebuilt_library_serves(
         monkeypatch.setenv(cache_files.CACHE_VARIABLE, str(file))
     assert jit_cache.is_stored(KERNEL)
     assert works(jit_cache.compiled(KERNEL))
-    assert jit_cache.compile_count == 0
+    assert not made
     assert not list(folder.rglob("*.so"))
 
 
@@ -296,12 +317,12 @@ def test_the_users_library_takes_precedence(
 
 @pytest.mark.parametrize("damage", rest_slow(["does not load", *DAMAGES]))
 def test_a_damaged_prebuilt_library_is_left_alone(
-    damage: str, folder: Path, prebuilt: Path
+    damage: str, folder: Path, prebuilt: Path, made: list[KernelSpec]
 ) -> None:
     content = damaged(prebuilt.read_bytes(), damage)
     prebuilt.write_bytes(content)
     assert works(jit_cache.compiled(KERNEL))
-    assert jit_cache.compile_count == 1
+    assert made == [KERNEL]
     assert jit_cache.library_path(KERNEL).exists(), "later processes find it compiled"
     assert prebuilt.read_bytes() == content
 
@@ -351,7 +372,9 @@ def sources(tmp_path: Path) -> Path:
 
 
 def source_fingerprint(folder: Path) -> str:
-    digest: str = inspect.unwrap(jit_cache.source_fingerprint)(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jit_cache, "SOURCES", folder)
+        digest: str = inspect.unwrap(jit_cache.source_fingerprint)()
     return digest
 
 

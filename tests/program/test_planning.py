@@ -69,7 +69,7 @@ def random_layout(draw: random.Random, p: LossProblem) -> Layout:
         return Layout(draw.randint(1, p.tokens), columns, low_bits=low, in_chunks=True)
     if not (p.stores and p.needs_gradients):
         return Layout(p.tokens, window)
-    most = most_aliased(p, window, 256)
+    most = most_aliased(p, window)
     aliased = draw.choice([0, most, draw.randint(0, most) // 256 * 256])
     kept = draw.choice([0, p.vocab - aliased, draw.randint(0, p.vocab - aliased) // 256 * 256])
     return Layout(p.tokens, window, kept, aliased, draw.choice([0, low]))

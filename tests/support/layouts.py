@@ -122,7 +122,7 @@ def plan_of(layout: Layout, p: LossProblem, device: torch.device) -> Plan:
         window = layout.window if 0 < layout.kept < p.vocab else every
         x = program_layout.Layout(chunk, window, low_bits=low, in_chunks=True)
     else:
-        most = program_layout.most_aliased(p, p.block, p.block)
+        most = program_layout.most_aliased(p, p.block)
         aliased = min(layout.aliased, most)
         kept = layout.kept if p.needs_gradients else 0
         x = program_layout.Layout(max(p.tokens, 1), layout.window, kept, aliased, low)
