@@ -5,6 +5,8 @@ It serves to choose among the programs of one call, so what these have in common
 
 from dataclasses import dataclass
 
+from cutefce.cute_kernels.integers import ceil_div
+from cutefce.ops.primitives.block_sizes import finished_rows
 from cutefce.ops.program.problem import LossProblem
 from cutefce.ops.program.steps import Kind, Program, Step
 
@@ -31,6 +33,9 @@ the time of dW's sums, read and written once."""
 KEPT_SUMS = 0.09
 """Part by which a product takes longer that rounds sums of dX to fewer bits: its tiles are
 smaller."""
+ADDED_BLOCK = 4
+"""Launches that a block of rows of dX's product takes, where another step adds it to such sums: its
+own, that of the step, and as long until each begins."""
 
 
 def device_of(device_type: str) -> Device:
@@ -55,7 +60,7 @@ def _seconds(program: Program, step: Step, device: Device) -> float:
             longer = KEPT_SUMS * (is_kept and p.is_fused)
             moved = _sums(program, step) + _product_bytes(p, step)
             product = product_seconds(device, rows, columns, p.hidden, p.item_bytes, 1 + longer)
-            return product + moved / device.bytes
+            return product + moved / device.bytes + _blocks(p, step) * device.launch
         case Kind.GATHER | Kind.RESCALE | Kind.KEEP_HIDDEN | Kind.FINISH_HIDDEN:
             return device.launch + 2 * rows * p.hidden * p.item_bytes / device.bytes
         case Kind.FINISH_WEIGHT:
@@ -77,6 +82,14 @@ def _product_bytes(p: LossProblem, step: Step) -> int:
         return 0
     first, last = step.rows if is_hidden else step.columns
     return 2 * (last - first) * p.hidden * p.accumulator_bytes
+
+
+def _blocks(p: LossProblem, step: Step) -> int:
+    """Return the launches of a product that is computed a block of rows after the other."""
+    if p.is_fused or step.kind is not Kind.GEMM_HIDDEN or len(step.writes) == 1:
+        return 0
+    block = finished_rows(p.hidden, p.accumulator_bytes, p.device)
+    return ADDED_BLOCK * ceil_div(step.rows[1] - step.rows[0], block)
 
 
 def product_seconds(
