@@ -18,6 +18,7 @@ from cutefce.ops.divergence.elementwise import (
     factors_,
 )
 from cutefce.ops.divergence.inputs import Call, DivergenceInputs, matrix
+from cutefce.ops.divergence.logits import write_logits
 from cutefce.ops.divergence.options import STUDENT, TEACHER
 from cutefce.ops.divergence.steps import SUMS, side_of
 from cutefce.ops.primitives.elementwise import joined
@@ -31,7 +32,8 @@ def _logits(call: Call, s: Step) -> tuple[list[Tensor], list[Tensor | None]]:
     shape = s.rows[1] - s.rows[0], s.columns[1] - s.columns[0]
     for side, name in zip(call.inputs.sides, s.writes, strict=False):
         logits.append(matrix(call, name, *shape))
-        sums.append(side.project(logits[-1], tokens, columns))
+        transform = None if side.logits is None else side.logits.part(tokens, columns)
+        sums.append(write_logits(logits[-1], side.h[tokens], side.w[columns], transform))
     return logits, sums
 
 
