@@ -147,7 +147,7 @@ def _add_terms(x: DivergenceInputs, stats: Tensor, logits: Sequence[Tensor]) -> 
         if x.options.first in (a, None):
             once = None if x.options.is_mixture and a == TEACHER else variation
             operands = logits[a], logits[1 - a], _lses(stats, a)
-            apply_rowwise(add_kl_, out, once, *operands, whole=x.shares(a))
+            apply_rowwise(add_kl_, out, once, *operands, whole=x.shares[a])
 
 
 def _write_factors(
@@ -166,4 +166,4 @@ def _write_factors(
     cap = None if cap is None else cap[slice(*tokens)]
     kl = stats[SUMS + a] if first in (a, None) else None
     operands = logits[a], logits[1 - a], _lses(stats, a), kl, cap, scale
-    apply_rowwise(factors_, out, *operands, whole=x.shares(a))
+    apply_rowwise(factors_, out, *operands, whole=x.shares[a])
