@@ -74,7 +74,7 @@ class SoftTargets:
         is_lead = index == x.y[:, None]
         lead, b = torch.where(is_lead, b, 0).sum(1), b.masked_fill(is_lead, 0)
         others, least = b.sum(1), LEAST_DERIVATIVE * b.abs().sum(1)
-        terms = LossTerms.of_probabilities(x, token, lead, others)
+        terms = LossTerms.of_classes(x, token, lead, others)
         if index.shape[1] == 1:
             return None, terms
         index, order = sort_own(index, b == 0, x.own)
