@@ -104,7 +104,8 @@ class SoftTargets:
 
         These are relative to the references of `stats`; `terms` (N, K) are what losses add to the
         derivatives by logits, and a (N,) the derivatives by lse.  Without `of_exps`, return what is
-        added to exponentials: those in the dtype of sums are not rounded.
+        added to exponentials: those in the dtype of sums are not rounded, and fit their sum T, from
+        which one of a class's own logit differs where the class has most of the probability.
         """
         assert self.logits is not None
         terms = over_scale(terms, stats, a)
