@@ -47,20 +47,19 @@ class DivergenceInputs:
         """() what the factors of each side are multiplied by before they are rounded."""
         return [side.factor_scale(self.loss_scale) for side in self.sides]
 
-    def shares(self, index: int) -> tuple[Tensor | None, Tensor | None]:
-        """Return () the shares of a side and of the other in a mixture; None for what is none.
+    @cached_property
+    def shares(self) -> list[tuple[Tensor | None, Tensor | None]]:
+        """() the shares of each side and of the other in a mixture; None for what is none.
 
         That of total variation is the factor of its derivative.
         """
-        own, other = self._shares[index], self._shares[1 - index]
-        return own, other if self.options.is_mixture else None
-
-    @cached_property
-    def _shares(self) -> list[Tensor | None]:
         if self.options.first is not None:
-            return [None, None]
+            return [(None, None)] * 2
         shares = (self.options.share(i) for i in (STUDENT, TEACHER))
-        return [self.h.new_full((), share, dtype=self.dtype) for share in shares]
+        student, teacher = (self.h.new_full((), share, dtype=self.dtype) for share in shares)
+        if not self.options.is_mixture:
+            return [(student, None), (teacher, None)]
+        return [(student, teacher), (teacher, student)]
 
     @cached_property
     def row_kernel(self) -> RowKernel | None:

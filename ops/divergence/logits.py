@@ -9,7 +9,6 @@ from torch import Tensor
 from cutefce.cute_kernels.integers import ceil_div
 from cutefce.cute_kernels.jit.cache import compiled
 from cutefce.cute_kernels.parts import DIVERGENCES
-from cutefce.cute_kernels.process_cache import process_cache
 from cutefce.cute_kernels.schedule.order import choose_vocab_splits, num_waves
 from cutefce.cute_kernels.spec.divergence import logits_kernel
 from cutefce.cute_kernels.spec.gemm import ProjectExpSpec
@@ -31,13 +30,15 @@ def write_logits(out: Tensor, h: Tensor, w: Tensor, transform: LogitMap | None) 
     The `transform` is that of these tokens and classes.  Return what the kernel sums, see `launch`;
     None if cuBLAS has multiplied.
     """
-    kernel = None
     if has_aligned_rows(h) and has_aligned_rows(out) and arch_of(h, w, DIVERGENCES) is not None:
-        kernel = _logits_kernel_on(h.device, dtype_name(h.dtype))
-    if kernel is None or _utilization(*kernel, *out.shape) < MIN_UTILIZATION:
-        logits_into(out, h, w, transform)
-        return None
-    return launch(*kernel, out, h, w, transform)
+        gpu = gpu_of(h.device)
+        kernel = logits_kernel(gpu.arch, dtype_name(h.dtype))
+        if kernel is not None:
+            clusters = gpu.num_sms // kernel.config.cluster
+            if _utilization(kernel, clusters, *out.shape) >= MIN_UTILIZATION:
+                return launch(kernel, clusters, out, h, w, transform)
+    logits_into(out, h, w, transform)
+    return None
 
 
 def launch(
@@ -65,14 +66,6 @@ def launch(
     numbers = semaphores, 0, 0, splits, clusters
     compiled(kernel)(h, w, *no_targets, sums[0], out, semaphores, *more, *numbers)
     return sums
-
-
-@process_cache
-def _logits_kernel_on(device: torch.device, dtype: str) -> tuple[ProjectExpSpec, int] | None:
-    """Return the kernel of logits and its clusters on a GPU, None if it has none."""
-    gpu = gpu_of(device)
-    spec = logits_kernel(gpu.arch, dtype)
-    return None if spec is None else (spec, gpu.num_sms // spec.config.cluster)
 
 
 def _utilization(spec: ProjectExpSpec, clusters: int, rows: int, columns: int) -> float:

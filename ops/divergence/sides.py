@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from cutefce.ops.divergence.logits import write_logits
 from cutefce.ops.primitives.products import dense
 from cutefce.ops.rows.logit_map import LogitMap
 from cutefce.ops.rows.scaling import largest_of
@@ -39,14 +38,6 @@ class Side:
             h = h.index_select(0, selection.order)
             logits = None if logits is None else logits.rows(selection.order)
         return replace(self, h=dense(h), w=dense(self.w), logits=logits)
-
-    def project(self, out: Tensor, rows: slice, columns: slice) -> Tensor | None:
-        """Write the model's logits of slices of tokens and classes to `out` (R, C).
-
-        Return what `write_logits` does.
-        """
-        transform = None if self.logits is None else self.logits.part(rows, columns)
-        return write_logits(out, self.h[rows], self.w[columns], transform)
 
     def row_scale(self, scale: Tensor) -> Tensor:
         """Return () or (M,) the derivatives by products, `scale` those by the model's logits.

@@ -18,6 +18,7 @@ from cutefce.ops.divergence.elementwise import (
     factors_,
 )
 from cutefce.ops.divergence.inputs import Call, DivergenceInputs, matrix
+from cutefce.ops.divergence.logits import write_logits
 from cutefce.ops.divergence.options import STUDENT, TEACHER
 from cutefce.ops.divergence.steps import SUMS, side_of
 from cutefce.ops.primitives.elementwise import joined
@@ -31,7 +32,8 @@ def _logits(call: Call, s: Step) -> tuple[list[Tensor], list[Tensor | None]]:
     shape = s.rows[1] - s.rows[0], s.columns[1] - s.columns[0]
     for side, name in zip(call.inputs.sides, s.writes, strict=False):
         logits.append(matrix(call, name, *shape))
-        sums.append(side.project(logits[-1], tokens, columns))
+        transform = None if side.logits is None else side.logits.part(tokens, columns)
+        sums.append(write_logits(logits[-1], side.h[tokens], side.w[columns], transform))
     return logits, sums
 
 
@@ -145,7 +147,7 @@ def _add_terms(x: DivergenceInputs, stats: Tensor, logits: Sequence[Tensor]) -> 
         if x.options.first in (a, None):
             once = None if x.options.is_mixture and a == TEACHER else variation
             operands = logits[a], logits[1 - a], _lses(stats, a)
-            apply_rowwise(add_kl_, out, once, *operands, whole=x.shares(a))
+            apply_rowwise(add_kl_, out, once, *operands, whole=x.shares[a])
 
 
 def _write_factors(
@@ -164,4 +166,4 @@ def _write_factors(
     cap = None if cap is None else cap[slice(*tokens)]
     kl = stats[SUMS + a] if first in (a, None) else None
     operands = logits[a], logits[1 - a], _lses(stats, a), kl, cap, scale
-    apply_rowwise(factors_, out, *operands, whole=x.shares(a))
+    apply_rowwise(factors_, out, *operands, whole=x.shares[a])

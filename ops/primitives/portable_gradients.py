@@ -234,13 +234,12 @@ class PortableGradients:
             if rank_one is not None:
                 out.upper.addr_(rank_one.factor, rank_one.row)
             return
-        target_grad.prepare()
+        totals, slots = target_grad.totals(first, first + len(columns))
         for rows, own, sums in self.products(out, columns, scaled, self.tiles.window):
-            totals, slot = target_grad.totals(first + rows.start, first + rows.stop)
             more: Any = {"joined": own if accumulate else None, "last": grad_scale}
             more["rank_one"] = rank_one and rank_one.rows(rows)
-            self.combine(own, sums, table=totals, index=slot, **more)
-            del totals, slot, more  # freed before the next product
+            self.combine(own, sums, table=totals, index=slots[rows], **more)
+            del more  # freed before the next product
 
     def finish_kept_dw(self, sums: Sums, factor: Tensor) -> None:
         """Write `factor` () times the kept sums of dW (V, D), rounded once, to their `upper`."""

@@ -81,35 +81,24 @@ class LossTerms:
             if not (smoothing or z_loss):
                 return None
             return LossTerms(1.0, 1 - smoothing, smoothing / x.vocab, z_loss, None, None)
-        token, kappa = x.token_factors(), x.class_factors()
-        m, mean = token, token.new_ones(())
+        m, kappa = x.token_factors(), x.class_factors()
         if kappa is not None:
-            m, mean = token * kappa[x.y.clamp(0, x.vocab - 1)], kappa.sum() / x.vocab
-        squared = z_loss * m if z_loss else 0.0  # 0 times an infinite square is NaN
-        if not smoothing:
-            return LossTerms(m, m, 0.0, squared, m, None)
-        target = (1 - smoothing) * m
-        own_kappa = None if kappa is None else kappa[x.own]
-        every = smoothing * token
-        return LossTerms(target + every * mean, target, every / x.vocab, squared, m, own_kappa)
+            m = m * kappa[x.y.clamp(0, x.vocab - 1)]
+        return LossTerms.of_classes(x, m, (1 - smoothing) * m)
 
     @staticmethod
-    def of_probabilities(
-        x: GivenTargets, token: Tensor, lead: Tensor, others: Tensor
+    def of_classes(
+        x: GivenTargets, m: Tensor, lead: Tensor, others: Tensor | float = 0.0
     ) -> "LossTerms":
-        """Return the terms of targets with probabilities.
-
-        `token` (N,) are the factors of tokens, `lead` and `others` (N,) sums of coefficients b.
-        """
-        total, kappa = lead + others, x.class_factors()
-        every: Tensor | float = 0.0
-        if x.options.label_smoothing:
-            every = x.options.label_smoothing / x.vocab * token
-            total = total + every * (x.vocab if kappa is None else kappa.sum())
-        squared = x.options.z_loss * token if x.options.z_loss else 0.0
+        """Return the terms of m (N,), of B of the leads, and of Σ_k b of the `others` (N,)."""
+        smoothing, z_loss = x.options.label_smoothing, x.options.z_loss
+        squared = z_loss * m if z_loss else 0.0  # 0 times an infinite square is NaN
+        if not smoothing:
+            return LossTerms(lead + others, lead, 0.0, squared, m, None, others)
+        every, kappa = smoothing * x.token_factors(), x.class_factors()
         own_kappa = None if kappa is None else kappa[x.own]
-        weight = None if x.tensors.token_weights is None else token
-        return LossTerms(total, lead, every, squared, weight, own_kappa, others)
+        total = lead + others + every * (1 if kappa is None else kappa.sum() / x.vocab)
+        return LossTerms(total, lead, every / x.vocab, squared, m, own_kappa, others)
 
     def by_lse(self, stats: "RowStats") -> Tensor | float:
         """Return the derivatives A + 2 Z lse of the losses by the log-sum-exps (N,) of `stats`."""

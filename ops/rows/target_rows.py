@@ -25,10 +25,6 @@ class TargetRows:
     def __init__(self, h: Tensor, target: Tensor, coefficient: Tensor, vocab: int) -> None:
         self.h, self.target, self.coefficient, self.vocab = h, target, coefficient, vocab
 
-    def prepare(self) -> None:
-        """Sum the terms of all targets."""
-        _ = self._slots
-
     def totals(self, first: int, last: int) -> tuple[Tensor, Tensor]:
         """Return sums (L, D) in the dtype of sums, and for each row [first, last) its slot."""
         totals, slots = self._slots

@@ -29,7 +29,7 @@ from torch import Tensor, is_tensor
 
 from cutefce.ops.rows.logit_map import LogitMap
 from cutefce.ops.rows.loss_terms import GivenTargets, LossTerms
-from cutefce.ops.soft_targets.leads import soft_rows
+from cutefce.ops.soft_targets.leads import sort_own, sum_equal
 
 if TYPE_CHECKING:
     from cutefce.ops.rows.statistics import RowStats
@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 S = TypeVar("S", bound="SoftTargets")
 WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integers of as many bytes as exponentials."""
+LEAST_DERIVATIVE = 2.0**-24
+"""The least |a|, in units of Σ|b|: z-loss can make it 0."""
 
 
 @dataclass
@@ -62,12 +64,23 @@ class SoftTargets:
     @staticmethod
     def of(x: GivenTargets) -> tuple["SoftTargets | None", LossTerms]:
         """Return those of leads, None where the lead is all, and the terms of the losses."""
-        token = x.token_factors()
-        index, coefficient, (lead, others, least) = soft_rows(x, token)
-        terms = LossTerms.of_probabilities(x, token, lead, others)
+        index, q, kappa = x.tensors.target_indices, x.tensors.target_probs, x.class_factors()
+        assert index is not None and q is not None
+        token, factor = x.token_factors(), 1 - x.options.label_smoothing
+        index, scale = index.long(), torch.where(x.y == x.options.ignore_index, 0, factor * token)
+        b = torch.where(scale[:, None] == 0, 0, q.to(x.dtype) * scale[:, None])
+        if kappa is not None:
+            b = b * kappa[index.clamp(0, len(kappa) - 1)]
+        is_lead = index == x.y[:, None]
+        lead, b = torch.where(is_lead, b, 0).sum(1), b.masked_fill(is_lead, 0)
+        others, least = b.sum(1), LEAST_DERIVATIVE * b.abs().sum(1)
+        terms = LossTerms.of_classes(x, token, lead, others)
         if index.shape[1] == 1:
             return None, terms
-        return SoftTargets(index, coefficient, least), terms
+        index, order = sort_own(index, b == 0, x.own)
+        b = sum_equal(index, b.gather(1, order))
+        b.masked_fill_(index == x.own.stop - x.own.start, 0)
+        return SoftTargets(index.masked_fill_(b == 0, 0), b, least), terms
 
     @property
     def classes(self) -> tuple[Tensor, Tensor]:
@@ -91,7 +104,8 @@ class SoftTargets:
 
         These are relative to the references of `stats`; `terms` (N, K) are what losses add to the
         derivatives by logits, and a (N,) the derivatives by lse.  Without `of_exps`, return what is
-        added to exponentials: those in the dtype of sums are not rounded.
+        added to exponentials: those in the dtype of sums are not rounded, and fit their sum T, from
+        which one of a class's own logit differs where the class has most of the probability.
         """
         assert self.logits is not None
         terms = over_scale(terms, stats, a)
