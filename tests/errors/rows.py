@@ -505,7 +505,6 @@ WRONG: dict[str, list[Row]] = {
         ),
         Row(trained(10, 8), ValueError, f"{TRAINED} accumulate_into.detach()"),
         *(Row(x, ValueError, OF_WEIGHT, but=("module",)) for x in (weight, memory, later_rows)),
-        Row(SUMS, ValueError, "got the memory of token_weights", {"token_weights": SUMS[0, :4]}),
         Row(
             SUMS,
             ValueError,

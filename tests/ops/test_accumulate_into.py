@@ -428,3 +428,10 @@ def test_a_buffer_may_be_the_existing_gradient_or_lie_beside_the_weight() -> Non
     once = sums.clone()
     cutefce.linear_cross_entropy(x, before, y, accumulate_into=before.grad).backward()
     torch.testing.assert_close(before.grad, 2 * once)
+
+
+def test_the_memory_of_another_argument_is_refused(device: str) -> None:
+    h, w = torch.randn(4, 8, device=device), torch.randn(10, 8, device=device, requires_grad=True)
+    buffer, y = torch.zeros_like(w), torch.zeros(4, dtype=torch.long, device=device)
+    with pytest.raises(ValueError, match="accumulate_into: got the memory of token_weights"):
+        cutefce.linear_cross_entropy(h, w, y, accumulate_into=buffer, token_weights=buffer[0, :4])

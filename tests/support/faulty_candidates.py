@@ -175,8 +175,12 @@ class KernelRunner(Runner):
     def listed_configs(self) -> list[KernelConfigs]:
         return super().listed_configs()[:1]
 
+    def kernels(self, *checked: Any) -> tuple[KernelSpec, ...]:
+        """Return those of kernels without a fault, which hang where they are not launched, too."""
+        return Runner(self.gpu, self.device).kernels(*checked)
+
     def outputs(self, case: Case, configs: KernelConfigs, parts: tuple[str, ...]) -> Outputs:
-        """Return what faulty kernels compute; what records them without a launch is right."""
+        """Return what faulty kernels compute."""
 
         def primitives_of(variant: KernelVariant) -> Primitives:
             return faulty(self.primitives(case.problem, configs, variant), self.kind)
