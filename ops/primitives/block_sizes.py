@@ -8,6 +8,8 @@ MIN_ADDED_ROWS = 1024
 """Rows of dW below which each product of them converts its operands for too little work."""
 FINISHED_ROWS, FINISHED_BYTES = 1024, 16 << 20
 """Rows of dX whose sums exist at a time beside kept ones; on a GPU, as many as take these bytes."""
+WEIGHT_FEATURES = 256
+"""Features of a tile of dW in Triton; rows with terms of targets have low bits of whole tiles."""
 UNUSED_COLUMNS = 8
 """Exponentials of a row that a kernel of row sums stores where none are wanted: 16 bytes."""
 

@@ -13,7 +13,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from cutefce.cute_kernels.integers import ceil_div
+from cutefce.cute_kernels.integers import ceil_div, round_up
+from cutefce.ops.primitives.block_sizes import WEIGHT_FEATURES
 from cutefce.ops.primitives.triton_kernels import (
     GROUP,
     STAGES,
@@ -30,7 +31,7 @@ from cutefce.ops.rows.coefficients import RankOne
 from cutefce.ops.rows.kept_sums import Sums
 from cutefce.ops.rows.selection import CountedRows
 
-ROWS, BLOCK = 128, 256
+ROWS, BLOCK = 128, WEIGHT_FEATURES
 """Classes and features of a tile."""
 WARPS = 8
 PARTS = 4
@@ -106,7 +107,7 @@ def _weight(
     block computes every BLOCKS-th tile, and loads the next one's operands under the epilogue of
     this one.
     With HAS_TARGETS, rows with terms of targets are written as pieces, which `_add_terms` finishes:
-    the low bits to the row of `low` of their number, or BY_TOKEN of that of their first token.
+    eight low bits to the row of `low` of their number, or BY_TOKEN of that of their first token.
     16-bit results beside low bits are int16.
     More than eight parameters: operands, sizes and constants of a kernel.
     """
@@ -126,11 +127,11 @@ def _weight(
             x = load_tile(states, states_pitch, k, left, tokens, hidden, TOKENS, BLOCK, HAS_TMA)
             sums = tl.dot(e.T, x, sums)
         rows, own = top * ROWS + tl.arange(0, ROWS), column * BLOCK + tl.arange(0, BLOCK)
-        slot, is_listed = rows, rows < classes
         if HAS_TARGETS:
-            begin = tl.load(bounds + first + rows, mask=is_listed, other=0)
-            is_listed &= tl.load(bounds + first + rows + 1, mask=is_listed, other=0) > begin
-            slot = begin if BY_TOKEN else rows
+            exists = rows < classes
+            begin = tl.load(bounds + first + rows, mask=exists, other=0)
+            is_listed = tl.load(bounds + first + rows + 1, mask=exists, other=0) > begin
+            slots = (begin if BY_TOKEN else rows).to(tl.int64) * low_pitch
         if factor is not None:
             f = tl.load(factor + rows, mask=rows < classes, other=0.0)
             sums += f[:, None] * tl.load(row + own, mask=own < hidden, other=0.0)[None, :]
@@ -142,7 +143,15 @@ def _weight(
                 z, c = parts[part], left + tl.arange(0, COLUMNS)
                 exist = (rows < classes)[:, None] & (c < hidden)[None, :]
                 to = out + rows.to(tl.int64)[:, None] * out_pitch + c[None, :]
-                if LOW_BITS == 0:
+                if HAS_TARGETS:
+                    # pieces are cut, not rounded, and `low` has whole tiles: this is half the work
+                    bits = z.to(tl.int32, bitcast=True)
+                    places = low + slots[:, None] + c[None, :]
+                    tl.store(places, (bits >> 8).to(tl.uint8), mask=is_listed[:, None])
+                    rounded = (z * tl.load(last) if last is not None else z).to(DTYPE)
+                    rounded = rounded.to(tl.int16, bitcast=True)
+                    result = tl.where(is_listed[:, None], (bits >> 16).to(tl.int16), rounded)
+                elif LOW_BITS == 0:
                     result = z * tl.load(last) if last is not None else z
                     if ACCUMULATES:
                         if out_tiles is not None:
@@ -154,8 +163,8 @@ def _weight(
                     # of two columns in a byte, the first has the lower bits
                     first_byte = left * LOW_BITS // 8
                     byte = first_byte + tl.arange(0, BYTES)
-                    have = is_listed[:, None] & (byte < hidden * LOW_BITS // 8)[None, :]
-                    bytes_to = low + slot.to(tl.int64)[:, None] * low_pitch + byte[None, :]
+                    have = (rows < classes)[:, None] & (byte < hidden * LOW_BITS // 8)[None, :]
+                    bytes_to = low + rows.to(tl.int64)[:, None] * low_pitch + byte[None, :]
                     if ACCUMULATES:
                         if out_tiles is not None:
                             upper = out_tiles.load([top * ROWS, left])
@@ -174,10 +183,6 @@ def _weight(
                         low_tiles.store([top * ROWS, first_byte], lower.to(tl.uint8))
                     else:
                         tl.store(bytes_to, lower.to(tl.uint8), mask=have)
-                    if HAS_TARGETS:
-                        rounded = (z * tl.load(last) if last is not None else z).to(DTYPE)
-                        rounded = rounded.to(tl.int16, bitcast=True)
-                        result = tl.where(is_listed[:, None], result, rounded)
                 if out_tiles is not None:
                     out_tiles.store([top * ROWS, left], result)
                 else:
@@ -282,10 +287,11 @@ def weight_product(
     (tokens, classes), hidden = exps.shape, states.shape[1]
     device, is_wide = device_of(exps.device), to.dtype == torch.float32
     in_kernel, by_token = listed is not None and not (keeps or is_wide), False
-    if listed is not None and in_kernel:
-        by_token = len(listed.order) < classes
-        low = to.new_empty(min(len(listed.order), classes), hidden, dtype=torch.uint8)
     low_bits = 0 if low is None else 8 * low.shape[1] // hidden
+    if listed is not None and in_kernel:
+        by_token, low_bits = len(listed.order) < classes, 8
+        room = min(len(listed.order), classes), round_up(hidden, BLOCK)
+        low = to.new_empty(room, dtype=torch.uint8)
     words = to.view(torch.int16) if low_bits else to
     tiles = device.has_tma and is_aligned(to) and (low is None or is_aligned(low))
     low_tile = [ROWS, BLOCK // PARTS * low_bits // 8]

@@ -4,9 +4,14 @@ Kernels compute in registers and shared memory.  Plain torch takes tiles of logi
 blocks of operands that are converted to the dtype of sums, and of rows.
 """
 
-from cutefce.cute_kernels.integers import ceil_div
+from cutefce.cute_kernels.integers import ceil_div, round_up
 from cutefce.ops.outputs.memory import combined_bytes, searched_bytes
-from cutefce.ops.primitives.block_sizes import added_rows, finished_rows, soft_block_rows
+from cutefce.ops.primitives.block_sizes import (
+    WEIGHT_FEATURES,
+    added_rows,
+    finished_rows,
+    soft_block_rows,
+)
 from cutefce.ops.program.layout import Layout, scales_exps
 from cutefce.ops.program.problem import LossProblem
 from cutefce.ops.program.step_memory import (
@@ -111,7 +116,7 @@ def _weight(p: LossProblem, step: Step, rows: int, columns: int, x: Layout) -> i
     is_wide &= is_kept or p.dw_item < p.accumulator_bytes
     if p.triton and not beside:  # has low bits of rows to which terms of targets are added
         is_wide &= not (is_kept or scales_exps(p, x))
-        beside = min(rows, columns) * p.hidden * is_wide
+        beside = min(rows, columns) * round_up(p.hidden, WEIGHT_FEATURES) * is_wide
     elif not beside:
         beside = window * row_bytes * is_wide
     block = window if beside else columns
