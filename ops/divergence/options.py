@@ -71,9 +71,9 @@ class Divergence(OperatorRecord):
         return FIRST.get(self.divergence)
 
     def share(self, index: int) -> float:
-        """Return the share of a side in the JSD's mixture, or the factor 1/2 of tv's derivative."""
-        if self.divergence == "tv":
-            return 0.5
+        """Return a side's share in the JSD's mixture, the factor 1/2 of tv's derivative, or 1."""
+        if not self.is_mixture:
+            return 0.5 if self.divergence == "tv" else 1.0
         return self.beta if index == TEACHER else 1 - self.beta
 
     def values(self, stats: Tensor) -> Tensor:
@@ -114,6 +114,11 @@ class Divergence(OperatorRecord):
         """Return which gradients of the student (0) or the teacher (1) are computed."""
         hidden, weight, bias = self.trained[3 * index : 3 * index + 3]
         return hidden, weight, bias
+
+    @property
+    def trained_sides(self) -> list[int]:
+        """The sides that have gradients."""
+        return [i for i in (STUDENT, TEACHER) if any(self.gradients(i))]
 
 
 OPERANDS = 5

@@ -9,10 +9,10 @@ from torch import Tensor
 from cutefce.cute_kernels.integers import ceil_div
 from cutefce.cute_kernels.problem import Problem
 from cutefce.cute_kernels.process_cache import process_cache
-from cutefce.ops.divergence.cost import seconds
 from cutefce.ops.divergence.lower import lower
 from cutefce.ops.divergence.options import Divergence
 from cutefce.ops.divergence.problem import DivergenceLayout, DivergenceProblem
+from cutefce.ops.divergence.steps import seconds
 from cutefce.ops.dtypes import dtype_name
 from cutefce.ops.interface.arguments import Sharding
 from cutefce.ops.primitives.dispatch import planned_device

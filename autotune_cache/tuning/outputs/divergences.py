@@ -12,9 +12,8 @@ from torch import Tensor
 from cutefce.autotune_cache.tuning.cases import Case, CheckedOutput
 from cutefce.cute_kernels.arch import arch_named
 from cutefce.cute_kernels.spec.divergence import logits_kernel
-from cutefce.ops.divergence.logits import launch
+from cutefce.ops.divergence.kernels import RowKernel, launch
 from cutefce.ops.divergence.options import Divergence
-from cutefce.ops.divergence.row_kernel import RowKernel
 from cutefce.ops.divergence.steps import STATS
 from cutefce.ops.interface.arguments import DIVERGENCES
 from cutefce.ops.primitives.cute_projection import CuteProjection
@@ -44,13 +43,14 @@ def divergence_outputs(case: Case, primitives: Primitives) -> dict[str, CheckedO
     logits = list(SPREAD * torch.randn(2, ROWS, CLASSES, generator=generator).to(like.device))
     results: dict[str, CheckedOutput] = {}
     for form, *wanted, sums_given in product(DIVERGENCES, *((False, True),) * 3):
-        options = Divergence(form, BETA, "sum", -100, 0, 1.0, 1.0, None, None, [True] * 6)
+        trained = [wanted[0]] * 3 + [wanted[1]] * 3
+        options = Divergence(form, BETA, "sum", -100, 0, 1.0, 1.0, None, None, trained)
         factors = [like.new_empty(ROWS, CLASSES) if given else None for given in wanted]
         if on_kernels:
             stats, scale = logits[0].new_empty(STATS, ROWS), logits[0].new_full((), SCALE)
             sums = [_sums_of(x) if sums_given and kernel else None for x in logits]
             outs = [[] if x is None else [x] for x in factors]
-            RowKernel.with_scales(arch, options, [scale, scale], scale).run(
+            RowKernel.with_scales(arch, options, [(scale, scale)] * 2).run(
                 stats, logits, outs, sums
             )
             values = options.values(stats)
@@ -78,7 +78,7 @@ def divergence_outputs(case: Case, primitives: Primitives) -> dict[str, CheckedO
 
 
 def _sums_of(logits: Tensor) -> Tensor:
-    """Return what `cutefce.ops.divergence.logits.launch` returns, of logits (R, V) in one part."""
+    """Return what `cutefce.ops.divergence.kernels.launch` returns, of logits (R, V) in one part."""
     in_bits = logits.double() / math.log(2)
     top = in_bits.amax(1, keepdim=True).float()
     return torch.stack([top, (in_bits - top).exp2().sum(1, keepdim=True).float()])
