@@ -20,7 +20,7 @@ def forward(x: DivergenceInputs) -> tuple[Tensor, SavedMemory]:
     """Return the statistics (7, M), and the memory that is saved for the backward."""
     call = Call(x.plan.program, x)
     stats = call.values["stats"] = x.h.new_empty(STATS, len(x.h), dtype=x.dtype)
-    if x.plan.is_one_pass:
+    if x.plan.is_one_pass and x.plan.tokens:
         call.values["row kernel"] = RowKernel.of(x)
     call.allocate(Home.SAVED)
     for side, home in zip(x.sides, DW, strict=True):

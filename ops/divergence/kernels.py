@@ -107,22 +107,21 @@ class RowKernel:
             return None
         if len({x.sides[i].h.dtype for i in x.options.trained_sides}) > 1:
             return None  # verified kernels write the factors of both sides in one dtype
-        return RowKernel.with_scales(gpu_of(x.h.device).arch.name, x.options, x.scales)
+        return RowKernel.on(gpu_of(x.h.device).arch.name, x)
 
     @staticmethod
-    def with_scales(
-        arch: str, options: Divergence, scales: Sequence[tuple[Tensor, Tensor]]
-    ) -> "RowKernel":
-        """Return the kernel of a call whose sides have these `DivergenceInputs.scales`."""
-        a = options.first
+    def on(arch: str, x: DivergenceInputs) -> "RowKernel":
+        """Return the kernel of an architecture for a call that it serves."""
+        a = x.options.first
         if a is None:  # which has factors if one side alone has
-            a = TEACHER if options.trained_sides == [TEACHER] else STUDENT
-        order, numbers = (a, STUDENT + TEACHER - a), scales[a][0].new_ones(4, dtype=torch.float32)
+            a = TEACHER if x.options.trained_sides == [TEACHER] else STUDENT
+        order, numbers = (a, STUDENT + TEACHER - a), x.h.new_ones(4, dtype=torch.float32)
         for place, i in enumerate(order):
-            numbers[place] = options.share(i)
-            if not scales[i][1].ndim:  # else no factors are kept
-                numbers[place + len(order)] = scales[i][1]
-        return RowKernel(arch, options, order, numbers)
+            _, scale = x.scales[i]
+            numbers[place] = x.options.share(i)
+            if not scale.ndim:  # else no factors are kept
+                numbers[place + len(order)] = scale
+        return RowKernel(arch, x.options, order, numbers)
 
     def run(
         self,

@@ -98,10 +98,10 @@ class Divergence(OperatorRecord):
         return 2.0**4 if index == self.first else 2.0**12
 
     @property
-    def differ_by_token(self) -> bool:
-        """Whether tokens have temperatures of their own."""
+    def scales_rows(self) -> bool:
+        """Whether tokens differ in the factors of their gradients."""
         given = self.student_temperature, self.teacher_temperature
-        return any(x is not None and x.ndim > 0 for x in given)
+        return not self.is_scalar or any(x is not None and x.ndim > 0 for x in given)
 
     def of_logits(self, index: int) -> tuple[LossOptions, TensorOptions]:
         """Return the logit options of the student (0) or the teacher (1)."""

@@ -50,16 +50,31 @@ def rows(call: Call, s: Step) -> None:
         outs = [[matrix(call, name) for name in own[:2]] for own in names]
         kernel.run(stats, logits, outs, sums, first)
         return
+    last = first + stats.shape[1]
+    outs = [[matrix(call, name)[first:last] for name in own] for own in names]
+    write_rows(x, stats, logits, outs, s.rows)
+
+
+def write_rows(
+    x: DivergenceInputs,
+    stats: Tensor,
+    logits: Sequence[Tensor],
+    outs: Sequence[Sequence[Tensor]],
+    tokens: Range,
+) -> None:
+    """Write the statistics (7, R) of logits (R, V) of both sides, and their factors to `outs`.
+
+    Those of a side are matrices (R, C) of the classes, one after the other, or none.
+    """
     _clear(stats)
     _add_exps(stats, logits)
     stats[1:SUMS:2].log_()
     _add_terms(x, stats, logits)
-    for index, own in enumerate(names):
+    for index, own in enumerate(outs):
         begin = 0
-        for out in (matrix(call, name) for name in own):
+        for out in own:
             tile = [side[:, begin : begin + out.shape[1]] for side in logits]
-            out = out[first : first + stats.shape[1]]
-            _write_factors(x, out, index, tile, stats, s.rows)
+            _write_factors(x, out, index, tile, stats, tokens)
             begin += out.shape[1]
 
 

@@ -252,7 +252,7 @@ def test_a_step_launches_it(
     monkeypatch.setattr(kernels, "compiled", emulated)
 
     def of(x: DivergenceInputs) -> kernels.RowKernel:
-        return kernels.RowKernel.with_scales("sm_90a", x.options, x.scales)
+        return kernels.RowKernel.on("sm_90a", x)
 
     monkeypatch.setattr(kernels.RowKernel, "of", staticmethod(of))
     with planned(plan):
