@@ -84,12 +84,13 @@ class DivergenceInputs:
 
         The latter, () or (M,), are known before the backward where factors are kept.
         """
-        upstream = self.h.new_ones((), dtype=self.dtype)
-        if self.upstream is not None:
-            upstream = self.upstream.to(self.dtype)
-        if self.loss_scale is None:
-            return [side.scales(upstream) for side in self.sides]
-        scales = (side.scales(self.loss_scale) for side in self.sides)
+        upstream = None if self.upstream is None else self.upstream.to(self.dtype)
+        given = upstream if self.loss_scale is None else self.loss_scale
+        if given is None:
+            given = self.h.new_ones((), dtype=self.dtype)
+        scales = [side.scales(given) for side in self.sides]
+        if upstream is None or self.loss_scale is None:
+            return scales
         return [(common * upstream, own) for common, own in scales]
 
     @cached_property
