@@ -51,12 +51,13 @@ def checked_call(
     `given` are the other arguments of `linear_divergence`, by name.
     """
     check_arguments({name: x for name, x in given.items() if name not in PAIRS})
-    pairs = {name: pair(name, given.get(name, default)) for name, default in PAIRS.items()}
+    pairs: dict[str, Sequence[Any]] = {
+        name: pair(name, given.get(name, default)) for name, default in PAIRS.items()
+    }
     heads = autocast(*sides[:2]), autocast(*sides[2:])
     check_heads(*heads)
     h, w = heads[0]
     sharding = Sharding.of(given)
-    sharding.ranks()
     sharding.check(w)
     of = Operands(h, w, h.shape[:-1], sharding.vocab(w), "student_input")
     check_target(target, of)
@@ -80,9 +81,11 @@ def checked_call(
         "group": sharding.group,
         "shards": sharding.shards,
     }
-    student, teacher = pairs["temperature"]
-    pairs["temperature"] = checked_temperature(student, of), checked_temperature(teacher, of)
-    for name, values in ({"bias": biases} | pairs).items():
+    pairs["temperature"] = [
+        None if not isinstance(x, Tensor) and x == 1 else checked("temperature", x, of)
+        for x in pairs["temperature"]
+    ]
+    for name, values in (pairs | {"bias": biases}).items():
         arguments |= {f"student_{name}": values[0], f"teacher_{name}": values[1]}
     if target is not None:
         if target.dtype == torch.bool:
@@ -93,7 +96,7 @@ def checked_call(
 
 
 def checked(name: str, value: Tensor | float | None, of: Operands) -> Tensor | None:
-    """Return the argument `name`, a number or a tensor, as a tensor that fits the call.
+    """Return the argument `name`, a number or a tensor, as a tensor () or (N,) that fits the call.
 
     Raises:
         TypeError, ValueError: for a tensor that does not.
@@ -102,15 +105,7 @@ def checked(name: str, value: Tensor | float | None, of: Operands) -> Tensor | N
         return None
     x = replicated(name, as_tensor(name, value, of.h))
     check_tensors({name: x}, of)
-    return x
-
-
-def checked_temperature(temperature: Tensor | float, of: Operands) -> Tensor | None:
-    """Return that of a side as () or (N,), None for 1; raise an error for a wrong tensor."""
-    if not isinstance(temperature, Tensor) and temperature == 1:
-        return None
-    x = checked("temperature", temperature, of)
-    return x.reshape(-1) if x is not None and x.ndim else x
+    return x.reshape(-1) if x.ndim else x
 
 
 def checked_form(divergence: str, beta: float | None) -> tuple[str, float]:

@@ -83,7 +83,7 @@ def factors_(
     lses: Tensor,
     kl: Tensor | None,
     cap: Tensor | None,
-    scale: Tensor | None,
+    scale: Tensor,
     share: Tensor | None,
     other: Tensor | None,
 ) -> None:
@@ -109,7 +109,7 @@ def factors_(
     del p, ratio  # freed before the next ones are allocated
     if cap is not None:
         terms.mul_((a / cap[:, None]).square_().neg_().add_(1))
-    out.copy_(terms if scale is None else terms.mul_(scale[:, None]))
+    out.copy_(terms.mul_(scale[:, None]))
 
 
 def _probabilities(logits: Tensor, lses: Tensor) -> Tensor:

@@ -9,13 +9,46 @@ from torch import Tensor
 
 from cutefce.ops.divergence.options import STUDENT, TEACHER, Divergence
 from cutefce.ops.divergence.plan import DivergencePlan
-from cutefce.ops.divergence.row_kernel import RowKernel
-from cutefce.ops.divergence.sides import Side
 from cutefce.ops.divergence.steps import side_of
 from cutefce.ops.dtypes import sum_dtype
 from cutefce.ops.parallel.shard import VocabShard
 from cutefce.ops.program.run import Interpreter
+from cutefce.ops.rows.logit_map import LogitMap
+from cutefce.ops.rows.scaling import largest_of
 from cutefce.ops.rows.selection import RowSelection
+
+
+@dataclass(frozen=True)
+class Side:
+    """The tokens that are computed, M of N, and the classes of this rank, of one side."""
+
+    h: Tensor
+    """(M, D) hidden states."""
+    w: Tensor
+    """(V, D)"""
+    logits: LogitMap | None
+    """From products to the model's logits; None for the identity."""
+    boost: float = 1.0
+    """Power of 2 that factors are multiplied by, for float16's range."""
+
+    @property
+    def cap(self) -> Tensor | None:
+        """(M,) the bound of the logits; None without a softcap."""
+        return None if self.logits is None else self.logits.cap
+
+    def scales(self, scale: Tensor) -> tuple[Tensor, Tensor]:
+        """Return () what gradients are multiplied by in the end, and () or (M,) what factors are.
+
+        `scale`, () or (M,), is what multiplies divergences; the derivative of a softcap is left
+        out.  What 16 bits may not hold is relative to the largest of the tokens: products in
+        float16, and those of tokens that differ.
+        """
+        if self.logits is not None and self.logits.factor is not None:
+            scale = scale * self.logits.factor
+        if not scale.ndim and self.h.dtype != torch.float16:
+            return torch.ones_like(scale), scale
+        common = largest_of(scale)
+        return common / self.boost, scale / common * self.boost
 
 
 @dataclass(frozen=True)
@@ -29,6 +62,9 @@ class DivergenceInputs:
     shard: VocabShard
     loss_scale: Tensor | None
     """() the factor of each token's divergence in a reduced one; None for one of each token."""
+    upstream: Tensor | None
+    """() the gradient of the reduced divergence, or (M,) those of each token's; None in a forward.
+    """
     selection: RowSelection | None
     """Which tokens these are; None for all."""
 
@@ -43,9 +79,19 @@ class DivergenceInputs:
         return sum_dtype(self.h.dtype)
 
     @cached_property
-    def scales(self) -> list[Tensor | None]:
-        """() what the factors of each side are multiplied by before they are rounded."""
-        return [side.factor_scale(self.loss_scale) for side in self.sides]
+    def scales(self) -> list[tuple[Tensor, Tensor]]:
+        """Of each side () what its gradients are multiplied by in the end, and what factors are.
+
+        The latter, () or (M,), are known before the backward where factors are kept.
+        """
+        upstream = None if self.upstream is None else self.upstream.to(self.dtype)
+        given = upstream if self.loss_scale is None else self.loss_scale
+        if given is None:
+            given = self.h.new_ones((), dtype=self.dtype)
+        scales = [side.scales(given) for side in self.sides]
+        if upstream is None or self.loss_scale is None:
+            return scales
+        return [(common * upstream, own) for common, own in scales]
 
     @cached_property
     def shares(self) -> list[tuple[Tensor | None, Tensor | None]]:
@@ -60,11 +106,6 @@ class DivergenceInputs:
         if not self.options.is_mixture:
             return [(student, None), (teacher, None)]
         return [(student, teacher), (teacher, student)]
-
-    @cached_property
-    def row_kernel(self) -> RowKernel | None:
-        """What makes whole rows of logits into statistics and factors; None for steps of torch."""
-        return RowKernel.of(self.sides, self.options, self.scales)
 
 
 Call = Interpreter[DivergenceInputs]

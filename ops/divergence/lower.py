@@ -12,10 +12,9 @@ the rows of dW of its classes will be, are copied before these rows are written.
 
 from collections.abc import Iterator, Sequence
 
-from cutefce.ops.divergence.cost import scratch_bytes
 from cutefce.ops.divergence.options import SIDES
 from cutefce.ops.divergence.problem import DivergenceLayout, DivergenceProblem
-from cutefce.ops.divergence.steps import DW, DX, STATS, TileKind
+from cutefce.ops.divergence.steps import DW, DX, STATS, TileKind, scratch_bytes
 from cutefce.ops.program.builder import ProgramBuilder
 from cutefce.ops.program.place import place
 from cutefce.ops.program.steps import Home, Kind, Program, Range, Step

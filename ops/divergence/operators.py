@@ -13,7 +13,7 @@ from torch import Tensor, is_tensor
 
 from cutefce.ops import torch_compat
 from cutefce.ops.divergence.calls import backward, forward
-from cutefce.ops.divergence.inputs import DivergenceInputs
+from cutefce.ops.divergence.inputs import DivergenceInputs, Side
 from cutefce.ops.divergence.options import (
     OPERANDS,
     RECORDS,
@@ -22,7 +22,6 @@ from cutefce.ops.divergence.options import (
     Divergence,
 )
 from cutefce.ops.divergence.plan import make_plan, problem_of
-from cutefce.ops.divergence.sides import Side
 from cutefce.ops.divergence.steps import STATS
 from cutefce.ops.dtypes import sum_dtype
 from cutefce.ops.operators import saved
@@ -33,6 +32,7 @@ from cutefce.ops.operators.operators import IMPLS, LIBRARY, UNSAFE, define, rest
 from cutefce.ops.parallel.consistency import report_errors
 from cutefce.ops.parallel.shard import shard_of
 from cutefce.ops.primitives.dispatch import falls_back
+from cutefce.ops.primitives.products import dense
 from cutefce.ops.primitives.select_rows import select_on_host
 from cutefce.ops.rows.logit_map import LogitMap
 from cutefce.ops.rows.targets import inverse_of
@@ -68,11 +68,8 @@ def divergence_backward(upstream: Tensor, stats: Tensor, *arguments: Any) -> tup
     `divergence`.
     """
     x = _inputs(arguments, upstream, stats)
-    memory = saved.saved_with(stats)
-    if x.selection is not None:
-        stats = x.selection.take(stats)
-        upstream = x.selection.take(upstream) if upstream.ndim else upstream
-    return (*backward(x, memory, stats, upstream),)
+    rows = stats if x.selection is None else x.selection.take(stats)
+    return (*backward(x, saved.saved_with(stats), rows),)
 
 
 def _inputs(
@@ -87,20 +84,23 @@ def _inputs(
     heads = (h_s, w_s), (h_t, w_t)
     selection = None if y is None else select_on_host(y, y, options.ignore_index)
     counted = len(h_s) if selection is None else len(selection.order)
-    problem = problem_of(heads, counted, options, sharding)
-    sides = []
+    problem, sides = problem_of(heads, counted, options, sharding), list[Side]()
     for i, (h, w) in enumerate(heads):
         own, added = options.of_logits(i)
+        if selection is not None:
+            h, added = h.index_select(0, selection.order), selection.take_options(added)
         logits = LogitMap.of(own, added, h.new_empty(len(h)), sum_dtype(h.dtype))
         boost = options.boost(i) if h.dtype == torch.float16 else 1.0
-        sides.append(Side(h, w, logits, added.linear_bias, boost).selected(selection))
+        sides.append(Side(dense(h), dense(w), logits, boost))
     same = {}  # one device has nobody to agree with
     if sharding.group is not None:
         same = _agreed(h_t, y, options, upstream, stats)
     shard = shard_of(sharding, h_s, w_s, **same)
-    loss_scale = _loss_scale(sides[0], options) if options.is_scalar else None
+    if upstream is not None and upstream.ndim and selection is not None:
+        upstream = selection.take(upstream)
+    loss_scale = _loss_scale(sides[STUDENT].h, options) if options.is_scalar else None
     plan = make_plan(problem, options.workspace)
-    return DivergenceInputs(sides, options, plan, shard, loss_scale, selection)
+    return DivergenceInputs(sides, options, plan, shard, loss_scale, upstream, selection)
 
 
 def _agreed(
@@ -127,13 +127,12 @@ def _agreed(
     return same
 
 
-def _loss_scale(student: Side, options: Divergence) -> Tensor:
-    """Return () the factor of each token's divergence in the reduced one."""
-    like, denominator, dtype = student.h, options.denominator, sum_dtype(student.h.dtype)
-    if denominator is not None:
-        return inverse_of(denominator, dtype)
-    count = max(len(like), 1) if options.reduction == "mean" else 1
-    return like.new_full((), 1 / count, dtype=dtype)
+def _loss_scale(h: Tensor, options: Divergence) -> Tensor:
+    """Return () the factor of each token's divergence in that of h (M, D), which is reduced."""
+    if options.denominator is not None:
+        return inverse_of(options.denominator, sum_dtype(h.dtype))
+    count = max(len(h), 1) if options.reduction == "mean" else 1
+    return h.new_full((), 1 / count, dtype=sum_dtype(h.dtype))
 
 
 def _fake_divergence(*arguments: Any) -> tuple[Tensor, Tensor]:

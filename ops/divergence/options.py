@@ -71,9 +71,9 @@ class Divergence(OperatorRecord):
         return FIRST.get(self.divergence)
 
     def share(self, index: int) -> float:
-        """Return the share of a side in the JSD's mixture, or the factor 1/2 of tv's derivative."""
-        if self.divergence == "tv":
-            return 0.5
+        """Return a side's share in the JSD's mixture, the factor 1/2 of tv's derivative, or 1."""
+        if not self.is_mixture:
+            return 0.5 if self.divergence == "tv" else 1.0
         return self.beta if index == TEACHER else 1 - self.beta
 
     def values(self, stats: Tensor) -> Tensor:
@@ -98,10 +98,10 @@ class Divergence(OperatorRecord):
         return 2.0**4 if index == self.first else 2.0**12
 
     @property
-    def differ_by_token(self) -> bool:
-        """Whether tokens have temperatures of their own."""
+    def scales_rows(self) -> bool:
+        """Whether tokens differ in the factors of their gradients."""
         given = self.student_temperature, self.teacher_temperature
-        return any(x is not None and x.ndim > 0 for x in given)
+        return not self.is_scalar or any(x is not None and x.ndim > 0 for x in given)
 
     def of_logits(self, index: int) -> tuple[LossOptions, TensorOptions]:
         """Return the logit options of the student (0) or the teacher (1)."""
@@ -114,6 +114,11 @@ class Divergence(OperatorRecord):
         """Return which gradients of the student (0) or the teacher (1) are computed."""
         hidden, weight, bias = self.trained[3 * index : 3 * index + 3]
         return hidden, weight, bias
+
+    @property
+    def trained_sides(self) -> list[int]:
+        """The sides that have gradients."""
+        return [i for i in (STUDENT, TEACHER) if any(self.gradients(i))]
 
 
 OPERANDS = 5

@@ -9,10 +9,10 @@ from torch import Tensor
 from cutefce.cute_kernels.integers import ceil_div
 from cutefce.cute_kernels.problem import Problem
 from cutefce.cute_kernels.process_cache import process_cache
-from cutefce.ops.divergence.cost import seconds
 from cutefce.ops.divergence.lower import lower
 from cutefce.ops.divergence.options import Divergence
 from cutefce.ops.divergence.problem import DivergenceLayout, DivergenceProblem
+from cutefce.ops.divergence.steps import seconds
 from cutefce.ops.dtypes import dtype_name
 from cutefce.ops.interface.arguments import Sharding
 from cutefce.ops.primitives.dispatch import planned_device
@@ -91,10 +91,7 @@ def make_plan(problem: DivergenceProblem, budget: int) -> DivergencePlan:
 def planned(problem: DivergenceProblem, layout: DivergenceLayout) -> DivergencePlan:
     """Return the plan of a layout."""
     program, device = lower(problem, layout, brief=True), device_of(problem.student.device)
-    copied = problem.copied_bytes
-    if problem.selects:
-        copied += sum(p.tokens * p.hidden * p.item_bytes for p in problem.sides)
-    size, time = peak(program) + copied, seconds(program, device)
+    size, time = peak(program) + problem.copied_bytes, seconds(program, device)
     return DivergencePlan(problem, layout, workspace_bytes=size, seconds=time)
 
 
@@ -137,15 +134,16 @@ def problem_of(
         hidden, weight, bias = options.gradients(index)
         sizes = counted, h.shape[1], len(w), dtype_name(h.dtype), planned_device(h)
         problems.append(Problem(*sizes, hidden, weight, grad_bias=bias))
-        given = (h, w) if counted == len(h) else (w,)
-        copied += sum(x.nbytes for x in given if not is_dense(x))
+        copied += w.nbytes * (not is_dense(w))
+        if counted < len(h) or not is_dense(h):
+            copied += counted * h.shape[1] * h.itemsize
     student, teacher = problems
     return DivergenceProblem(
         student,
         teacher,
         len(heads[0][0]),
         copied,
-        scales_rows=not options.is_scalar or options.differ_by_token,
+        scales_rows=options.scales_rows,
         sharded=sharding.group is not None,
         divergence=options.divergence,
     )

@@ -18,12 +18,12 @@ from cutefce.ops.divergence.elementwise import (
     factors_,
 )
 from cutefce.ops.divergence.inputs import Call, DivergenceInputs, matrix
-from cutefce.ops.divergence.logits import write_logits
+from cutefce.ops.divergence.kernels import write_logits
 from cutefce.ops.divergence.options import STUDENT, TEACHER
 from cutefce.ops.divergence.steps import SUMS, side_of
 from cutefce.ops.primitives.elementwise import joined
 from cutefce.ops.primitives.portable_gradients import apply_rowwise
-from cutefce.ops.program.steps import Step
+from cutefce.ops.program.steps import Range, Step
 
 
 def _logits(call: Call, s: Step) -> tuple[list[Tensor], list[Tensor | None]]:
@@ -45,20 +45,36 @@ def rows(call: Call, s: Step) -> None:
     names = [[n for n in s.writes[3:] if side_of(n) == index] for index in (STUDENT, TEACHER)]
     first, aliased = s.rows[0], x.plan.layout.aliased
     first -= aliased if first >= aliased else 0
-    if x.row_kernel is not None:
+    kernel = call.values["row kernel"]
+    if kernel is not None:
         outs = [[matrix(call, name) for name in own[:2]] for own in names]
-        x.row_kernel.run(stats, logits, outs, sums, first)
+        kernel.run(stats, logits, outs, sums, first)
         return
+    last = first + stats.shape[1]
+    outs = [[matrix(call, name)[first:last] for name in own] for own in names]
+    write_rows(x, stats, logits, outs, s.rows)
+
+
+def write_rows(
+    x: DivergenceInputs,
+    stats: Tensor,
+    logits: Sequence[Tensor],
+    outs: Sequence[Sequence[Tensor]],
+    tokens: Range,
+) -> None:
+    """Write the statistics (7, R) of logits (R, V) of both sides, and their factors to `outs`.
+
+    Those of a side are matrices (R, C) of the classes, one after the other, or none.
+    """
     _clear(stats)
     _add_exps(stats, logits)
     stats[1:SUMS:2].log_()
     _add_terms(x, stats, logits)
-    for index, own in enumerate(names):
+    for index, own in enumerate(outs):
         begin = 0
-        for out in (matrix(call, name) for name in own):
+        for out in own:
             tile = [side[:, begin : begin + out.shape[1]] for side in logits]
-            out = out[first : first + stats.shape[1]]
-            _write_factors(x, out, index, tile, stats, s.rows, x.scales[index])
+            _write_factors(x, out, index, tile, stats, tokens)
             begin += out.shape[1]
 
 
@@ -108,13 +124,11 @@ def factors(call: Call, s: Step) -> None:
     x, stats = call.inputs, call.values["stats"][:, slice(*s.rows)]
     logits, _ = _logits(call, s)
     for name in s.writes[2:]:
-        index = side_of(name)
-        _, scale = call.values["scales"][index]
         out = window(call, name, s.columns)[slice(*s.rows)]
-        _write_factors(x, out, index, logits, stats, s.rows, scale)
+        _write_factors(x, out, side_of(name), logits, stats, s.rows)
 
 
-def window(call: Call, name: str, columns: tuple[int, int]) -> Tensor:
+def window(call: Call, name: str, columns: Range) -> Tensor:
     """Return the factors (M, C) of all tokens of a window of `columns`."""
     if name.endswith("kept"):
         return matrix(call, name)[:, slice(*columns)]
@@ -156,13 +170,11 @@ def _write_factors(
     a: int,
     logits: Sequence[Tensor],
     stats: Tensor,
-    tokens: tuple[int, int],
-    scale: Tensor | None,
+    tokens: Range,
 ) -> None:
-    """Write the factors (R, C) of the side `a` to `out`, times `scale`, () or (M,)."""
-    first, cap = x.options.first, x.sides[a].cap
-    if scale is not None:
-        scale = scale[slice(*tokens)] if scale.ndim else scale.expand(len(out))
+    """Write the factors (R, C) of the side `a` to `out`, of the R `tokens`."""
+    first, cap, (_, scale) = x.options.first, x.sides[a].cap, x.scales[a]
+    scale = scale[slice(*tokens)] if scale.ndim else scale.expand(len(out))
     cap = None if cap is None else cap[slice(*tokens)]
     kl = stats[SUMS + a] if first in (a, None) else None
     operands = logits[a], logits[1 - a], _lses(stats, a), kl, cap, scale

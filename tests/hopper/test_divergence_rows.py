@@ -12,9 +12,9 @@ from torch import Tensor
 pytest.importorskip("cutlass")
 
 from cutefce.cute_kernels.spec.divergence import DivergenceRowsSpec
-from cutefce.ops.divergence import row_kernel
+from cutefce.ops.divergence import kernels
+from cutefce.ops.divergence.inputs import DivergenceInputs, Side
 from cutefce.ops.divergence.options import FIRST, Divergence
-from cutefce.ops.divergence.sides import Side
 from tests.emulation.hopper import run
 from tests.support import tiers
 from tests.support.divergence import heads, ours, planned, token_divergences
@@ -249,12 +249,12 @@ def test_a_step_launches_it(
         launched.append(kernel)
         return functools.partial(run, dataclasses.replace(kernel, threads=64, held=1))
 
-    monkeypatch.setattr(row_kernel, "compiled", emulated)
+    monkeypatch.setattr(kernels, "compiled", emulated)
 
-    def of(sides: Any, given: Any, scales: Any) -> row_kernel.RowKernel:
-        return row_kernel.RowKernel.with_scales("sm_90a", given, scales, sides[0].h)
+    def of(x: DivergenceInputs) -> kernels.RowKernel:
+        return kernels.RowKernel.on("sm_90a", x)
 
-    monkeypatch.setattr(row_kernel.RowKernel, "of", staticmethod(of))
+    monkeypatch.setattr(kernels.RowKernel, "of", staticmethod(of))
     with planned(plan):
         got = ours(case, **options)
     assert any(kernel.factors_a or kernel.factors_b for kernel in launched)
@@ -269,13 +269,14 @@ def test_factors_of_two_dtypes_have_no_kernel(
 ) -> None:
     """Verified kernels write those of both sides in one dtype."""
     gpu = SimpleNamespace(arch=SimpleNamespace(name="sm_90a"))
-    monkeypatch.setattr(row_kernel, "_unsupported_reason", lambda *_: None)
-    monkeypatch.setattr(row_kernel, "gpu_of", lambda *_: gpu)
+    monkeypatch.setattr(kernels, "_unsupported_reason", lambda *_: None)
+    monkeypatch.setattr(kernels, "gpu_of", lambda *_: gpu)
     sides = [
-        Side(torch.zeros(4, 8, dtype=dtype), torch.zeros(16, 8, dtype=dtype), None, None)
+        Side(torch.zeros(4, 8, dtype=dtype), torch.zeros(16, 8, dtype=dtype), None)
         for dtype in (torch.bfloat16, torch.float16)
     ]
     trained = [True] * 3 + [trains_both] * 3
     options = Divergence("forward_kl", 0.5, "mean", -100, 0, 1.0, 1.0, None, None, trained)
-    kernel = row_kernel.RowKernel.of(sides, options, (None, None))
+    given: Any = sides, options, None, None, torch.ones(()), None, None
+    kernel = kernels.RowKernel.of(DivergenceInputs(*given))
     assert (kernel is None) == trains_both

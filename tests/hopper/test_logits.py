@@ -16,7 +16,7 @@ from cutefce.cute_kernels.config import GemmConfig
 from cutefce.cute_kernels.gpu import Gpu
 from cutefce.cute_kernels.spec.divergence import logits_kernel
 from cutefce.cute_kernels.spec.gemm import ProjectExpSpec
-from cutefce.ops.divergence import logits
+from cutefce.ops.divergence import kernels
 from cutefce.ops.rows.logit_map import LogitMap
 from tests.emulation.hopper import run
 from tests.support.tiers import rest_slow
@@ -36,14 +36,14 @@ def test_logits(
     config: GemmConfig, dtype: str, shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows and columns that are no multiple of a tile, of matrices that others surround."""
-    monkeypatch.setattr(logits, "compiled", lambda kernel: functools.partial(run, kernel))
+    monkeypatch.setattr(kernels, "compiled", lambda kernel: functools.partial(run, kernel))
     tokens, hidden, vocab = shape
     generator = torch.Generator().manual_seed(0)
     every = torch.randn(vocab + 9, hidden, generator=generator).to(getattr(torch, dtype))
     w = every[5 : 5 + vocab]
     h = torch.randn(tokens, hidden, generator=generator).to(w.dtype)
     memory = torch.full((tokens + 1, vocab), torch.nan)
-    sums = logits.launch(kernel_of(config, dtype), 2, memory[:tokens], h, w)
+    sums = kernels.launch(kernel_of(config, dtype), 2, memory[:tokens], h, w)
     want = h.double() @ w.double().t()
     torch.testing.assert_close(memory[:tokens].double(), want, rtol=1e-5, atol=1e-4)
     assert memory[tokens:].isnan().all()
@@ -69,12 +69,12 @@ def test_logits_of_a_model(
     scale: float, cap: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With scales of rows, biases and a softcap; a row of no number is alone."""
-    monkeypatch.setattr(logits, "compiled", lambda kernel: functools.partial(run, kernel))
+    monkeypatch.setattr(kernels, "compiled", lambda kernel: functools.partial(run, kernel))
     h, w, out = torch.randn(70, 40).bfloat16(), torch.randn(304, 40).bfloat16(), torch.ones(70, 304)
     h[3, 0] = torch.nan
     row_scale, bias = scale * (1 + torch.rand(70)), torch.randn(304)
     transform = LogitMap(row_scale, bias, cap, None, 1.0)
-    sums = logits.launch(kernel_of(SMALL), 3, out, h, w, transform)
+    sums = kernels.launch(kernel_of(SMALL), 3, out, h, w, transform)
     raw = h.double() @ w.double().t() + bias.double()
     want = torch.tanh(cap * raw) if cap else raw
     want *= row_scale.double()[:, None]
@@ -104,11 +104,11 @@ def test_a_side_launches_it(side: tuple[int, slice, int], monkeypatch: pytest.Mo
         launched.append(kernel)
         return functools.partial(run, kernel)
 
-    monkeypatch.setattr(logits, "compiled", emulated)
-    monkeypatch.setattr(logits, "arch_of", lambda *_: "sm_90a")
-    monkeypatch.setattr(logits, "gpu_of", lambda device: Gpu(Sm90(), "NVIDIA H200", 4))
+    monkeypatch.setattr(kernels, "compiled", emulated)
+    monkeypatch.setattr(kernels, "arch_of", lambda *_: "sm_90a")
+    monkeypatch.setattr(kernels, "gpu_of", lambda device: Gpu(Sm90(), "NVIDIA H200", 4))
     h, w = torch.randn(rows, 64).bfloat16(), torch.randn(400, 64).bfloat16()[columns]
     out = torch.full((rows, len(w)), torch.nan)
-    sums = logits.write_logits(out, h, w, None)
+    sums = kernels.write_logits(out, h, w, None)
     assert len(launched) == launches == int(sums is not None)
     torch.testing.assert_close(out.double(), h.double() @ w.double().t(), rtol=1e-5, atol=1e-4)

@@ -12,10 +12,10 @@ from bench.harness.timing import peak_bytes
 from cutefce.cute_kernels.problem import Problem
 from cutefce.ops.budgets import MAXIMUM
 from cutefce.ops.divergence import operators
-from cutefce.ops.divergence.cost import seconds
 from cutefce.ops.divergence.lower import lower
 from cutefce.ops.divergence.plan import DivergencePlan, _families, make_plan
 from cutefce.ops.divergence.problem import DivergenceProblem
+from cutefce.ops.divergence.steps import seconds
 from cutefce.ops.program.place import peak
 from cutefce.ops.program.predicted_time import GPU
 from cutefce.ops.program.steps import ARENAS

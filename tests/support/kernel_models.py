@@ -58,7 +58,7 @@ from cutefce.cute_kernels.workspace import (
     Semaphore,
     Stat,
 )
-from cutefce.ops.divergence import logits, row_kernel
+from cutefce.ops.divergence import kernels as divergence_kernels
 from cutefce.ops.dtypes import dtype_name
 from cutefce.ops.interface.arguments import LossCall
 from cutefce.ops.operators import operands, operators, plans
@@ -641,5 +641,5 @@ def use_models(
     """Launch the models, or another replacement, in the place of compiled kernels: unverified."""
     monkeypatch.setattr(dispatch, "_unproven_reason", lambda *_: None)
     modules = cute_projection, cute_gradients, cute_rowwise, dispatch
-    for module in (*modules, select_rows, sampling, logits, row_kernel, soft_kernels, checked):
+    for module in (*modules, select_rows, sampling, divergence_kernels, soft_kernels, checked):
         monkeypatch.setattr(module, "compiled", replacement)

@@ -17,7 +17,7 @@ from cutefce.autotune_cache import lookup
 from cutefce.cute_kernels import problem, process_cache
 from cutefce.cute_kernels.arch.sm90 import Sm90
 from cutefce.cute_kernels.gpu import Gpu
-from cutefce.ops.divergence import logits, row_kernel
+from cutefce.ops.divergence import kernels
 from cutefce.ops.operators import operators
 from cutefce.ops.operators.plans import plan_for
 from cutefce.ops.primitives import dispatch
@@ -36,9 +36,8 @@ def served_by_kernels(
         if device == "cpu":
             pytest.importorskip("cutlass")
             use_models(patch, lambda kernel: _checked(replacement(kernel)))
-            for module in (dispatch, row_kernel):
+            for module in (dispatch, kernels):
                 patch.setattr(module, "device_unsupported_reason", _unsupported_reason)
-            for module in (dispatch, logits):
                 patch.setattr(module, "gpu_of", lambda device: Gpu(Sm90(), "a model", 132))
             patch.setattr(lookup, "tables", lambda gpu: ())
             # without knowing how many tokens count
