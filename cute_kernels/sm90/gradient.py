@@ -105,7 +105,6 @@ class GradGemmSm90(HostFunction, MainloopSm90):
     def launch(self, operands: Any, stream: Any) -> None:
         """Launch on `clusters` clusters: a (M, K) and b (D, K) to out (M, D).
 
-        The clusters must fit on the device at the same time, as some wait for others.
         Sums are added to `out` unless `overwrite`; float32 sums of dX split the K of the last
         wave's work tiles by `k_splits`.  `count` and `selects` are those of `RowCount`; operands
         are 0 from the tokens that count to the next multiple of `TILE_K`.
@@ -118,8 +117,9 @@ class GradGemmSm90(HostFunction, MainloopSm90):
             out_store, add = self.epilogue.tma_store(x.out), self.epilogue.tma_add(x.out)
         sums = add, x.k_splits, x.overwrite, RowCount(x.count, x.selects)
         given = self.tiled_mma(self.m_halves), a_loads, b_load, out_store, (x.targets, x.rank_one)
+        # a K split waits for the one before, whose cluster may come later: all run at the same time
         self.kernel(*given, x.semaphores, sums).launch(
-            **self.launch_shape(x.clusters), stream=stream
+            **self.launch_shape(x.clusters), cooperative=x.k_splits is not None, stream=stream
         )
 
     @cute.kernel

@@ -395,9 +395,9 @@ class Grid:
         launch, number, idle = self.launch, 0, 0
         running: list[tuple[Warp, Iterator[None]]] = []
         while True:
-            while (
-                number < launch.blocks // launch.cluster
-                and len(running) + launch.cluster * launch.warps <= RESIDENT_BLOCKS * launch.warps
+            while number < launch.blocks // launch.cluster and (
+                launch.is_cooperative
+                or len(running) + launch.cluster * launch.warps <= RESIDENT_BLOCKS * launch.warps
             ):
                 running += [(warp, warp.run()) for warp in self._start(number)]
                 number += 1

@@ -19,8 +19,8 @@ from tests.emulation.compiled import compiled
 
 CUDA = 2
 """The device type of DLPack."""
-CLUSTER = 4
-"""The launch attribute of the cluster's shape."""
+COOPERATIVE, CLUSTER = 2, 4
+"""Launch attributes: whether all blocks run at the same time, and the cluster's shape."""
 
 
 class _Attribute(ctypes.Structure):
@@ -67,6 +67,8 @@ class Launch:
     """Warps of a block."""
     cluster: int
     """Blocks of a cluster."""
+    is_cooperative: bool
+    """Whether all blocks run at the same time."""
     shared_bytes: int
     parameters: tuple[bytes, ...]
 
@@ -101,6 +103,7 @@ class HostFunction:
                 blocks=shape.grid[0],
                 warps=shape.block[0] // 32,
                 cluster=attributes[CLUSTER][0] if CLUSTER in attributes else 1,
+                is_cooperative=COOPERATIVE in attributes and bool(attributes[COOPERATIVE][0]),
                 shared_bytes=shape.shared_bytes,
                 parameters=tuple(ctypes.string_at(values[i], n) for i, n in enumerate(sizes)),
             )

@@ -43,6 +43,7 @@ from cutefce.ops.rows.loss_parts import LossParts
 from cutefce.ops.rows.scaling import scaling_of
 from cutefce.ops.rows.statistics import RowStats
 from cutefce.ops.rows.targets import Targets
+from tests.emulation import core
 from tests.emulation.configs import (
     COOPERATIVE,
     GRADIENTS,
@@ -161,6 +162,13 @@ def test_every_order_of_splits(config: GemmConfig, seed: int) -> None:
     """The first one overwrites what was there, others are added to it."""
     case = Product(150, 136, 330, torch.bfloat16)
     check_sums(kernels_of(config).grad_hidden, case, splits=3, overwrite=1, seed=seed)
+
+
+def test_splits_run_beside_other_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Splits wait for later clusters, which others' kernels must not keep from running."""
+    monkeypatch.setattr(core, "RESIDENT_BLOCKS", COOPERATIVE.cluster)
+    case = Product(150, 136, 330, torch.bfloat16)
+    check_sums(kernels_of(COOPERATIVE).grad_hidden, case, splits=3, overwrite=1)
 
 
 FINAL = {
