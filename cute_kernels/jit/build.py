@@ -1,13 +1,13 @@
 """Compiles several kernels at once, each in a process of its own."""
 
-import contextlib
 import functools
 import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from cutefce.cute_kernels.jit import cache, compiler
+from cutefce.cute_kernels.jit import cache
+from cutefce.cute_kernels.jit.compiler import compile_kernel
 from cutefce.cute_kernels.jit.notices import compiling
 from cutefce.cute_kernels.jit.subprocess_worker import SubprocessWorker
 from cutefce.cute_kernels.spec.kernel import KernelSpec
@@ -23,32 +23,11 @@ def missing(kernels: Iterable[KernelSpec]) -> list[KernelSpec]:
     return [kernel for kernel in dict.fromkeys(kernels) if not cache.is_stored(kernel)]
 
 
-def load(kernel: KernelSpec) -> None:
-    """Load `kernel` in this process, or compile it if the cache folder does not have it."""
-    cache.compiled(kernel)
-
-
-def compile_into_folder(kernel: KernelSpec) -> None:
-    """Compile `kernel` into the cache folder; nothing without one: who launches it compiles it."""
-    with contextlib.suppress(OSError):
-        cache.store(kernel, lambda: compiler.compile_kernel(kernel))
-
-
-def compile_clean(kernel: KernelSpec) -> None:
-    """Compile `kernel` into the cache folder.
-
-    Raises:
-        ValueError: if it spills registers or its WGMMA instructions are serialized.
-        OSError: if it cannot be stored.
-    """
-    cache.store(kernel, lambda: compiler.compile_clean(kernel))
-
-
 def build(
     kernels: Sequence[KernelSpec],
-    compile_one: Callable[[KernelSpec], Any] = compile_into_folder,
+    compile_one: Callable[[KernelSpec], Any] = compile_kernel,
 ) -> dict[KernelSpec, str]:
-    """Compile kernels in subprocesses; return those that failed, with the reasons.
+    """Compile kernels in subprocesses into the cache folder; return those that failed, and why.
 
     Args:
         kernels: What to compile.
@@ -62,7 +41,7 @@ def build(
             processes.append(process)
             for kernel in waiting:
                 try:
-                    process.ask(functools.partial(compile_one, kernel), BUILD_SECONDS)
+                    process.ask(functools.partial(cache.store, kernel, compile_one), BUILD_SECONDS)
                 except RuntimeError as error:
                     failed[kernel] = f"compiling {type(kernel).__name__}: {error}"
                 count()

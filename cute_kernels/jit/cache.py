@@ -184,7 +184,7 @@ def _stored(kernel: KernelSpec) -> Iterator[Path]:
         yield prebuilt
 
 
-def store(kernel: KernelSpec, compile_: Callable[[], Any]) -> Path:
+def store(kernel: KernelSpec, compile_one: Callable[[KernelSpec], Any]) -> Path:
     """Write the library of `kernel` to the cache folder if it is missing; return its path.
 
     Raises:
@@ -196,7 +196,7 @@ def store(kernel: KernelSpec, compile_: Callable[[], Any]) -> Path:
         with cache_files.lock(path, LOCK_SECONDS):
             if not _is_whole(path):
                 _linker()  # before seconds of compiling
-                _write(path, compile_())
+                _write(path, compile_one(kernel))
     return path
 
 
@@ -210,7 +210,7 @@ def _load_or_compile(kernel: KernelSpec) -> Any:
         return _load_or_compile(kernel)
     try:
         with contextlib.suppress(OSError):
-            return _load(store(kernel, lambda: _compile(kernel)))
+            return _load(store(kernel, _compile))
         return _compile(kernel)
     except Exception as error:  # a compiler may raise anything
         raise CompilerError(kernel, error) from error

@@ -4,11 +4,12 @@ import importlib
 
 import click
 
-from cutefce.autotune_cache.tuning.runner import all_kernels
+from cutefce.autotune_cache.tuning.runner import built_ahead
 from cutefce.cute_kernels import cache_files
 from cutefce.cute_kernels.arch import ARCHS, arch_named
 from cutefce.cute_kernels.jit import build
 from cutefce.cute_kernels.jit import cache as jit_cache
+from cutefce.cute_kernels.jit.compiler import compile_clean
 
 
 @click.command("compile", short_help="Compile all kernels into the cache folder.")
@@ -36,9 +37,9 @@ def compile_kernels(names: str) -> None:
         needed = "pip install 'nvidia-cutlass-dsl[cu13]' apache-tvm-ffi"
         raise click.ClickException(f"{error}; the compiler is needed: {needed}") from error
     for arch in archs:
-        kernels = all_kernels(arch)
+        kernels = built_ahead(arch)
         missing = build.missing(kernels)
-        failed = build.build(missing, compile_one=build.compile_clean)
+        failed = build.build(missing, compile_one=compile_clean)
         if failed:
             raise click.ClickException("\n".join(failed.values()))
         click.echo(f"{arch.name}: compiled {len(missing)} of {len(kernels)} kernels into {folder}")

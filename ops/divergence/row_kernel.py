@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from cutefce.autotune_cache.verdicts import DIVERGENCES
 from cutefce.cute_kernels.jit.cache import compiled
-from cutefce.cute_kernels.parts import DIVERGENCES
 from cutefce.cute_kernels.spec.divergence import divergence_rows
 from cutefce.ops.divergence.options import STUDENT, TEACHER, Divergence
 from cutefce.ops.divergence.sides import Side

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cutefce.autotune_cache import lookup, table, table_io, verdicts
-from cutefce.cute_kernels.parts import PARTS
+from cutefce.autotune_cache.verdicts import PARTS
 from tests.support.tables import ENTRY, GPU, KEY, OLD, OTHER, TABLE, VERSIONS, write
 
 SHIPPED = sorted(lookup.SHIPPED_FOLDER.glob("*.json"))

@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from cutefce.autotune_cache import table_io
-from cutefce.autotune_cache.tuning import jobs, shapes, tuner, verify
-from cutefce.autotune_cache.tuning.jobs import Job
+from cutefce.autotune_cache.tuning import shapes, tuner, verify
 from cutefce.autotune_cache.tuning.runner import Runner
+from cutefce.autotune_cache.tuning.tuner import Job
+from cutefce.autotune_cache.verdicts import STEP, parts_of
 from cutefce.commands.common import this_gpu
 from cutefce.cute_kernels.arch import arch_for
 from cutefce.cute_kernels.jit.subprocess_worker import SubprocessWorker, WorkerError
-from cutefce.cute_kernels.parts import STEP, parts_of
 from tests.support.fake_tuner import HEADER, job, tune_inline
 from tests.support.faulty_candidates import Kind, config
 from tests.support.tables import OLD, write
@@ -121,7 +121,7 @@ def test_on_a_gpu(tmp_path: Path) -> None:
     with SubprocessWorker() as process:
         runner = Runner(gpu, device)
         verify.compile_all(runner, "bfloat16", parts_of(STEP))
-        for todo in jobs.jobs_of(runner, [(1000, 512, 8000)], "bfloat16"):
+        for todo in tuner.jobs_of(runner, [(1000, 512, 8000)], "bfloat16"):
             entry = tuner.tune(todo, process, path, tuner.header_for(gpu))
             assert entry.config in todo.candidates
             assert table_io.read(path).entries[todo.key] == entry

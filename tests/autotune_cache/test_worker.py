@@ -6,14 +6,10 @@ from typing import Any
 
 import pytest
 
-from cutefce.autotune_cache.tuning import jobs, runner, timing, verify
+from cutefce.autotune_cache.tuning import runner, timing, tuner
 from cutefce.autotune_cache.tuning.cases import SMALL_PROBLEMS, MismatchError
 from cutefce.autotune_cache.tuning.runner import Runner
-from cutefce.cute_kernels import process_cache
-from cutefce.cute_kernels.arch import ARCHS
-from cutefce.cute_kernels.arch.base import Arch
-from cutefce.cute_kernels.jit import cache as jit_cache
-from cutefce.cute_kernels.parts import (
+from cutefce.autotune_cache.verdicts import (
     DIVERGENCES,
     FORWARD,
     OPTIONS,
@@ -23,6 +19,10 @@ from cutefce.cute_kernels.parts import (
     STEP,
     parts_of,
 )
+from cutefce.cute_kernels import process_cache
+from cutefce.cute_kernels.arch import ARCHS
+from cutefce.cute_kernels.arch.base import Arch
+from cutefce.cute_kernels.jit import cache as jit_cache
 from cutefce.cute_kernels.spec.kernel import KernelSpec
 from cutefce.cute_kernels.spec.rowwise import SelectRowsSpec
 from tests.support.fake_tuner import RUNNER, job
@@ -61,7 +61,7 @@ def test_trials_take_about_as_long_as_they_may(
     monkeypatch.setattr(timing, "_timed_on_cpu", sample)
     candidates = config(Kind.FAST), config(Kind.SLOW)
     assert job().trial() == dict.fromkeys(candidates, (ms,) * rounds)
-    assert taken[4:] == [jobs.CALLS] * 2 * rounds
+    assert taken[4:] == [tuner.CALLS] * 2 * rounds
 
 
 @pytest.fixture
@@ -147,8 +147,8 @@ def test_trials_launch_nothing_that_was_not_compiled_ahead(
 ) -> None:
     """Compiling takes longer than a trial may."""
     runner = Runner(dataclasses.replace(GPU, arch=arch), "cpu")
-    compiled = set(verify._kernels(runner, dtype, parts_of(STEP)))
-    for one in jobs.jobs_of(runner, [(130, 64, 1500)], dtype):
+    compiled = set(runner.all_kernels(dtype, parts_of(STEP)))
+    for one in tuner.jobs_of(runner, [(130, 64, 1500)], dtype):
         for call in one.calls().values():
             call()
         assert launched and launched <= compiled

@@ -9,12 +9,12 @@ from click.testing import CliRunner
 from cutefce.__main__ import main
 from cutefce.autotune_cache import verdicts
 from cutefce.autotune_cache.tuning import verify
+from cutefce.autotune_cache.verdicts import STEP
 from cutefce.cute_kernels import process_cache
 from cutefce.cute_kernels.arch import ARCHS, arch_for
 from cutefce.cute_kernels.arch.base import BARRIER_BYTES, Arch
 from cutefce.cute_kernels.arch.sm100 import Sm100
 from cutefce.cute_kernels.config import GemmConfig
-from cutefce.cute_kernels.parts import STEP
 from cutefce.ops.primitives import dispatch
 from tests.support.tiers import rest_slow
 

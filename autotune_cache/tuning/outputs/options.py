@@ -3,7 +3,7 @@
 The numbers of tokens and classes that options take are exact in every dtype.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -44,7 +44,7 @@ def _outputs(*names: str, top_k: int = 0, logit_scale: float = 1.0) -> LossOptio
     return LossOptions(OUTPUTS, logit_scale=logit_scale, outputs=",".join(names), top_k=top_k)
 
 
-COMMON = {
+CALLS = {
     "scale": OptionCall(LossOptions("none", logit_scale=0.75)),
     "bias": OptionCall(LossOptions("none"), ("linear_bias",)),
     "softcap": OptionCall(LossOptions("none", softcap=16.0)),
@@ -52,9 +52,6 @@ COMMON = {
     "scale, entropy": OptionCall(_outputs("entropy", logit_scale=0.75)),
     "rank": OptionCall(_outputs("is_top1", "argmax", "rank")),
     "top classes": OptionCall(_outputs(top_k=TOP)),
-}
-"""Calls by what they have, whose kernels are built ahead."""
-CALLS = COMMON | {
     "label smoothing and z-loss": OptionCall(
         LossOptions("none", label_smoothing=0.125, z_loss=2.0**-10)
     ),
@@ -64,17 +61,15 @@ CALLS = COMMON | {
         ("linear_bias", "temperature", "logit_floor"),
     ),
 }
-"""With those that few calls have; the last one has all code of logits at once."""
+"""Calls by what they have; the last one has all code of logits at once."""
 
 
 def option_outputs(
-    case: Case,
-    primitives_of: Callable[[KernelVariant], Primitives],
-    calls: Mapping[str, OptionCall] = CALLS,
+    case: Case, primitives_of: Callable[[KernelVariant], Primitives]
 ) -> dict[str, CheckedOutput]:
-    """Return losses, gradients and outputs of tokens with the options of some calls."""
+    """Return losses, gradients and outputs of tokens with options."""
     results: dict[str, CheckedOutput] = {}
-    for name, call in calls.items():
+    for name, call in CALLS.items():
         tensors, vocab = _tensors(case, call.tensors), case.problem.vocab
         targets = make_targets(case.y, vocab, call.options, tensors, sum_dtype(case.h.dtype))
         primitives = primitives_of(variant_of(targets))
