@@ -13,9 +13,9 @@ from typing import Any
 from cutefce.autotune_cache.table import DSL_PACKAGE, TUNED, Entry, Table, key_of
 from cutefce.autotune_cache.table_io import file_name, read
 from cutefce.cute_kernels import cache_files
+from cutefce.cute_kernels.arch.base import Gpu
 from cutefce.cute_kernels.cache_files import CacheError
 from cutefce.cute_kernels.config import KernelConfigs
-from cutefce.cute_kernels.gpu import Gpu
 from cutefce.cute_kernels.jit import cache as jit_cache
 from cutefce.cute_kernels.problem import Problem
 from cutefce.cute_kernels.process_cache import process_cache, warn_once

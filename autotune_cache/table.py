@@ -19,9 +19,8 @@ versions.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from cutefce.cute_kernels.arch.base import Arch
+from cutefce.cute_kernels.arch.base import Arch, Gpu
 from cutefce.cute_kernels.config import GemmConfig
-from cutefce.cute_kernels.gpu import Gpu
 from cutefce.cute_kernels.problem import Problem
 
 TUNED = "project_exp", "grad_hidden", "grad_weight"

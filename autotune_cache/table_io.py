@@ -12,12 +12,10 @@ from typing import Any
 from cutefce.autotune_cache.table import Entry, Key, Table, candidates
 from cutefce.cute_kernels import cache_files
 from cutefce.cute_kernels.arch import arch_named
-from cutefce.cute_kernels.gpu import Gpu
+from cutefce.cute_kernels.arch.base import Gpu
 from cutefce.cute_kernels.process_cache import warn_once
 
 SCHEMA = 4
-LOCK_SECONDS = 60
-"""How long to wait for another process that writes the same file."""
 
 
 def file_name(gpu: Gpu) -> str:
@@ -124,7 +122,7 @@ def update(path: Path, found: Table) -> None:
 
 def rewrite(path: Path, make: Callable[[], Table]) -> None:
     """Write what `make` returns, while no other process rewrites the file."""
-    with cache_files.lock(path, LOCK_SECONDS):
+    with cache_files.lock(path):
         cache_files.write(path, to_json(make()).encode())
 
 

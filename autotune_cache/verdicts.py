@@ -16,9 +16,8 @@ from pathlib import Path
 
 from cutefce.autotune_cache import lookup
 from cutefce.cute_kernels import cache_files
-from cutefce.cute_kernels.arch.base import Arch
+from cutefce.cute_kernels.arch.base import Arch, Gpu
 from cutefce.cute_kernels.cache_files import CacheError
-from cutefce.cute_kernels.gpu import Gpu
 from cutefce.cute_kernels.jit import cache as jit_cache
 from cutefce.cute_kernels.process_cache import warn_once
 

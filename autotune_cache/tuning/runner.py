@@ -16,9 +16,8 @@ from cutefce.autotune_cache.tuning.cases import (
 )
 from cutefce.autotune_cache.tuning.outputs import PrimitivesOf, outputs_of
 from cutefce.autotune_cache.verdicts import ONCE, OPTIONS, PARTS
-from cutefce.cute_kernels.arch.base import Arch
+from cutefce.cute_kernels.arch.base import Arch, Gpu
 from cutefce.cute_kernels.config import KernelConfigs
-from cutefce.cute_kernels.gpu import Gpu
 from cutefce.cute_kernels.jit import cache as jit_cache
 from cutefce.cute_kernels.kernel_set import kernel_set
 from cutefce.cute_kernels.problem import Problem

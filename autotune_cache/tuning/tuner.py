@@ -25,8 +25,8 @@ from cutefce.autotune_cache.tuning.outputs.steps import Way, make_targets, prepa
 from cutefce.autotune_cache.tuning.runner import Runner
 from cutefce.autotune_cache.tuning.shapes import Sizes
 from cutefce.autotune_cache.tuning.timing import Call
+from cutefce.cute_kernels.arch.base import Gpu
 from cutefce.cute_kernels.config import KernelConfigs
-from cutefce.cute_kernels.gpu import Gpu
 from cutefce.cute_kernels.integers import round_up
 from cutefce.cute_kernels.jit.subprocess_worker import SubprocessWorker
 from cutefce.cute_kernels.problem import Problem

@@ -20,8 +20,6 @@ from cutefce.cute_kernels.jit.compiler import compile_clean
 from cutefce.cute_kernels.jit.notices import announce
 from cutefce.cute_kernels.jit.subprocess_worker import SubprocessWorker, WorkerError
 
-LOCK_SECONDS = 1200
-"""How long to wait for another process that verifies the same kernels."""
 PREPARE_SECONDS, CHECK_SECONDS = 300, 60
 """Time limits of loading kernels and making expected outputs, and of checking a configuration."""
 
@@ -33,7 +31,7 @@ def verify_once(runner: Runner, dtype: str, parts: tuple[str, ...] = PARTS) -> V
         with contextlib.suppress(OSError):
             # one lock for all dtypes: two verifications would slow each other past the time limits
             path = verdicts.record_path(runner.gpu.arch, dtype).with_name("verify")
-            stack.enter_context(cache_files.lock(path, LOCK_SECONDS))
+            stack.enter_context(cache_files.lock(path))
         known = verdicts.known(runner.gpu, dtype, *parts)
         if known is not None:  # by another process, meanwhile
             return known

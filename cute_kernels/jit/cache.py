@@ -40,8 +40,6 @@ SOURCES = Path(__file__).parent.parent
 """The package whose sources the fingerprint covers."""
 PREBUILT_FOLDER = SOURCES / "prebuilt"
 """The package's folder of libraries, which only wheels of `make wheel` contain."""
-LOCK_SECONDS = 120
-"""Timeout for another process that compiles the same kernel."""
 
 _lock = threading.Lock()
 _loaded: dict[KernelSpec, Any] = {}
@@ -193,7 +191,7 @@ def store(kernel: KernelSpec, compile_one: Callable[[KernelSpec], Any]) -> Path:
     """
     path = library_path(kernel)
     if not _is_whole(path):
-        with cache_files.lock(path, LOCK_SECONDS):
+        with cache_files.lock(path):
             if not _is_whole(path):
                 _linker()  # before seconds of compiling
                 _write(path, compile_one(kernel))

@@ -11,9 +11,9 @@ from cutefce.autotune_cache import lookup, table_io, verdicts
 from cutefce.autotune_cache.tuning.runner import Runner
 from cutefce.cute_kernels import cache_files, process_cache
 from cutefce.cute_kernels.arch import ARCHS
+from cutefce.cute_kernels.arch.base import Gpu
 from cutefce.cute_kernels.arch.sm90 import Sm90
 from cutefce.cute_kernels.config import GemmConfig, KernelConfigs
-from cutefce.cute_kernels.gpu import Gpu
 from cutefce.cute_kernels.problem import Problem
 from tests.support.tables import ENTRY, GPU, KEY, OLD, OTHER, PROBLEM, TABLE, TUNED, write
 

@@ -28,10 +28,10 @@ from cutefce.autotune_cache.verdicts import (
     parts_of,
 )
 from cutefce.cute_kernels import cache_files, process_cache
+from cutefce.cute_kernels.arch.base import Gpu
 from cutefce.cute_kernels.arch.sm90 import Sm90
 from cutefce.cute_kernels.arch.sm100 import Sm100
 from cutefce.cute_kernels.config import KernelConfigs
-from cutefce.cute_kernels.gpu import Gpu
 from cutefce.cute_kernels.jit import build
 from cutefce.cute_kernels.jit import cache as jit_cache
 from cutefce.cute_kernels.jit.subprocess_worker import SubprocessWorker, WorkerError
@@ -254,7 +254,7 @@ def test_a_process_that_waited_uses_what_the_other_found(
     folder: Path, fake_gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     @contextlib.contextmanager
-    def meanwhile(path: Path, seconds: float) -> Iterator[None]:
+    def meanwhile(path: Path) -> Iterator[None]:
         for dtype in GPU.arch.dtypes:
             verdicts.record(GPU, dtype, PASSED, PARTS)
         yield

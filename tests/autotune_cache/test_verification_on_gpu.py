@@ -17,7 +17,7 @@ from cutefce.autotune_cache.tuning import runner, verify
 from cutefce.autotune_cache.verdicts import STEP, parts_of
 from cutefce.cute_kernels import cache_files, process_cache
 from cutefce.cute_kernels.arch import arch_for
-from cutefce.cute_kernels.gpu import Gpu
+from cutefce.cute_kernels.arch.base import Gpu
 from cutefce.cute_kernels.jit import cache as jit_cache
 from cutefce.cute_kernels.jit.subprocess_worker import SubprocessWorker
 from cutefce.ops.primitives import dispatch

@@ -8,10 +8,9 @@ import pytest
 
 from cutefce.autotune_cache.tuning import runner
 from cutefce.autotune_cache.verdicts import PARTS
-from cutefce.cute_kernels.arch.base import Arch
+from cutefce.cute_kernels.arch.base import Arch, Gpu
 from cutefce.cute_kernels.arch.sm90 import Sm90
 from cutefce.cute_kernels.arch.sm100 import Sm100
-from cutefce.cute_kernels.gpu import Gpu
 from cutefce.cute_kernels.jit import cache as jit_cache
 from cutefce.cute_kernels.jit.compiler import compile_clean
 from cutefce.cute_kernels.spec.divergence import DivergenceRowsSpec

@@ -4,8 +4,8 @@ from pathlib import Path
 
 from cutefce.autotune_cache import lookup, table, table_io
 from cutefce.autotune_cache.table import Entry, Key, Table
+from cutefce.cute_kernels.arch.base import Gpu
 from cutefce.cute_kernels.arch.sm90 import TALL, WIDE, Sm90
-from cutefce.cute_kernels.gpu import Gpu
 from cutefce.cute_kernels.problem import Problem
 
 GPU = Gpu(Sm90(), "NVIDIA Test 9000", 132)
