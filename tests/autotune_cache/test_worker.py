@@ -9,6 +9,7 @@ import pytest
 from cutefce.autotune_cache.tuning import runner, timing, tuner
 from cutefce.autotune_cache.tuning.cases import SMALL_PROBLEMS, MismatchError
 from cutefce.autotune_cache.tuning.runner import Runner
+from cutefce.autotune_cache.tuning.tuner import Job
 from cutefce.autotune_cache.verdicts import (
     DIVERGENCES,
     FORWARD,
@@ -51,17 +52,17 @@ def test_trials_take_about_as_long_as_they_may(
     ms: float, rounds: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Few rounds of a long call, and several calls in a row in each."""
-    now, taken = [0.0], list[int]()
+    now, candidates = [0.0], (config(Kind.FAST), config(Kind.SLOW))
 
-    def sample(call: object, repeats: int) -> Callable[[], float]:
-        now[0] += repeats * ms / 1e3
-        taken.append(repeats)
-        return lambda: ms
+    def call() -> None:
+        now[0] += ms
 
-    monkeypatch.setattr(timing, "_timed_on_cpu", sample)
-    candidates = config(Kind.FAST), config(Kind.SLOW)
-    assert job().trial() == dict.fromkeys(candidates, (ms,) * rounds)
-    assert taken[4:] == [tuner.CALLS] * 2 * rounds
+    monkeypatch.setattr(timing, "_now", lambda device: now[0] / 1e3)
+    monkeypatch.setattr(Job, "calls", lambda _: dict.fromkeys(candidates, call))
+    taken = job().trial()
+    assert {name: len(times) for name, times in taken.items()} == dict.fromkeys(candidates, rounds)
+    assert all(times == pytest.approx((ms,) * rounds) for times in taken.values())
+    assert now[0] == pytest.approx(2 * ms * (2 + tuner.CALLS * rounds))
 
 
 @pytest.fixture
