@@ -81,7 +81,8 @@ class Runner:
         """
         with torch.device("cpu"), jit_cache.recording() as found:
             for name in SMALL_PROBLEMS:
-                self.outputs(self.small_case(name, dtype).to("meta"), configs, parts)
+                case = small_case(name, self.problem(SMALL_PROBLEMS[name], dtype))
+                self.outputs(case.to("meta"), configs, parts)
         return tuple(found)
 
     def checks(self, parts: tuple[str, ...]) -> list[Check]:
@@ -102,13 +103,9 @@ class Runner:
         kernels = kernel_set(self.gpu.arch, problem.dtype, configs, variant)
         return kernel_primitives(defaults.widest_window(problem), kernels, self.gpu.num_sms)
 
-    def small_case(self, name: str, dtype: str) -> Case:
-        """Return the inputs of a small problem, by its name, on the CPU."""
-        return small_case(name, self.problem(SMALL_PROBLEMS[name], dtype))
-
     @process_cache
     def _prepared(self, name: str, dtype: str, parts: tuple[str, ...]) -> tuple[Case, Outputs]:
-        case = self.small_case(name, dtype)
+        case = small_case(name, self.problem(SMALL_PROBLEMS[name], dtype))
         return case, self.expected(case, parts)
 
     def prepare(self, dtype: str, configs: KernelConfigs, parts: tuple[str, ...]) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from cutefce.autotune_cache.tuning import runner, timing, tuner
-from cutefce.autotune_cache.tuning.cases import SMALL_PROBLEMS, MismatchError
+from cutefce.autotune_cache.tuning.cases import SMALL_PROBLEMS, MismatchError, small_case
 from cutefce.autotune_cache.tuning.runner import Runner
 from cutefce.autotune_cache.tuning.tuner import Job
 from cutefce.autotune_cache.verdicts import (
@@ -156,7 +156,7 @@ def test_trials_launch_nothing_that_was_not_compiled_ahead(
         launched.clear()
 
 
-COUNTS = {FORWARD: 5, STEP: 29, OPTIONS: 38, SOFT_TARGETS: 4, SAMPLES: 16, DIVERGENCES: 21}
+COUNTS = {FORWARD: 5, STEP: 29, OPTIONS: 51, SOFT_TARGETS: 4, SAMPLES: 16, DIVERGENCES: 21}
 """Kernels of each part of calls of many tokens on Hopper."""
 
 
@@ -168,5 +168,6 @@ def test_a_part_compiles_what_it_launches(part: str, launched: set[KernelSpec]) 
     for configs in (base, dataclasses.replace(base, grad_hidden_short=base.grad_hidden)):
         known |= set(runner.kernels("bfloat16", configs, parts))
         for name in SMALL_PROBLEMS:
-            runner.outputs(runner.small_case(name, "bfloat16"), configs, parts)
+            case = small_case(name, runner.problem(SMALL_PROBLEMS[name], "bfloat16"))
+            runner.outputs(case, configs, parts)
     assert launched == known and len(known) == COUNTS[part]
