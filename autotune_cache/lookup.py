@@ -10,8 +10,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from cutefce.autotune_cache.table import DSL_PACKAGE, TUNED, Table, key_of
-from cutefce.autotune_cache.table_io import file_name, read
+from cutefce.autotune_cache.tables import DSL_PACKAGE, TUNED, Table, file_name, key_of, read
 from cutefce.cute_kernels import cache_files
 from cutefce.cute_kernels.arch.base import Gpu
 from cutefce.cute_kernels.cache_files import CacheError

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cutefce.autotune_cache import table_io
+from cutefce.autotune_cache import tables
 from cutefce.autotune_cache.lookup import current_build
-from cutefce.autotune_cache.table import TUNED, Candidate, Entry, Key, Table, candidates, key_of
+from cutefce.autotune_cache.tables import TUNED, Candidate, Entry, Key, Table, candidates, key_of
 from cutefce.autotune_cache.tuning import timing
 from cutefce.autotune_cache.tuning.cases import Case, full_case
 from cutefce.autotune_cache.tuning.outputs.steps import Way, make_targets, prepared
@@ -149,7 +149,7 @@ def tune(job: Job, process: SubprocessWorker, path: Path, header: Table) -> Entr
     if ms[best] >= (1 - MIN_GAIN) * ms[default]:
         best = default
     entry = Entry(best, ms[best], ms[default])
-    table_io.update(path, dataclasses.replace(header, entries={job.key: entry}))
+    tables.update(path, dataclasses.replace(header, entries={job.key: entry}))
     return entry
 
 

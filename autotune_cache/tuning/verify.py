@@ -11,7 +11,7 @@ import functools
 from collections.abc import Callable
 
 from cutefce.autotune_cache import verdicts
-from cutefce.autotune_cache.table import TUNED
+from cutefce.autotune_cache.tables import TUNED
 from cutefce.autotune_cache.tuning.runner import Runner
 from cutefce.autotune_cache.verdicts import PARTS, Verdict
 from cutefce.cute_kernels import cache_files

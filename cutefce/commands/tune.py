@@ -8,8 +8,8 @@ from pathlib import Path
 import click
 from rich.text import Text
 
-from cutefce.autotune_cache import lookup, table_io
-from cutefce.autotune_cache.table import Entry, Key
+from cutefce.autotune_cache import lookup, tables
+from cutefce.autotune_cache.tables import Entry, Key
 from cutefce.autotune_cache.tuning import runner, tuner
 from cutefce.autotune_cache.tuning import verify as verification
 from cutefce.autotune_cache.tuning.shapes import NAMED, Sizes
@@ -69,12 +69,12 @@ def tune(
     end = time.monotonic() + 60 * budget_minutes
     is_shown = dry_run and not has_gpu()
     gpu, device = (lookup.shipped_tables()[0].gpu, "cuda") if is_shown else this_gpu()
-    header, path = tuner.header_for(gpu), output_dir / table_io.file_name(gpu)
+    header, path = tuner.header_for(gpu), output_dir / tables.file_name(gpu)
     own = runner.Runner(gpu, device)
     jobs, done = tuner.jobs_of(own, shapes, dtype), dict[Key, Entry]()
     if resume:
         with contextlib.suppress(OSError):
-            done.update(table_io.read_like(path, header).entries)
+            done.update(tables.read_like(path, header).entries)
     todo = [job for job in jobs if job.key not in done]
     console = make_console()
     console.print(f"{gpu.name}: {len(todo)} of {len(jobs)} problems to tune")

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from cutefce.autotune_cache import lookup, verdicts
-from cutefce.autotune_cache.table_io import file_name
+from cutefce.autotune_cache.tables import file_name
 from cutefce.autotune_cache.tuning import runner, verify
 from cutefce.autotune_cache.tuning.runner import Check, Runner
 from cutefce.autotune_cache.verdicts import (

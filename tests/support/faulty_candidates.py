@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from cutefce.autotune_cache.table import Candidate
+from cutefce.autotune_cache.tables import Candidate
 from cutefce.autotune_cache.tuning.cases import Case, Outputs
 from cutefce.autotune_cache.tuning.outputs import outputs_of, steps
 from cutefce.autotune_cache.tuning.runner import Runner, portable
