@@ -16,7 +16,6 @@ from cutefce.autotune_cache.tuning.runner import Runner
 from cutefce.autotune_cache.verdicts import PARTS, Verdict
 from cutefce.cute_kernels import cache_files
 from cutefce.cute_kernels.jit import build
-from cutefce.cute_kernels.jit.compiler import compile_clean
 from cutefce.cute_kernels.jit.notices import announce
 from cutefce.cute_kernels.jit.subprocess_worker import SubprocessWorker, WorkerError
 
@@ -79,7 +78,7 @@ def compile_all(runner: Runner, dtype: str, parts: tuple[str, ...]) -> None:
         RuntimeError: if one cannot be compiled.
     """
     missing = build.missing(runner.all_kernels(dtype, parts))
-    for reason in build.build(missing, compile_one=compile_clean).values():
+    for reason in build.build(missing, build.store_clean).values():
         raise RuntimeError(reason)
 
 

@@ -1,5 +1,6 @@
 """Compiles several kernels at once, each in a process of its own."""
 
+import contextlib
 import functools
 import os
 from collections.abc import Callable, Iterable, Sequence
@@ -7,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from cutefce.cute_kernels.jit import cache
-from cutefce.cute_kernels.jit.compiler import compile_kernel
+from cutefce.cute_kernels.jit.compiler import compile_clean, compile_kernel
 from cutefce.cute_kernels.jit.notices import compiling
 from cutefce.cute_kernels.jit.subprocess_worker import SubprocessWorker
 from cutefce.cute_kernels.spec.kernel import KernelSpec
@@ -23,15 +24,25 @@ def missing(kernels: Iterable[KernelSpec]) -> list[KernelSpec]:
     return [kernel for kernel in dict.fromkeys(kernels) if not cache.is_stored(kernel)]
 
 
+def store_if_possible(kernel: KernelSpec) -> None:
+    """Compile `kernel` into the cache folder; nothing without one: who launches it compiles it."""
+    with contextlib.suppress(OSError):
+        cache.store(kernel, compile_kernel)
+
+
+store_clean = functools.partial(cache.store, compile_one=compile_clean)
+"""Compiles a kernel into the cache folder; raises ValueError if it is not clean."""
+
+
 def build(
     kernels: Sequence[KernelSpec],
-    compile_one: Callable[[KernelSpec], Any] = compile_kernel,
+    store: Callable[[KernelSpec], Any] = store_if_possible,
 ) -> dict[KernelSpec, str]:
-    """Compile kernels in subprocesses into the cache folder; return those that failed, and why.
+    """Compile kernels in subprocesses; return those that failed, with the reasons.
 
     Args:
         kernels: What to compile.
-        compile_one: Compiles a kernel in the subprocess, which has no torch.
+        store: Compiles a kernel in the subprocess, which has no torch.
     """
     failed: dict[KernelSpec, str] = {}
     waiting, processes = iter(kernels), list[SubprocessWorker]()  # of all threads
@@ -41,7 +52,7 @@ def build(
             processes.append(process)
             for kernel in waiting:
                 try:
-                    process.ask(functools.partial(cache.store, kernel, compile_one), BUILD_SECONDS)
+                    process.ask(functools.partial(store, kernel), BUILD_SECONDS)
                 except RuntimeError as error:
                     failed[kernel] = f"compiling {type(kernel).__name__}: {error}"
                 count()

@@ -9,7 +9,6 @@ from cutefce.cute_kernels import cache_files
 from cutefce.cute_kernels.arch import ARCHS, arch_named
 from cutefce.cute_kernels.jit import build
 from cutefce.cute_kernels.jit import cache as jit_cache
-from cutefce.cute_kernels.jit.compiler import compile_clean
 
 
 @click.command("compile", short_help="Compile all kernels into the cache folder.")
@@ -39,7 +38,7 @@ def compile_kernels(names: str) -> None:
     for arch in archs:
         kernels = built_ahead(arch)
         missing = build.missing(kernels)
-        failed = build.build(missing, compile_one=compile_clean)
+        failed = build.build(missing, build.store_clean)
         if failed:
             raise click.ClickException("\n".join(failed.values()))
         click.echo(f"{arch.name}: compiled {len(missing)} of {len(kernels)} kernels into {folder}")
