@@ -2,8 +2,7 @@
 
 defaults.py   windows and tiles where nothing was tuned
 lookup.py     where a tuned configuration is looked up: the user's table, then the shipped one
-table.py      one table: what it may choose, keys, entries
-table_io.py   read, write and lock a table's JSON file
+tables.py     tuned tables: keys, entries, and their JSON files
 verdicts.py   whether the kernels were verified on a GPU model
 tuning/       verification, and one tuning run; builds on `ops`
 """

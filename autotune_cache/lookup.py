@@ -10,12 +10,11 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from cutefce.autotune_cache.table import DSL_PACKAGE, TUNED, Entry, Table, key_of
-from cutefce.autotune_cache.table_io import file_name, read
+from cutefce.autotune_cache.tables import DSL_PACKAGE, TUNED, Table, file_name, key_of, read
 from cutefce.cute_kernels import cache_files
+from cutefce.cute_kernels.arch.base import Gpu
 from cutefce.cute_kernels.cache_files import CacheError
 from cutefce.cute_kernels.config import KernelConfigs
-from cutefce.cute_kernels.gpu import Gpu
 from cutefce.cute_kernels.jit import cache as jit_cache
 from cutefce.cute_kernels.problem import Problem
 from cutefce.cute_kernels.process_cache import process_cache, warn_once
@@ -26,16 +25,11 @@ SHIPPED_FOLDER = Path(__file__).parent
 
 def kernel_configs(problem: Problem, gpu: Gpu) -> KernelConfigs:
     """Return the configurations of the kernels for `problem`: tuned ones, else the defaults."""
-    default = gpu.default_configs(problem.tokens, problem.hidden)
-    entries = {name: entry_for(name, problem, gpu) for name in TUNED}
-    tuned: dict[str, Any] = {name: entry.config for name, entry in entries.items() if entry}
-    return dataclasses.replace(default, **tuned)
-
-
-def entry_for(kernel: str, problem: Problem, gpu: Gpu) -> Entry | None:
-    """Return the entry of `problem`, None for the default."""
-    key = key_of(kernel, problem)
-    return next((table.entries[key] for table in tables(gpu) if key in table.entries), None)
+    tuned: dict[str, Any] = {}
+    for table in reversed(tables(gpu)):
+        keys = {name: key_of(name, problem) for name in TUNED}
+        tuned |= {x: table.entries[key].config for x, key in keys.items() if key in table.entries}
+    return dataclasses.replace(gpu.default_configs(problem.tokens, problem.hidden), **tuned)
 
 
 def user_folder() -> Path:

@@ -5,8 +5,7 @@ compiler as they are, is a check on any of them: one that a file of the user's f
 shipped table.  Before a table is written, all configurations that the architecture lists have
 passed for its dtypes, and lookups choose no others.
 
-What is recorded are parts of what calls launch (`cute_kernels.parts`), which passed with all of
-these configurations.
+What is recorded are parts of what calls launch, which passed with all of these configurations.
 """
 
 import contextlib
@@ -17,11 +16,30 @@ from pathlib import Path
 
 from cutefce.autotune_cache import lookup
 from cutefce.cute_kernels import cache_files
-from cutefce.cute_kernels.arch.base import Arch
+from cutefce.cute_kernels.arch.base import Arch, Gpu
 from cutefce.cute_kernels.cache_files import CacheError
-from cutefce.cute_kernels.gpu import Gpu
 from cutefce.cute_kernels.jit import cache as jit_cache
 from cutefce.cute_kernels.process_cache import warn_once
+
+FORWARD = "forward"
+"""Losses without gradients."""
+STEP = "step"
+"""Exact gradients, by any plan; a plan that stores nothing has the forward of `FORWARD`."""
+OPTIONS = "options"
+"""Mapped logits, other factors of tokens, and reductions of rows beside their sums."""
+SOFT_TARGETS = "soft targets"
+SAMPLES = "samples"
+"""Sampled gradients."""
+DIVERGENCES = "divergences"
+"""Rows of two models' logits, and logits, whatever the configurations."""
+PARTS = FORWARD, STEP, OPTIONS, SOFT_TARGETS, SAMPLES, DIVERGENCES
+ONCE = OPTIONS, DIVERGENCES
+"""Those whose own code is the same in every configuration: they are checked in one."""
+
+
+def parts_of(part: str) -> tuple[str, ...]:
+    """Return the part with those that calls of it launch too."""
+    return (FORWARD, STEP) if part == STEP else (part,)
 
 
 @dataclass(frozen=True)

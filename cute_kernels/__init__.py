@@ -1,8 +1,8 @@
 """CuTe DSL kernels: problems, configurations, kernel specs, the JIT compiler and its cache.
 
-    problem, config, gpu     what to compute, how, and on which GPU
+    problem, config          what to compute, and how
     variant                  what a call does to logits, and what else it reduces
-    arch/                    limits and defaults of each architecture
+    arch/                    GPUs: limits and defaults of each architecture
     spec, kernel_set         kernel specs (the JIT keys), and those that a call needs
     sampling_set             those of sampled gradients that depend on sizes
     workspace                the buffers that kernels share

@@ -24,8 +24,9 @@ CACHE_VARIABLE = "CUTEFCE_CACHE_DIR"
 PRIVATE = 0o700
 """Permissions of the folders that are made in the cache folder."""
 WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
-POLL_SECONDS = 0.05
-"""How often a process that waits for a lock tries again."""
+LOCK_SECONDS, POLL_SECONDS = 1200, 0.05
+"""How long a process waits for a lock, which another one holds while it verifies all kernels, and
+how often it tries again."""
 
 
 class CacheError(OSError):
@@ -98,17 +99,18 @@ def make_folder(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def lock(path: Path, seconds: float) -> Iterator[None]:
+def lock(path: Path) -> Iterator[None]:
     """Hold the lock of the file `path`, which need not exist; make its folder.
 
     The lock is a hidden file beside it, which is removed in the end.
 
     Raises:
         CacheError: if the folder is of the cache folder and not trusted.
-        OSError: if there can be no lock, or another process holds it for longer than `seconds`.
+        OSError: if there can be no lock, or another process holds it for longer than
+            `LOCK_SECONDS`.
     """
     path = _target(path)
-    name, end = path.with_name(f".{path.name}.lock"), time.monotonic() + seconds
+    name, end = path.with_name(f".{path.name}.lock"), time.monotonic() + LOCK_SECONDS
     while (descriptor := _acquire(name)) is None:
         if time.monotonic() > end:
             raise TimeoutError(errno.ETIMEDOUT, "another process holds the lock", str(name))

@@ -11,25 +11,16 @@ from cutefce.cute_kernels.arch.base import Arch
 from cutefce.cute_kernels.config import KernelConfigs
 from cutefce.cute_kernels.problem import FLOAT32_LOW_BITS, LOW_BITS, can_keep
 from cutefce.cute_kernels.spec.gemm import GradGemmSpec, ProjectExpSpec
-from cutefce.cute_kernels.spec.rowwise import (
-    KeptSumsSpec,
-    MoveRowsSpec,
-    ReducePartialsSpec,
-    RowCoefficientsSpec,
-    ScaleAddRowsSpec,
-    SortTargetsSpec,
-    TargetLogitSpec,
-)
+from cutefce.cute_kernels.spec.rowwise import ReducePartialsSpec, TargetLogitSpec
 from cutefce.cute_kernels.variant import PLAIN, KernelVariant
 
 
 @dataclass(frozen=True)
 class KernelSet:
-    """The kernels that one architecture, dtype and configuration need."""
+    """Kernels that depend on the configuration and options of a call, with the names of others."""
 
-    move_rows: MoveRowsSpec
-    gather_scaled_rows: MoveRowsSpec
-    """s_i h_i of the rows that count."""
+    arch: str
+    dtype: str
     target_logit: TargetLogitSpec
     row_sums: ProjectExpSpec
     """Row sums; if `can_keep`, it stores the exponentials of the first columns, too."""
@@ -38,16 +29,6 @@ class KernelSet:
     repair_exps: ProjectExpSpec
     """Stores exponentials of flagged row blocks again."""
     reduce_partials: ReducePartialsSpec
-    row_coefficients: RowCoefficientsSpec
-    """Factors of the rows of dX and dW from their statistics."""
-    probability_coefficients: RowCoefficientsSpec
-    """The same where exponentials are computed again, as probabilities."""
-    scale_rows: MoveRowsSpec
-    """s_i h_i."""
-    finish_dx: ScaleAddRowsSpec
-    """s_i x_i + c_i W_y."""
-    kept: KeptSumsSpec
-    """Steps of kept sums; what launches one replaces the step and the low bits."""
     grad_hidden: GradGemmSpec | None
     """Adds to the sums of dX; None if cuBLAS computes those of all columns."""
     grad_hidden_short: GradGemmSpec | None
@@ -61,8 +42,6 @@ class KernelSet:
     """dW in one pass; None if cuBLAS and elementwise passes compute it."""
     grad_weight_keep: GradGemmSpec | None
     """Adds to sums of dW, of low bits that are replaced."""
-    sort_targets: SortTargetsSpec | None
-    """Lists the tokens of each target, whose terms the GEMMs of dW add."""
 
     @property
     def sampled_sums(self) -> ProjectExpSpec:
@@ -87,7 +66,7 @@ def kernel_set(
         None if config is None else GradGemmSpec(arch.name, dtype, config, "hidden", final=False)
         for config in (configs.grad_hidden, configs.grad_hidden_short)
     )
-    weight = keep_weight = keep_hidden = sort_targets = None
+    weight = keep_weight = keep_hidden = None
     again = hidden
     if configs.grad_weight is not None:
         assert configs.kept_sums is not None
@@ -98,11 +77,9 @@ def kernel_set(
             weight, config=configs.kept_sums, final=False, low_bits=FLOAT32_LOW_BITS
         )
         keep_hidden = dataclasses.replace(keep_weight, wrt="hidden", low_bits=LOW_BITS[0])
-        sort_targets = SortTargetsSpec(arch.name)
-    narrow = not can_keep(dtype)
     return KernelSet(
-        move_rows=MoveRowsSpec(arch.name),
-        gather_scaled_rows=MoveRowsSpec(arch.name, dtype),
+        arch=arch.name,
+        dtype=dtype,
         target_logit=TargetLogitSpec(arch.name, dtype, transform),
         row_sums=project(
             configs.project_exp, sums=True, store=can_keep(dtype), reductions=reductions
@@ -110,16 +87,10 @@ def kernel_set(
         exps=project(exps, sums=False, store=True),
         repair_exps=project(repair, sums=False, store=True, only_flagged=True),
         reduce_partials=ReducePartialsSpec(arch.name, repair.rows),
-        row_coefficients=RowCoefficientsSpec(arch.name, narrow=narrow),
-        probability_coefficients=RowCoefficientsSpec(arch.name, in_reference=True, narrow=narrow),
-        scale_rows=MoveRowsSpec(arch.name, dtype, orders=False),
-        finish_dx=ScaleAddRowsSpec(arch.name, dtype, "float32", dtype),
-        kept=KeptSumsSpec(arch.name, dtype, LOW_BITS[0], "keep"),
         grad_hidden=hidden,
         grad_hidden_short=short,
         grad_hidden_again=again,
         grad_hidden_keep=keep_hidden,
         grad_weight=weight,
         grad_weight_keep=keep_weight,
-        sort_targets=sort_targets,
     )

@@ -14,7 +14,7 @@ from cutefce.version import __version__ as __version__
 def _verify(gpu: Any, device: str, dtype: str, part: str) -> verdicts.Verdict:
     """Verify a part of calls; what does is imported for the first that is unproven."""
     from cutefce.autotune_cache.tuning import runner, verify
-    from cutefce.cute_kernels.parts import parts_of
+    from cutefce.autotune_cache.verdicts import parts_of
 
     return verify.verify_once(runner.Runner(gpu, device), dtype, parts_of(part))
 

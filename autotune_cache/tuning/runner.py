@@ -1,9 +1,8 @@
 """How configurations of the kernels run on one GPU, for verification and for the tuner."""
 
 import functools
-from collections.abc import Callable
+import itertools
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
@@ -16,13 +15,11 @@ from cutefce.autotune_cache.tuning.cases import (
     small_case,
 )
 from cutefce.autotune_cache.tuning.outputs import PrimitivesOf, outputs_of
-from cutefce.autotune_cache.tuning.outputs.options import COMMON, option_outputs
-from cutefce.cute_kernels.arch.base import Arch
+from cutefce.autotune_cache.verdicts import ONCE, OPTIONS, PARTS
+from cutefce.cute_kernels.arch.base import Arch, Gpu
 from cutefce.cute_kernels.config import KernelConfigs
-from cutefce.cute_kernels.gpu import Gpu
 from cutefce.cute_kernels.jit import cache as jit_cache
 from cutefce.cute_kernels.kernel_set import kernel_set
-from cutefce.cute_kernels.parts import OPTIONS, PARTS
 from cutefce.cute_kernels.problem import Problem
 from cutefce.cute_kernels.process_cache import process_cache
 from cutefce.cute_kernels.spec.kernel import KernelSpec
@@ -35,6 +32,9 @@ MANY_TOKENS, MANY_HIDDEN = 8192, 4096
 and calls with options."""
 MAX_CPU_THREADS = 8
 """Threads for the small problems; more only wait for each other."""
+
+Check = tuple[KernelConfigs, tuple[str, ...]]
+"""A configuration, and the parts of calls that are checked in it."""
 
 
 @dataclass(frozen=True)
@@ -79,14 +79,22 @@ class Runner:
 
         They run without data, and launch nothing.
         """
-        return self.launched(dtype, lambda case: self.outputs(case, configs, parts))
-
-    def launched(self, dtype: str, run: Callable[[Case], Any]) -> tuple[KernelSpec, ...]:
-        """Return the kernels that a function of a case launches, of the small problems."""
         with torch.device("cpu"), jit_cache.recording() as found:
             for name in SMALL_PROBLEMS:
-                run(self.small_case(name, dtype).to("meta"))
+                case = small_case(name, self.problem(SMALL_PROBLEMS[name], dtype))
+                self.outputs(case.to("meta"), configs, parts)
         return tuple(found)
+
+    def checks(self, parts: tuple[str, ...]) -> list[Check]:
+        """Return what is checked: each part in all configurations, or in that of many tokens."""
+        every, once = (tuple(x for x in parts if (x in ONCE) == is_once) for is_once in (0, 1))
+        checks = [(configs, every) for configs in self.listed_configs() if every]
+        return checks + [(self.base(), once)] * bool(once)
+
+    def all_kernels(self, dtype: str, parts: tuple[str, ...]) -> list[KernelSpec]:
+        """Return the kernels of parts of calls in all that is checked, each once."""
+        every = (self.kernels(dtype, *check) for check in self.checks(parts))
+        return list(dict.fromkeys(itertools.chain(*every)))
 
     def primitives(
         self, problem: Problem, configs: KernelConfigs, variant: KernelVariant = PLAIN
@@ -95,22 +103,20 @@ class Runner:
         kernels = kernel_set(self.gpu.arch, problem.dtype, configs, variant)
         return kernel_primitives(defaults.widest_window(problem), kernels, self.gpu.num_sms)
 
-    def small_case(self, name: str, dtype: str) -> Case:
-        """Return the inputs of a small problem, by its name, on the CPU."""
-        return small_case(name, self.problem(SMALL_PROBLEMS[name], dtype))
-
     @process_cache
     def _prepared(self, name: str, dtype: str, parts: tuple[str, ...]) -> tuple[Case, Outputs]:
-        case = self.small_case(name, dtype)
+        case = small_case(name, self.problem(SMALL_PROBLEMS[name], dtype))
         return case, self.expected(case, parts)
 
-    def prepare(self, dtype: str, parts: tuple[str, ...]) -> None:
-        """Make inputs and expected outputs of the small problems, which no check's time includes.
+    def prepare(self, dtype: str, configs: KernelConfigs, parts: tuple[str, ...]) -> None:
+        """Load kernels, and make inputs and expected outputs, which no check's time includes.
 
         It and `check` are for a subprocess.
         """
         torch.set_num_threads(min(MAX_CPU_THREADS, torch.get_num_threads()))
         self.use()
+        for kernel in self.kernels(dtype, configs, parts):
+            jit_cache.compiled(kernel)
         for name in SMALL_PROBLEMS:
             self._prepared(name, dtype, parts)
 
@@ -136,25 +142,13 @@ class Runner:
         return outputs_of(case, own, parts)
 
 
-def all_kernels(arch: Arch) -> list[KernelSpec]:
-    """Return the kernels that are built ahead and verified, each once: of all that `arch` lists.
-
-    Lookups choose among these.  Those of common options are of one dtype, of many tokens.
-    """
+def built_ahead(arch: Arch) -> list[KernelSpec]:
+    """Return the kernels that are built ahead, each once: those of options are of one dtype."""
     runner = Runner(Gpu(arch, f"any of {arch.name}", num_sms=128))
     plain = tuple(part for part in PARTS if part != OPTIONS)
-    found = [
-        kernel
-        for dtype in arch.dtypes
-        for configs in runner.listed_configs()
-        for kernel in runner.kernels(dtype, configs, plain)
-    ]
-
-    def with_options(case: Case) -> None:
-        own = functools.partial(runner.primitives, case.problem, runner.base())
-        option_outputs(case, own, COMMON)
-
-    return list(dict.fromkeys((*found, *runner.launched(arch.dtypes[0], with_options))))
+    parts = {dtype: plain for dtype in arch.dtypes} | {arch.dtypes[0]: PARTS}
+    every = (runner.all_kernels(dtype, own) for dtype, own in parts.items())
+    return list(dict.fromkeys(itertools.chain(*every)))
 
 
 def portable(problem: Problem) -> Primitives:

@@ -7,13 +7,11 @@ of the same rounds are comparable.
 import random
 import time
 from collections.abc import Callable, Hashable, Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 Call = Callable[[], object]
-Reader = Callable[[], float]
-"""Waits for calls to finish and returns their mean time in ms."""
 K = TypeVar("K", bound=Hashable)
 
 
@@ -36,36 +34,32 @@ def interleaved(
         repeats: Calls in a row of which a time is the mean.
         before: Called before these, untimed.
     """
-    timed = _timed_on_cpu if device == "cpu" else _timed_on_gpu
     order, names = random.Random(0), list(calls)
-    readers: dict[K, list[Reader]] = {name: [] for name in names}
+    taken: dict[K, list[tuple[Any, Any]]] = {name: [] for name in names}
     for _ in range(rounds):
         order.shuffle(names)
         for name in names:
             if before is not None:
                 before()
-            readers[name].append(timed(calls[name], repeats))
-    return {name: tuple(read() for read in taken) for name, taken in readers.items()}
+            start = _now(device)
+            for _ in range(repeats):
+                calls[name]()
+            taken[name].append((start, _now(device)))
+    return {name: tuple(_ms(*pair) / repeats for pair in pairs) for name, pairs in taken.items()}
 
 
-def _timed_on_cpu(call: Call, repeats: int) -> Reader:
-    """Make `repeats` calls in a row; return a reader of their mean time."""
-    begin = time.perf_counter()
-    for _ in range(repeats):
-        call()
-    ms = (time.perf_counter() - begin) * 1e3 / repeats
-    return lambda: ms
+def _now(device: str) -> Any:
+    """Return the time in seconds, or of a GPU an event behind all that was launched."""
+    if device == "cpu":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
-def _timed_on_gpu(call: Call, repeats: int) -> Reader:
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    for _ in range(repeats):
-        call()
-    end.record()
-
-    def read() -> float:
+def _ms(start: Any, end: Any) -> float:
+    """Return the milliseconds between two times, once a GPU has come to the second one."""
+    if isinstance(end, torch.cuda.Event):
         end.synchronize()
-        return float(start.elapsed_time(end)) / repeats
-
-    return read
+        return float(start.elapsed_time(end))
+    return float(end - start) * 1e3

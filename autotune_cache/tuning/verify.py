@@ -8,25 +8,19 @@ are recorded for the architecture, kernels, compiler and dtype.
 
 import contextlib
 import functools
-import itertools
 from collections.abc import Callable
 
 from cutefce.autotune_cache import verdicts
-from cutefce.autotune_cache.table import TUNED
+from cutefce.autotune_cache.tables import TUNED
 from cutefce.autotune_cache.tuning.runner import Runner
-from cutefce.autotune_cache.verdicts import Verdict
+from cutefce.autotune_cache.verdicts import PARTS, Verdict
 from cutefce.cute_kernels import cache_files
-from cutefce.cute_kernels.config import KernelConfigs
 from cutefce.cute_kernels.jit import build
 from cutefce.cute_kernels.jit.notices import announce
 from cutefce.cute_kernels.jit.subprocess_worker import SubprocessWorker, WorkerError
-from cutefce.cute_kernels.parts import ONCE, PARTS
-from cutefce.cute_kernels.spec.kernel import KernelSpec
 
-LOCK_SECONDS = 1200
-"""How long to wait for another process that verifies the same kernels."""
-PREPARE_SECONDS, CHECK_SECONDS = 120, 60
-"""Time limits of making inputs and expected outputs, and of checking one configuration."""
+PREPARE_SECONDS, CHECK_SECONDS = 300, 60
+"""Time limits of loading kernels and making expected outputs, and of checking a configuration."""
 
 
 def verify_once(runner: Runner, dtype: str, parts: tuple[str, ...] = PARTS) -> Verdict:
@@ -36,11 +30,11 @@ def verify_once(runner: Runner, dtype: str, parts: tuple[str, ...] = PARTS) -> V
         with contextlib.suppress(OSError):
             # one lock for all dtypes: two verifications would slow each other past the time limits
             path = verdicts.record_path(runner.gpu.arch, dtype).with_name("verify")
-            stack.enter_context(cache_files.lock(path, LOCK_SECONDS))
+            stack.enter_context(cache_files.lock(path))
         known = verdicts.known(runner.gpu, dtype, *parts)
         if known is not None:  # by another process, meanwhile
             return known
-        count = len(_kernels(runner, dtype, parts))
+        count = len(runner.all_kernels(dtype, parts))
         announce(
             f"compares {count} kernels with the portable path on this {runner.gpu.name}, once; "
             "that may take a minute"
@@ -64,7 +58,7 @@ def verify(
     Args:
         runner: The GPU.
         dtype: Dtype of hidden states and weight.
-        parts: The parts of calls that are checked, of `cute_kernels.parts`.
+        parts: The parts of calls that are checked, of `verdicts`.
         advance: Called with each configuration before its check.
     """
     try:
@@ -77,31 +71,14 @@ def verify(
     return verdict
 
 
-Check = tuple[KernelConfigs, tuple[str, ...]]
-"""A configuration, and the parts of calls that are checked in it."""
-
-
-def _checks(runner: Runner, parts: tuple[str, ...]) -> list[Check]:
-    """Return what is checked: each part in all configurations, or in the default of many tokens."""
-    every, once = (tuple(x for x in parts if (x in ONCE) == is_once) for is_once in (False, True))
-    checks = [(configs, every) for configs in runner.listed_configs() if every]
-    return checks + [(runner.base(), once)] * bool(once)
-
-
-def _kernels(runner: Runner, dtype: str, parts: tuple[str, ...]) -> list[KernelSpec]:
-    """Return the kernels of parts of calls in every configuration that is checked, each once."""
-    every = (runner.kernels(dtype, *check) for check in _checks(runner, parts))
-    return list(dict.fromkeys(itertools.chain(*every)))
-
-
 def compile_all(runner: Runner, dtype: str, parts: tuple[str, ...]) -> None:
     """Compile those kernels that are not compiled yet.
 
     Raises:
         RuntimeError: if one cannot be compiled.
     """
-    missing = build.missing(_kernels(runner, dtype, parts))
-    for reason in build.build(missing, compile_one=build.compile_clean).values():
+    missing = build.missing(runner.all_kernels(dtype, parts))
+    for reason in build.build(missing, build.store_clean).values():
         raise RuntimeError(reason)
 
 
@@ -117,20 +94,15 @@ def first_fault(
         OSError, RuntimeError: if the check itself fails.
     """
     with SubprocessWorker() as process:
-        for configs, own in _checks(runner, parts):
+        for configs, own in runner.checks(parts):
             tuned = [f"{name} {getattr(configs, name) or 'cuBLAS'}" for name in TUNED]
             name = f"{dtype} in {', '.join(own)}, {'; '.join(tuned)}"
             advance(name)
-            kernels = runner.kernels(dtype, configs, own)
-            loads = ((functools.partial(build.load, x), build.BUILD_SECONDS) for x in kernels)
-            prepare = functools.partial(runner.prepare, dtype, own)
-            check = functools.partial(runner.check, dtype, configs, own)
-            requests = *loads, (prepare, PREPARE_SECONDS), (check, CHECK_SECONDS)
-            for request, seconds in requests:
-                try:
-                    process.ask(request, seconds)
-                except WorkerError as error:
-                    if request is check and error.is_of_the_call:
-                        return f"{name}: {error}"
-                    raise
+            process.ask(functools.partial(runner.prepare, dtype, configs, own), PREPARE_SECONDS)
+            try:
+                process.ask(functools.partial(runner.check, dtype, configs, own), CHECK_SECONDS)
+            except WorkerError as error:
+                if error.is_of_the_call:
+                    return f"{name}: {error}"
+                raise
     return ""

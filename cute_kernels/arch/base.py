@@ -1,6 +1,5 @@
-"""The interface of an architecture: limits, configurations to choose from, and the defaults."""
+"""The interface of an architecture: limits, configurations and defaults; and the model of a GPU."""
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,11 +11,6 @@ TILE_K = 64
 """Inner dimension of one stage: 128 bytes of a 16-bit dtype, the widest swizzle of TMA."""
 BARRIER_BYTES = 1024
 """Shared memory before the first tile, including its alignment."""
-
-
-def epi_tile_columns(tile_n: int, item_bytes: int) -> int:
-    """Return the columns that a warp stores at a time: at most a swizzle of 128 bytes."""
-    return math.gcd(tile_n, 128 // item_bytes)
 
 
 @dataclass(frozen=True)
@@ -37,15 +31,22 @@ class Arch(ABC):
     """Folder of the kernels for this architecture."""
 
     @abstractmethod
-    def default(self, tokens: int) -> GemmConfig:
-        """Return the default configuration of `project_exp` for `tokens` rows."""
-
-    @abstractmethod
     def default_configs(
         self, tokens: int, hidden: int, num_sms: int, model: str = ""
     ) -> KernelConfigs:
         """Return the default configurations of all kernels on a GPU model, as torch names it."""
 
-    @abstractmethod
-    def stage_bytes(self, config: GemmConfig) -> int:
-        """Return the shared memory of one stage."""
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU model with kernels, which configurations and verification results depend on."""
+
+    arch: Arch
+    name: str
+    """The model as torch names it, "NVIDIA H200"."""
+    num_sms: int
+    """Streaming multiprocessors."""
+
+    def default_configs(self, tokens: int, hidden: int) -> KernelConfigs:
+        """Return the configurations of all kernels if nothing was tuned."""
+        return self.arch.default_configs(tokens, hidden, self.num_sms, self.name)

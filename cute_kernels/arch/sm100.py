@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from cutefce.cute_kernels.arch.base import TILE_K, Arch
+from cutefce.cute_kernels.arch.base import Arch
 from cutefce.cute_kernels.config import GemmConfig, KernelConfigs
 
 TWO_CTA = GemmConfig(128, 256, cluster=2, stages=6, pingpong=False)
@@ -28,6 +28,7 @@ class Sm100(Arch):
     """Epilogue tiles of a warp in shared memory that may be in flight."""
 
     def default(self, tokens: int) -> GemmConfig:
+        """Return the default configuration of `project_exp` for `tokens` rows."""
         return SINGLE_CTA if tokens <= SINGLE_CTA.rows else TWO_CTA
 
     def default_configs(
@@ -38,6 +39,3 @@ class Sm100(Arch):
     def used_tmem_columns(self, config: GemmConfig) -> int:
         """Return the columns of tensor memory to allocate: a power of 2."""
         return 1 << (self.ACC_STAGES * config.tile_n - 1).bit_length()
-
-    def stage_bytes(self, config: GemmConfig) -> int:
-        return (config.tile_m + config.tile_n // config.cluster) * TILE_K * 2

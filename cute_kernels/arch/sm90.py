@@ -114,6 +114,7 @@ class Sm90(Arch):
     logits_config = WIDE_CLUSTER2
 
     def default(self, tokens: int) -> GemmConfig:
+        """Return the default configuration of `project_exp` for `tokens` rows."""
         if tokens <= LOW.rows:
             return LOW
         return min(PROJECT_EXP, key=lambda config: _time(config, tokens))
@@ -144,6 +145,7 @@ class Sm90(Arch):
         return (40, 232) if self.accumulators(config) <= 192 else (24, 240)
 
     def stage_bytes(self, config: GemmConfig) -> int:
+        """Return the shared memory of one stage."""
         return (config.tile_m + config.tile_n) * TILE_K * 2
 
 

@@ -43,6 +43,8 @@ class RowSums(NamedTuple):
     row: int
 
 
+LANE_OFFSETS = 1, 2
+"""Distances of the lanes whose accumulators are combined: a row has 4, next to each other."""
 SEEN, LEFT_OUT = 0, 16
 """First bits of marks, of up to 16 rows: columns with a row's target were added; that is the one
 that sums leave out."""
@@ -174,46 +176,46 @@ class RowReducer:
                 acc[self.of_others + 2] += Float32(above)
 
     @cute.jit
-    def combine_lanes(self, sums: Any, lanes: int) -> None:
-        """Combine the accumulators of groups of lanes, a power of 2."""
+    def combine_lanes(self, sums: Any) -> None:
+        """Combine the accumulators of the lanes of a row."""
         if cutlass.const_expr(self.options.of_all):
-            self.align_lanes(sums, lanes)
+            self.align_lanes(sums)
         if cutlass.const_expr(self.options.planes):
             acc = sums.planes
-            for step in cutlass.range_constexpr(lanes.bit_length() - 1):
+            for offset in LANE_OFFSETS:
                 if cutlass.const_expr(self.options.of_all):
                     for plane in cutlass.range_constexpr(self.others, self.of_others):
-                        acc[plane] += cute.arch.shuffle_sync_bfly(acc[plane], offset=1 << step)
+                        acc[plane] += cute.arch.shuffle_sync_bfly(acc[plane], offset=offset)
                 if cutlass.const_expr(self.options.of_others):
                     above = acc[self.of_others + 2]
-                    above += cute.arch.shuffle_sync_bfly(above, offset=1 << step)
+                    above += cute.arch.shuffle_sync_bfly(above, offset=offset)
                     acc[self.of_others + 2] = above
                     u_max, entry = acc[self.of_others], acc[self.of_others + 1]
-                    other_max = cute.arch.shuffle_sync_bfly(u_max, offset=1 << step)
-                    other = cute.arch.shuffle_sync_bfly(entry, offset=1 << step)
+                    other_max = cute.arch.shuffle_sync_bfly(u_max, offset=offset)
+                    other = cute.arch.shuffle_sync_bfly(entry, offset=offset)
                     if other_max > u_max or (other_max == u_max and other < entry):
                         acc[self.of_others] = other_max
                         acc[self.of_others + 1] = other
 
     @cute.jit
-    def align_lanes(self, sums: RowSums, lanes: int) -> None:
-        """Make the sums of groups of lanes relative to one largest logit, left out in one lane."""
+    def align_lanes(self, sums: RowSums) -> None:
+        """Make the sums of a row's lanes relative to one largest logit, left out in one lane."""
         acc, marks, row = sums
         largest, lane = acc[self.largest], cute.arch.lane_idx()
-        for step in cutlass.range_constexpr(lanes.bit_length() - 1):
-            of_lane = cute.arch.shuffle_sync_bfly(largest, offset=1 << step)
+        for offset in LANE_OFFSETS:
+            of_lane = cute.arch.shuffle_sync_bfly(largest, offset=offset)
             largest = cute.arch.fmax(largest, of_lane)
         owner = Int32(32)  # the first lane that has it
         if acc[self.largest] == largest:
             owner = lane
-        for step in cutlass.range_constexpr(lanes.bit_length() - 1):
-            owner = cutlass.min(owner, cute.arch.shuffle_sync_bfly(owner, offset=1 << step))
+        for offset in LANE_OFFSETS:
+            owner = cutlass.min(owner, cute.arch.shuffle_sync_bfly(owner, offset=offset))
         joins, mark = Float32(1.0), marks[0] & (1 << SEEN + row)
         if owner == lane:
             joins = Float32(0.0)
             mark = marks[0] & ((1 << SEEN + row) | (1 << LEFT_OUT + row))
-        for step in cutlass.range_constexpr(lanes.bit_length() - 1):
-            mark = mark | cute.arch.shuffle_sync_bfly(mark, offset=1 << step)
+        for offset in LANE_OFFSETS:
+            mark = mark | cute.arch.shuffle_sync_bfly(mark, offset=offset)
         marks[0] = marks[0] | mark
         if mark & (1 << LEFT_OUT + row) == 0:
             marks[0] = marks[0] & ~(1 << LEFT_OUT + row)

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from cutefce.cute_kernels.jit import cache, compiler
+from cutefce.cute_kernels.jit import cache
+from cutefce.cute_kernels.jit.compiler import compile_clean, compile_kernel
 from cutefce.cute_kernels.jit.notices import compiling
 from cutefce.cute_kernels.jit.subprocess_worker import SubprocessWorker
 from cutefce.cute_kernels.spec.kernel import KernelSpec
@@ -23,36 +24,25 @@ def missing(kernels: Iterable[KernelSpec]) -> list[KernelSpec]:
     return [kernel for kernel in dict.fromkeys(kernels) if not cache.is_stored(kernel)]
 
 
-def load(kernel: KernelSpec) -> None:
-    """Load `kernel` in this process, or compile it if the cache folder does not have it."""
-    cache.compiled(kernel)
-
-
-def compile_into_folder(kernel: KernelSpec) -> None:
+def store_if_possible(kernel: KernelSpec) -> None:
     """Compile `kernel` into the cache folder; nothing without one: who launches it compiles it."""
     with contextlib.suppress(OSError):
-        cache.store(kernel, lambda: compiler.compile_kernel(kernel))
+        cache.store(kernel, compile_kernel)
 
 
-def compile_clean(kernel: KernelSpec) -> None:
-    """Compile `kernel` into the cache folder.
-
-    Raises:
-        ValueError: if it spills registers or its WGMMA instructions are serialized.
-        OSError: if it cannot be stored.
-    """
-    cache.store(kernel, lambda: compiler.compile_clean(kernel))
+store_clean = functools.partial(cache.store, compile_one=compile_clean)
+"""Compiles a kernel into the cache folder; raises ValueError if it is not clean."""
 
 
 def build(
     kernels: Sequence[KernelSpec],
-    compile_one: Callable[[KernelSpec], Any] = compile_into_folder,
+    store: Callable[[KernelSpec], Any] = store_if_possible,
 ) -> dict[KernelSpec, str]:
     """Compile kernels in subprocesses; return those that failed, with the reasons.
 
     Args:
         kernels: What to compile.
-        compile_one: Compiles a kernel in the subprocess, which has no torch.
+        store: Compiles a kernel in the subprocess, which has no torch.
     """
     failed: dict[KernelSpec, str] = {}
     waiting, processes = iter(kernels), list[SubprocessWorker]()  # of all threads
@@ -62,7 +52,7 @@ def build(
             processes.append(process)
             for kernel in waiting:
                 try:
-                    process.ask(functools.partial(compile_one, kernel), BUILD_SECONDS)
+                    process.ask(functools.partial(store, kernel), BUILD_SECONDS)
                 except RuntimeError as error:
                     failed[kernel] = f"compiling {type(kernel).__name__}: {error}"
                 count()

@@ -40,8 +40,6 @@ SOURCES = Path(__file__).parent.parent
 """The package whose sources the fingerprint covers."""
 PREBUILT_FOLDER = SOURCES / "prebuilt"
 """The package's folder of libraries, which only wheels of `make wheel` contain."""
-LOCK_SECONDS = 120
-"""Timeout for another process that compiles the same kernel."""
 
 _lock = threading.Lock()
 _loaded: dict[KernelSpec, Any] = {}
@@ -184,7 +182,7 @@ def _stored(kernel: KernelSpec) -> Iterator[Path]:
         yield prebuilt
 
 
-def store(kernel: KernelSpec, compile_: Callable[[], Any]) -> Path:
+def store(kernel: KernelSpec, compile_one: Callable[[KernelSpec], Any]) -> Path:
     """Write the library of `kernel` to the cache folder if it is missing; return its path.
 
     Raises:
@@ -193,10 +191,10 @@ def store(kernel: KernelSpec, compile_: Callable[[], Any]) -> Path:
     """
     path = library_path(kernel)
     if not _is_whole(path):
-        with cache_files.lock(path, LOCK_SECONDS):
+        with cache_files.lock(path):
             if not _is_whole(path):
                 _linker()  # before seconds of compiling
-                _write(path, compile_())
+                _write(path, compile_one(kernel))
     return path
 
 
@@ -210,7 +208,7 @@ def _load_or_compile(kernel: KernelSpec) -> Any:
         return _load_or_compile(kernel)
     try:
         with contextlib.suppress(OSError):
-            return _load(store(kernel, lambda: _compile(kernel)))
+            return _load(store(kernel, _compile))
         return _compile(kernel)
     except Exception as error:  # a compiler may raise anything
         raise CompilerError(kernel, error) from error

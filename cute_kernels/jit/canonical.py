@@ -1,10 +1,8 @@
 """Lines of Python code without its text: what fingerprints cover, on every Python version."""
 
 import ast
-import re
-
-STRINGS = r'"{3}(?:\\[\s\S]|[^\\])*?"{3}', r"'{3}(?:\\[\s\S]|[^\\])*?'{3}", r'"(?:\\.|[^\\"\n])*"'
-STRING_OR_COMMENT = re.compile("|".join((*STRINGS, r"'(?:\\.|[^\\'\n])*'", "(?P<comment>#.*)")))
+import io
+import tokenize
 
 
 def canonical_source(source: bytes) -> str:
@@ -12,14 +10,14 @@ def canonical_source(source: bytes) -> str:
 
     A docstring shares its lines with no code.
     """
-    text = source.decode()
-    code = STRING_OR_COMMENT.sub(lambda found: "" if found["comment"] else found[0], text)
-    lines = code.split("\n")
-    for node in ast.walk(ast.parse(text)):
-        if not isinstance(node, ast.Expr) or not isinstance(node.value, ast.Constant):
-            continue
-        if isinstance(node.value.value, str):
-            assert node.end_lineno is not None
-            for row in range(node.lineno - 1, node.end_lineno):
-                lines[row] = ""
+    lines = source.decode().split("\n")
+    for token in tokenize.tokenize(io.BytesIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            row, column = token.start
+            lines[row - 1] = lines[row - 1][:column]
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Expr(ast.Constant(str())):
+                first, last = node.lineno - 1, node.end_lineno or node.lineno
+                lines[first:last] = [""] * (last - first)
     return "\n".join(line.rstrip() for line in lines if line.strip())

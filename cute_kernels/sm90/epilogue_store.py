@@ -5,6 +5,7 @@ Each warp writes its 16 rows of every 64 in epilogue tiles, as wide as a swizzle
 each other.
 """
 
+import math
 from typing import Any
 
 import cutlass
@@ -15,7 +16,6 @@ from cutlass.cute.nvgpu.warp import StMatrix8x8x16bOp
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as sm90
 
-from cutefce.cute_kernels.arch.base import epi_tile_columns
 from cutefce.cute_kernels.common.dsl import partition
 from cutefce.cute_kernels.sm90.mainloop import MMA_WARP_GROUPS, Consumer
 
@@ -25,7 +25,7 @@ class EpilogueStoreSm90:
 
     def __init__(self, dtype: Any, tile_n: int) -> None:
         self.dtype = dtype
-        self.epi_tile_n = epi_tile_columns(tile_n, dtype.width // 8)
+        self.epi_tile_n = math.gcd(tile_n, 128 // (dtype.width // 8))
 
     @cute.jit
     def tma_store(self, out: cute.Tensor) -> Any:

@@ -20,7 +20,6 @@ from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
-from cutefce.cute_kernels.arch import arch_named
 from cutefce.cute_kernels.common.dsl import (
     DTYPES,
     await_count,
@@ -99,7 +98,7 @@ class GradGemmSm90(HostFunction, MainloopSm90):
             is_float32 = kernel.low_bits == FLOAT32_LOW_BITS
             assert not kernel.final and (is_float32 or kernel.dtype == "bfloat16")
             assert self.tokens_inside or kernel.low_bits in LOW_BITS
-            self.kept_store = KeptStoreSm90(arch_named(kernel.arch), kernel.config, kernel.low_bits)
+            self.kept_store = KeptStoreSm90(kernel.config, kernel.low_bits)
 
     @cute.jit
     def launch(self, operands: Any, stream: Any) -> None:

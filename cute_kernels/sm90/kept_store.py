@@ -18,7 +18,8 @@ from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as sm90
 
-from cutefce.cute_kernels.arch.base import BARRIER_BYTES, Arch
+from cutefce.cute_kernels.arch.base import BARRIER_BYTES
+from cutefce.cute_kernels.arch.sm90 import Sm90
 from cutefce.cute_kernels.common.dsl import matrix, partition
 from cutefce.cute_kernels.common.kept_bits import join_eight, low_signature, split_eight
 from cutefce.cute_kernels.config import GemmConfig
@@ -68,7 +69,7 @@ class Staging(NamedTuple):
 class KeptStoreSm90:
     """Additions of tiles of accumulators to kept sums."""
 
-    def __init__(self, arch: Arch, config: GemmConfig, low_bits: int) -> None:
+    def __init__(self, config: GemmConfig, low_bits: int) -> None:
         whole_blocks = config.tile_n % COLUMNS == 0
         assert config.pingpong and whole_blocks, "warpgroups add to whole blocks"
         self.config, self.low_bits = config, low_bits
@@ -79,7 +80,8 @@ class KeptStoreSm90:
         self.row_blocks, self.column_blocks = config.tile_m // ROWS, config.tile_n // COLUMNS
         self.blocks = self.row_blocks * self.column_blocks
         self.block_bytes = ROWS * COLUMNS * (16 + low_bits) // 8
-        free = arch.smem_bytes - BARRIER_BYTES - config.stages * arch.stage_bytes(config)
+        used = BARRIER_BYTES + config.stages * Sm90().stage_bytes(config)
+        free = Sm90.smem_bytes - used
         # so that each warpgroup's tiles begin with the same buffer
         counts = [count for count in range(1, self.blocks) if self.blocks % count == 0]
         counts += self.blocks, self.blocks * MMA_WARP_GROUPS

@@ -265,7 +265,7 @@ class ProjectExpSm90(ProjectExpLaunchSm90):
             for half in cutlass.range_constexpr(2):
                 row = self.row(consumer.tCcC, m_start, m_block, half)
                 more = self.reducer.row(reduced, 2 * m_block + half)
-                self.reducer.combine_lanes(more, 4)
+                self.reducer.combine_lanes(more)
                 writes = consumer.thread % 4 == 0 and row < scheduler.rows
                 if cutlass.const_expr(self.reducer.options.of_all):
                     if writes:

@@ -12,6 +12,9 @@ OUT_AND_SUMS = 2
 """Says that kept sums are in the places of the rows of dX that are made of them."""
 
 
+KeptStep = Literal["keep", "finish", "scale", "round"]
+
+
 @dataclass(frozen=True)
 class SelectRowsSpec(KernelSpec):
     """The order of rows in which those that count come first, and their number."""
@@ -107,7 +110,7 @@ class KeptSumsSpec(KernelSpec):
     dtype: str
     low_bits: int
     """Bits of a sum beside the upper 16."""
-    step: Literal["keep", "finish", "scale", "round"]
+    step: KeptStep
     rank_one: bool = False
     """Whether to add a matrix of rank one to dX."""
 

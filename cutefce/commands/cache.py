@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from cutefce.autotune_cache import lookup, table, table_io
+from cutefce.autotune_cache import lookup, tables
 from cutefce.commands.common import (
     TABLE_FILE,
     contents,
@@ -31,7 +31,7 @@ def show(files: tuple[Path, ...]) -> None:
     found, unusable = [], []
     for path in paths:
         try:
-            tuned = table_io.read(path)
+            tuned = tables.read(path)
         except OSError as error:
             unusable.append(printable(str(error)))
         else:
@@ -52,7 +52,7 @@ def _user_files() -> list[Path]:
 def validate(files: tuple[Path, ...]) -> None:
     """Check FILES; fail at the first unusable one."""
     for path in files:
-        click.echo(f"{path}: {contents(table_io.read(path))}")
+        click.echo(f"{path}: {contents(tables.read(path))}")
 
 
 @cache.command(short_help="Merge FILES of one GPU model.")
@@ -65,12 +65,12 @@ def merge(files: tuple[Path, ...], into: Path) -> None:
     it is one of FILES too.
     """
 
-    def merged() -> table.Table:
-        gpu = table_io.read(files[0]).gpu
-        return table.merge([table_io.read(path, gpu) for path in files])
+    def merged() -> tables.Table:
+        gpu = tables.read(files[0]).gpu
+        return tables.merge([tables.read(path, gpu) for path in files])
 
-    table_io.rewrite(into, merged)
-    click.echo(f"{into}: {contents(table_io.read(into))}")
+    tables.rewrite(into, merged)
+    click.echo(f"{into}: {contents(tables.read(into))}")
 
 
 @cache.command()

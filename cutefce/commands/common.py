@@ -11,10 +11,10 @@ import torch
 from rich.console import Console
 
 from cutefce.autotune_cache import lookup, verdicts
-from cutefce.autotune_cache.table import Candidate, Entry, Key, Table
+from cutefce.autotune_cache.tables import Candidate, Entry, Key, Table
 from cutefce.autotune_cache.tuning.shapes import NAMED, Sizes, parse
 from cutefce.cute_kernels.arch import ARCHS
-from cutefce.cute_kernels.gpu import Gpu
+from cutefce.cute_kernels.arch.base import Gpu
 from cutefce.ops.primitives.dispatch import gpu_arch, gpu_of
 
 F = TypeVar("F", bound=Callable[..., Any])

@@ -4,7 +4,7 @@ import importlib
 
 import click
 
-from cutefce.autotune_cache.tuning.runner import all_kernels
+from cutefce.autotune_cache.tuning.runner import built_ahead
 from cutefce.cute_kernels import cache_files
 from cutefce.cute_kernels.arch import ARCHS, arch_named
 from cutefce.cute_kernels.jit import build
@@ -36,9 +36,9 @@ def compile_kernels(names: str) -> None:
         needed = "pip install 'nvidia-cutlass-dsl[cu13]' apache-tvm-ffi"
         raise click.ClickException(f"{error}; the compiler is needed: {needed}") from error
     for arch in archs:
-        kernels = all_kernels(arch)
+        kernels = built_ahead(arch)
         missing = build.missing(kernels)
-        failed = build.build(missing, compile_one=build.compile_clean)
+        failed = build.build(missing, build.store_clean)
         if failed:
             raise click.ClickException("\n".join(failed.values()))
         click.echo(f"{arch.name}: compiled {len(missing)} of {len(kernels)} kernels into {folder}")

@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 import torch
 
-from cutefce.autotune_cache import lookup, table_io
+from cutefce.autotune_cache import lookup, tables
 from cutefce.commands.common import printable, whose_kernels
 from cutefce.cute_kernels import cache_files
 from cutefce.cute_kernels.jit import cache as jit_cache
@@ -61,7 +61,7 @@ def _served_by(device: torch.device, dtype: torch.dtype) -> str:
 
 def _shipped_entries(path: Path) -> str:
     """Return how many entries a table has of each dtype, and whether it proves the kernels."""
-    table = table_io.read(path)
+    table = tables.read(path)
     counts = Counter(key.dtype for key in table.entries)
     text = ", ".join(f"{counts[dtype]} entries for {dtype}" for dtype in table.dtypes)
     if table.build == lookup.current_build():

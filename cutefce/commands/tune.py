@@ -1,17 +1,20 @@
 """`cutefce tune`: finds the fastest configurations on this machine's GPU."""
 
+import contextlib
+import math
 import time
 from pathlib import Path
 
 import click
 from rich.text import Text
 
-from cutefce.autotune_cache import lookup, table_io
-from cutefce.autotune_cache.tuning import jobs as tuned
+from cutefce.autotune_cache import lookup, tables
+from cutefce.autotune_cache.tables import Entry, Key
 from cutefce.autotune_cache.tuning import runner, tuner
 from cutefce.autotune_cache.tuning import verify as verification
-from cutefce.autotune_cache.tuning.jobs import Job
 from cutefce.autotune_cache.tuning.shapes import NAMED, Sizes
+from cutefce.autotune_cache.tuning.tuner import Job
+from cutefce.autotune_cache.verdicts import STEP, parts_of
 from cutefce.commands.common import (
     describe,
     dtype_option,
@@ -24,7 +27,6 @@ from cutefce.commands.common import (
     winners,
 )
 from cutefce.cute_kernels.jit.subprocess_worker import SubprocessWorker, WorkerError
-from cutefce.cute_kernels.parts import STEP, parts_of
 
 
 @click.command(short_help="Find the fastest configurations on this GPU.")
@@ -62,13 +64,17 @@ def tune(
     With --dry-run and without a GPU that has kernels, shows the candidates of the GPU model that
     has a shipped table.
     """
+    if math.isnan(budget_minutes):
+        raise click.BadParameter("got nan, expected at least 0", param_hint="--budget-minutes")
     end = time.monotonic() + 60 * budget_minutes
     is_shown = dry_run and not has_gpu()
     gpu, device = (lookup.shipped_tables()[0].gpu, "cuda") if is_shown else this_gpu()
-    header, path = tuner.header_for(gpu), output_dir / table_io.file_name(gpu)
+    header, path = tuner.header_for(gpu), output_dir / tables.file_name(gpu)
     own = runner.Runner(gpu, device)
-    jobs = tuned.jobs_of(own, shapes, dtype)
-    done = tuner.read_done(path, header).entries if resume else {}
+    jobs, done = tuner.jobs_of(own, shapes, dtype), dict[Key, Entry]()
+    if resume:
+        with contextlib.suppress(OSError):
+            done.update(tables.read_like(path, header).entries)
     todo = [job for job in jobs if job.key not in done]
     console = make_console()
     console.print(f"{gpu.name}: {len(todo)} of {len(jobs)} problems to tune")
@@ -85,13 +91,12 @@ def tune(
                 job = waiting.pop(0)
                 status.update(Text(f"{job}; {len(waiting)} problems are left"))
                 try:
-                    tuner.tune(job, process, path, header)
+                    done[job.key] = tuner.tune(job, process, path, header)
                 except WorkerError as error:
                     failures[job] = str(error)
     except RuntimeError as error:  # no subprocess, or a kernel that does not compile
         raise click.ClickException(str(error)) from error
-    entries = tuner.read_done(path, header).entries
-    console.print(winners((gpu, job.key, entries[job.key]) for job in jobs if job.key in entries))
+    console.print(winners((gpu, job.key, done[job.key]) for job in jobs if job.key in done))
     for job, reason in failures.items():
         console.print(f"left out: {job}: {printable(reason)}")
     console.print(f"written: {path}")

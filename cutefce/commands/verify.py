@@ -6,8 +6,8 @@ from pathlib import Path
 import click
 from rich.text import Text
 
-from cutefce.autotune_cache import lookup, table_io
-from cutefce.autotune_cache.table import Table
+from cutefce.autotune_cache import lookup, tables
+from cutefce.autotune_cache.tables import Table
 from cutefce.autotune_cache.tuning import runner
 from cutefce.autotune_cache.tuning import verify as verification
 from cutefce.commands.common import (
@@ -35,10 +35,10 @@ def verify(path: Path | None) -> None:
     gpu, device = this_gpu()
 
     def renewed(file: Path) -> Table:
-        table = table_io.read(file)
+        table = tables.read(file)
         if table.gpu.arch != gpu.arch:
             arch, expected = table.gpu.arch.name, gpu.arch.name
-            raise table_io.TableError(f"{file}: arch: got {arch!r}, expected {expected!r}")
+            raise tables.TableError(f"{file}: arch: got {arch!r}, expected {expected!r}")
         return dataclasses.replace(table, versions={**table.versions, **lookup.current_build()})
 
     if path is not None:
@@ -53,5 +53,5 @@ def verify(path: Path | None) -> None:
             require_passed(verdict, gpu, dtype)
             click.echo(f"the {dtype} kernels passed on {gpu.name}")
     if path is not None:
-        table_io.rewrite(path, lambda: renewed(path))
+        tables.rewrite(path, lambda: renewed(path))
         click.echo(f"{path} names these kernels")

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cutefce.autotune_cache.verdicts import DIVERGENCES
 from cutefce.cute_kernels.integers import ceil_div
 from cutefce.cute_kernels.jit.cache import compiled
-from cutefce.cute_kernels.parts import DIVERGENCES
 from cutefce.cute_kernels.schedule.order import choose_vocab_splits, num_waves
 from cutefce.cute_kernels.spec.divergence import divergence_rows, logits_kernel
 from cutefce.cute_kernels.spec.gemm import ProjectExpSpec

@@ -17,6 +17,7 @@ from cutefce.cute_kernels.jit.cache import compiled
 from cutefce.cute_kernels.problem import can_keep
 from cutefce.cute_kernels.schedule.order import add_tiles, choose_k_splits
 from cutefce.cute_kernels.spec.gemm import GradGemmSpec
+from cutefce.cute_kernels.spec.rowwise import SortTargetsSpec
 from cutefce.ops.primitives.cute_rowwise import CublasPrimitives, low_bits, with_rank_one
 from cutefce.ops.primitives.products import matmul_into
 from cutefce.ops.primitives.select_rows import row_count, row_order, row_range
@@ -99,13 +100,12 @@ class CutePrimitives(CublasPrimitives):
         if coefficient is None:
             offsets, none = targets.index.new_empty(1, dtype=torch.int32), targets.index[:0]
             return SortedTargets(none, offsets, h.new_empty(0, dtype=torch.float32), h)
-        assert self.kernels.sort_targets is not None
         index = targets.index
         order, in_order = torch.empty_like(index), torch.empty_like(coefficient)
         offsets = index.new_empty(targets.vocab + 1, dtype=torch.int32)
         rows, are_selected = row_order(targets.order, index)
         operands = index, coefficient.contiguous(), rows, order, offsets, in_order
-        launch = compiled(self.kernels.sort_targets)
+        launch = compiled(SortTargetsSpec(self.kernels.arch))
         launch(*operands, targets.options.ignore_index, are_selected)
         return SortedTargets(order, offsets, in_order, h)
 
@@ -137,8 +137,7 @@ class CutePrimitives(CublasPrimitives):
         self._launch(spec, (exps.t(), scaled.t(), to, targets, term), selection, None, overwrite)
 
     def finish_kept_dw(self, sums: Sums, factor: Tensor) -> None:
-        spec = replace(self.kernels.kept, step="round", low_bits=low_bits(sums))
-        compiled(spec)(*sums, factor.view(1))
+        compiled(self.kept_kernel("round", sums))(*sums, factor.view(1))
 
     def _launch(
         self,

@@ -19,6 +19,7 @@ from cutefce.cute_kernels.jit.cache import compiled
 from cutefce.cute_kernels.kernel_set import KernelSet
 from cutefce.cute_kernels.schedule.order import choose_vocab_splits, most_vocab_splits
 from cutefce.cute_kernels.spec.gemm import ProjectExpSpec
+from cutefce.cute_kernels.spec.rowwise import MoveRowsSpec
 from cutefce.cute_kernels.workspace import NUM_STATS, Move, Semaphore, forward_semaphore_count
 from cutefce.ops.outputs.steps import CuteOutputSteps
 from cutefce.ops.primitives.block_sizes import UNUSED_COLUMNS
@@ -210,7 +211,8 @@ class CuteProjection(CuteSoftTargetSteps, CuteOutputSteps, PortableProjection):
         if self.clears and exps is not None and targets.selection is not None:
             bits, order = as_bits(exps), targets.selection.order
             count = targets.selection.count
-            compiled(self.kernels.move_rows)(bits, bits, order, None, count, Move.CLEAR)
+            spec = MoveRowsSpec(self.kernels.arch)
+            compiled(spec)(bits, bits, order, None, count, Move.CLEAR)
 
     def _take_semaphores(self, h: Tensor) -> Tensor:
         count: int = forward_semaphore_count(h.shape[0], self.kernels.reduce_partials.rows)

@@ -9,9 +9,16 @@ from torch import Tensor
 from cutefce.cute_kernels.config import PortableTiles
 from cutefce.cute_kernels.jit.cache import compiled
 from cutefce.cute_kernels.kernel_set import KernelSet
-from cutefce.cute_kernels.problem import FLOAT32_LOW_BITS
+from cutefce.cute_kernels.problem import FLOAT32_LOW_BITS, can_keep
 from cutefce.cute_kernels.spec.gemm import GradGemmSpec
-from cutefce.cute_kernels.spec.rowwise import OUT_AND_SUMS, KeptSumsSpec, ScaleAddRowsSpec
+from cutefce.cute_kernels.spec.rowwise import (
+    OUT_AND_SUMS,
+    KeptStep,
+    KeptSumsSpec,
+    MoveRowsSpec,
+    RowCoefficientsSpec,
+    ScaleAddRowsSpec,
+)
 from cutefce.cute_kernels.workspace import Coefficient, Move
 from cutefce.ops.primitives.cute_projection import CuteProjection, Semaphores
 from cutefce.ops.primitives.portable_gradients import TargetGrad
@@ -61,7 +68,7 @@ class CublasPrimitives(CuteProjection, Primitives):
         if targets.tensors.denominator is not None:
             upstream = upstream * targets.loss_scale(stats.rows.dtype)
         kernels, rows = self.kernels, stats.rows
-        spec = kernels.probability_coefficients if in_reference else kernels.row_coefficients
+        spec = RowCoefficientsSpec(kernels.arch, in_reference, narrow=not can_keep(kernels.dtype))
         coefficients = rows.new_empty(spec.planes, rows.shape[1])
         grad_scale, zeros = rows.new_empty(()), self.semaphores.adopt(rows)
         if upstream.dtype != rows.dtype:
@@ -88,7 +95,8 @@ class CublasPrimitives(CuteProjection, Primitives):
         )
 
     def scale_rows(self, out: Tensor, x: Tensor, scale: Tensor) -> None:
-        compiled(self.kernels.scale_rows)(out, x, None, scale.contiguous(), None, Move.GATHER)
+        spec = MoveRowsSpec(self.kernels.arch, self.kernels.dtype, orders=False)
+        compiled(spec)(out, x, None, scale.contiguous(), None, Move.GATHER)
 
     def finish_dx(
         self,
@@ -104,17 +112,16 @@ class CublasPrimitives(CuteProjection, Primitives):
         scale, target = coefficients.scale.contiguous(), coefficients.target
         order, scatters = row_order(order, index)
         if sums.low is None:
-            plain = self.kernels.finish_dx
-            if out.upper.dtype != w.dtype:  # one rank's addend
-                plain = replace(plain, out="float32")
+            dtype = self.kernels.dtype
+            result = dtype if out.upper.dtype == w.dtype else "float32"  # one rank's addend
+            plain = ScaleAddRowsSpec(self.kernels.arch, result, "float32", dtype)
             spec, term = with_rank_one(plain, rank_one)
             rows = scale, target, index, term, order, scatters
             compiled(spec)(out.upper, sums.upper, w, *rows)
             return
         if scatters and out.upper is sums.upper:
             scatters = OUT_AND_SUMS
-        finish = replace(self.kernels.kept, step="finish", low_bits=low_bits(sums))
-        kept, term = with_rank_one(finish, rank_one)
+        kept, term = with_rank_one(self.kept_kernel("finish", sums), rank_one)
         compiled(kept)(out.upper, *sums, w, index, scale, target, term, order, scatters)
 
     def keep_sums(
@@ -127,12 +134,16 @@ class CublasPrimitives(CuteProjection, Primitives):
         order: Tensor | None = None,
     ) -> None:
         rows = targets.index, stats.sum_exp_others, targets.options.ignore_index
-        spec = replace(self.kernels.kept, step="keep", low_bits=low_bits(kept))
-        compiled(spec)(*kept, sums, w, *rows, *row_order(order, targets.index))
+        compiled(self.kept_kernel("keep", kept))(
+            *kept, sums, w, *rows, *row_order(order, targets.index)
+        )
 
     def scale_kept_rows(self, sums: Sums, scale: Tensor) -> None:
-        spec = replace(self.kernels.kept, step="scale", low_bits=low_bits(sums))
-        compiled(spec)(*sums, scale.contiguous())
+        compiled(self.kept_kernel("scale", sums))(*sums, scale.contiguous())
+
+    def kept_kernel(self, step: KeptStep, sums: Sums) -> KeptSumsSpec:
+        """Return the kernel of a step of kept sums."""
+        return KeptSumsSpec(self.kernels.arch, self.kernels.dtype, low_bits(sums), step)
 
 
 def low_bits(sums: Sums) -> int:

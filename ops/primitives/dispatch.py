@@ -10,14 +10,13 @@ import torch
 from torch import Tensor
 
 from cutefce.autotune_cache import lookup, verdicts
+from cutefce.autotune_cache.verdicts import FORWARD, OPTIONS, SOFT_TARGETS, STEP
 from cutefce.cute_kernels import kernel_set
 from cutefce.cute_kernels.arch import ARCHS, arch_for, arch_named
-from cutefce.cute_kernels.arch.base import Arch
+from cutefce.cute_kernels.arch.base import Arch, Gpu
 from cutefce.cute_kernels.config import PortableTiles
-from cutefce.cute_kernels.gpu import Gpu
 from cutefce.cute_kernels.jit.cache import CompilerError, compiled
 from cutefce.cute_kernels.kernel_set import KernelSet
-from cutefce.cute_kernels.parts import FORWARD, OPTIONS, SOFT_TARGETS, STEP
 from cutefce.cute_kernels.problem import Problem
 from cutefce.cute_kernels.process_cache import on_reset, process_cache, reset, warn_once
 from cutefce.cute_kernels.spec import rowwise as spec

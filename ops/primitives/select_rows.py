@@ -63,9 +63,9 @@ def gather_rows(
         out = x.new_empty(selection.order.shape[0], x.shape[1])
     own = selection.order, None if scale is None else scale.contiguous(), selection.count
     if scale is None:
-        compiled(kernels.move_rows)(as_bits(out), as_bits(x), *own, Move.GATHER)
+        compiled(MoveRowsSpec(kernels.arch))(as_bits(out), as_bits(x), *own, Move.GATHER)
     else:
-        compiled(kernels.gather_scaled_rows)(out, x, *own, Move.GATHER)
+        compiled(MoveRowsSpec(kernels.arch, kernels.dtype))(out, x, *own, Move.GATHER)
     return out
 
 

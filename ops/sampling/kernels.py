@@ -16,8 +16,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from cutefce.autotune_cache.verdicts import SAMPLES
 from cutefce.cute_kernels.jit.cache import compiled
-from cutefce.cute_kernels.parts import SAMPLES
 from cutefce.cute_kernels.problem import MAX_SELECTED, Problem
 from cutefce.cute_kernels.sampling_set import MAX_SAMPLE_SLOTS, sort_entries, weight_sums
 from cutefce.cute_kernels.spec.sampling import (

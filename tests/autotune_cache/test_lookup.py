@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from cutefce.autotune_cache import lookup, table_io, verdicts
+from cutefce.autotune_cache import lookup, tables, verdicts
 from cutefce.autotune_cache.tuning.runner import Runner
 from cutefce.cute_kernels import cache_files, process_cache
 from cutefce.cute_kernels.arch import ARCHS
+from cutefce.cute_kernels.arch.base import Gpu
 from cutefce.cute_kernels.arch.sm90 import Sm90
 from cutefce.cute_kernels.config import GemmConfig, KernelConfigs
-from cutefce.cute_kernels.gpu import Gpu
 from cutefce.cute_kernels.problem import Problem
 from tests.support.tables import ENTRY, GPU, KEY, OLD, OTHER, PROBLEM, TABLE, TUNED, write
 
@@ -21,7 +21,7 @@ from tests.support.tables import ENTRY, GPU, KEY, OLD, OTHER, PROBLEM, TABLE, TU
 @pytest.fixture
 def file(folder: Path) -> Path:
     """Return the path of the user's table for the test's GPU."""
-    return lookup.user_folder() / table_io.file_name(GPU)
+    return lookup.user_folder() / tables.file_name(GPU)
 
 
 def look(problem: Problem = PROBLEM) -> GemmConfig:
@@ -45,7 +45,7 @@ def named(configs: KernelConfigs) -> set[tuple[str, GemmConfig]]:
 
 def test_everything_that_lookups_choose_as_shipped_is_listed(file: Path) -> None:
     """What is listed is compiled ahead, and verified."""
-    shipped = map(table_io.read, lookup.SHIPPED_FOLDER.glob("*.json"))
+    shipped = map(tables.read, lookup.SHIPPED_FOLDER.glob("*.json"))
     gpus = {table.gpu for table in shipped} | {Gpu(Sm90(), "NVIDIA H100", 132)}
     gpus |= {dataclasses.replace(GPU, arch=arch) for arch in ARCHS}
     tokens = 1, 64, 65, 100, 130, 300, 385, 1024, 8192, 32768
@@ -60,18 +60,18 @@ def test_everything_that_lookups_choose_as_shipped_is_listed(file: Path) -> None
 
 
 def edited(**changes: object) -> str:
-    return json.dumps(json.loads(table_io.to_json(TABLE)) | changes)
+    return json.dumps(json.loads(tables.to_json(TABLE)) | changes)
 
 
 def broken_entry(**changes: object) -> str:
-    data = json.loads(table_io.to_json(TABLE))
+    data = json.loads(tables.to_json(TABLE))
     data["entries"][0] |= changes
     return json.dumps(data)
 
 
 BAD = {
     "empty": ("", "ignored the tuned table .*: Expecting value"),
-    "cut off": (table_io.to_json(TABLE)[:200], "Unterminated string|Expecting"),
+    "cut off": (tables.to_json(TABLE)[:200], "Unterminated string|Expecting"),
     "nested without end": ("[" * 100_000, "recursion depth"),
     "an older schema": (edited(schema=3), "schema: got 3, expected 4"),
     "another GPU": (edited(device="NVIDIA Other"), "device: got 'NVIDIA Other'"),

@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from cutefce.autotune_cache import table_io
-from cutefce.autotune_cache.tuning import jobs, shapes, tuner, verify
-from cutefce.autotune_cache.tuning.jobs import Job
+from cutefce.autotune_cache import tables
+from cutefce.autotune_cache.tuning import shapes, tuner, verify
 from cutefce.autotune_cache.tuning.runner import Runner
+from cutefce.autotune_cache.tuning.tuner import Job
+from cutefce.autotune_cache.verdicts import STEP, parts_of
 from cutefce.commands.common import this_gpu
 from cutefce.cute_kernels.arch import arch_for
 from cutefce.cute_kernels.jit.subprocess_worker import SubprocessWorker, WorkerError
-from cutefce.cute_kernels.parts import STEP, parts_of
 from tests.support.fake_tuner import HEADER, job, tune_inline
 from tests.support.faulty_candidates import Kind, config
 from tests.support.tables import OLD, write
@@ -44,7 +44,7 @@ def test_a_problem_with_a_fault_has_no_entry_and_tuning_goes_on(
                 tuner.tune(job((Kind.SLOW, kind)), process, path, HEADER)
         assert not path.exists()
         entry = tuner.tune(todo, process, path, HEADER)
-    assert table_io.read(path).entries == {todo.key: entry}
+    assert tables.read(path).entries == {todo.key: entry}
     assert entry.config == config(Kind.FAST)
     assert entry.default_ms > 100 > entry.ms > 0
 
@@ -78,7 +78,7 @@ def test_killed_at_any_time_the_file_is_right(attempts: int, folder: Path) -> No
             done += pipe.read()
         reported |= {int.from_bytes(done[i : i + 4], "little") for i in range(0, len(done), 4)}
         if path.exists():
-            table = table_io.read(path)
+            table = tables.read(path)
         assert reported <= {key.vocab for key in table.entries}
         assert {entry.config for entry in table.entries.values()} <= {config(Kind.FAST)}
     assert killed == attempts
@@ -94,7 +94,7 @@ def test_two_tuners_at_once_lose_nothing(folder: Path) -> None:
     ranges = [range(100, 130), range(120, 150)]
     pids = [fork(functools.partial(tune_inline, path, some, lambda job: None)) for some in ranges]
     assert all(os.waitpid(pid, 0)[1] == 0 for pid in pids)
-    assert {key.vocab for key in table_io.read(path).entries} == set(range(100, 150))
+    assert {key.vocab for key in tables.read(path).entries} == set(range(100, 150))
 
 
 def test_entries_that_prove_other_kernels_are_moved_aside(folder: Path) -> None:
@@ -104,9 +104,9 @@ def test_entries_that_prove_other_kernels_are_moved_aside(folder: Path) -> None:
     write(path, old)
     with pytest.warns(UserWarning, match="aside, to table.old: .*versions: got {'kernels': '0123'"):
         tune_inline(path, range(100, 102), lambda job: None)
-    table = table_io.read(path)
+    table = tables.read(path)
     assert (table.build, len(table.entries)) == (HEADER.build, 2)
-    assert table_io.read(path.with_suffix(".old")) == old
+    assert tables.read(path.with_suffix(".old")) == old
 
 
 @pytest.mark.slow
@@ -121,10 +121,10 @@ def test_on_a_gpu(tmp_path: Path) -> None:
     with SubprocessWorker() as process:
         runner = Runner(gpu, device)
         verify.compile_all(runner, "bfloat16", parts_of(STEP))
-        for todo in jobs.jobs_of(runner, [(1000, 512, 8000)], "bfloat16"):
+        for todo in tuner.jobs_of(runner, [(1000, 512, 8000)], "bfloat16"):
             entry = tuner.tune(todo, process, path, tuner.header_for(gpu))
             assert entry.config in todo.candidates
-            assert table_io.read(path).entries[todo.key] == entry
+            assert tables.read(path).entries[todo.key] == entry
 
 
 def test_shapes_by_name_and_by_hand() -> None:

@@ -14,18 +14,10 @@ import pytest
 import torch
 
 from cutefce.autotune_cache import lookup, verdicts
-from cutefce.autotune_cache.table_io import file_name
+from cutefce.autotune_cache.tables import file_name
 from cutefce.autotune_cache.tuning import runner, verify
-from cutefce.autotune_cache.tuning.runner import Runner
-from cutefce.cute_kernels import cache_files, process_cache
-from cutefce.cute_kernels.arch.sm90 import Sm90
-from cutefce.cute_kernels.arch.sm100 import Sm100
-from cutefce.cute_kernels.config import KernelConfigs
-from cutefce.cute_kernels.gpu import Gpu
-from cutefce.cute_kernels.jit import build
-from cutefce.cute_kernels.jit import cache as jit_cache
-from cutefce.cute_kernels.jit.subprocess_worker import SubprocessWorker, WorkerError
-from cutefce.cute_kernels.parts import (
+from cutefce.autotune_cache.tuning.runner import Check, Runner
+from cutefce.autotune_cache.verdicts import (
     DIVERGENCES,
     FORWARD,
     OPTIONS,
@@ -35,6 +27,14 @@ from cutefce.cute_kernels.parts import (
     STEP,
     parts_of,
 )
+from cutefce.cute_kernels import cache_files, process_cache
+from cutefce.cute_kernels.arch.base import Gpu
+from cutefce.cute_kernels.arch.sm90 import Sm90
+from cutefce.cute_kernels.arch.sm100 import Sm100
+from cutefce.cute_kernels.config import KernelConfigs
+from cutefce.cute_kernels.jit import build
+from cutefce.cute_kernels.jit import cache as jit_cache
+from cutefce.cute_kernels.jit.subprocess_worker import SubprocessWorker, WorkerError
 from cutefce.cute_kernels.spec.kernel import KernelSpec
 from cutefce.cute_kernels.spec.rowwise import TargetLogitSpec
 from cutefce.ops.primitives import dispatch
@@ -126,12 +126,12 @@ class DefaultRunner(FaultyRunner):
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[verify.Check]:
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[Check]:
     """Return a list of the checks that subprocesses would run, of which all pass."""
-    checks: list[verify.Check] = []
+    checks: list[Check] = []
 
     def all_pass(own: Runner, _: str, parts: tuple[str, ...], __: Any) -> str:
-        checks.extend(verify._checks(own, parts))
+        checks.extend(own.checks(parts))
         return ""
 
     monkeypatch.setattr(verify, "first_fault", all_pass)
@@ -182,9 +182,9 @@ def test_a_kernel_that_fails_is_never_launched_here(
 def test_a_part_is_checked_once_with_all_that_is_listed(
     folder: Path,
     fake_gpu: FakeGpu,
-    asked: list[verify.Check],
+    asked: list[Check],
 ) -> None:
-    own, expected = Runner(GPU), list[verify.Check]()
+    own, expected = Runner(GPU), list[Check]()
     for part in (FORWARD, DIVERGENCES, STEP, OPTIONS, SAMPLES):
         # code of options and of divergences is the same in every configuration
         launched = [own.base()] if part in (DIVERGENCES, OPTIONS) else own.listed_configs()
@@ -254,7 +254,7 @@ def test_a_process_that_waited_uses_what_the_other_found(
     folder: Path, fake_gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     @contextlib.contextmanager
-    def meanwhile(path: Path, seconds: float) -> Iterator[None]:
+    def meanwhile(path: Path) -> Iterator[None]:
         for dtype in GPU.arch.dtypes:
             verdicts.record(GPU, dtype, PASSED, PARTS)
         yield
@@ -288,20 +288,21 @@ class BuiltRunner(FaultyRunner):
 def test_kernels_that_cannot_be_stored_are_compiled_outside_the_time_limit(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[tuple[str, float]] = []
+    done: list[Any] = []
 
     class Asked(SubprocessWorker):
         def ask(self, call: Any, seconds: float) -> Any:
-            asked.append((call.func.__name__, seconds))
+            done.append((call.func.__name__, seconds))
+            if call.func.__name__ == "prepare":
+                call()
 
+    monkeypatch.setattr(Runner, "_prepared", lambda *_: None)
+    monkeypatch.setattr(jit_cache, "compiled", done.append)
     monkeypatch.setattr(build, "build", lambda *_, **__: {})
     monkeypatch.setattr(verify, "SubprocessWorker", Asked)
     assert verify.verify(BuiltRunner(GPU, "cpu"), "bfloat16").passed
-    assert asked[:3] == [
-        ("load", build.BUILD_SECONDS),
-        ("prepare", verify.PREPARE_SECONDS),
-        ("check", verify.CHECK_SECONDS),
-    ]
+    prepare, check = ("prepare", verify.PREPARE_SECONDS), ("check", verify.CHECK_SECONDS)
+    assert done[:3] == [prepare, BUILT, check]
 
 
 def test_a_failed_compilation_is_no_verdict(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

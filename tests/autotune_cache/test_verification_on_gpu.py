@@ -14,12 +14,12 @@ import torch
 import cutefce
 from cutefce.autotune_cache import lookup, verdicts
 from cutefce.autotune_cache.tuning import runner, verify
+from cutefce.autotune_cache.verdicts import STEP, parts_of
 from cutefce.cute_kernels import cache_files, process_cache
 from cutefce.cute_kernels.arch import arch_for
-from cutefce.cute_kernels.gpu import Gpu
+from cutefce.cute_kernels.arch.base import Gpu
 from cutefce.cute_kernels.jit import cache as jit_cache
 from cutefce.cute_kernels.jit.subprocess_worker import SubprocessWorker
-from cutefce.cute_kernels.parts import STEP, parts_of
 from cutefce.ops.primitives import dispatch
 from tests.support.faulty_candidates import KernelRunner, Kind
 from tests.support.reference import assert_as_accurate, ours, random_case

@@ -6,14 +6,11 @@ from typing import Any
 
 import pytest
 
-from cutefce.autotune_cache.tuning import jobs, runner, timing, verify
-from cutefce.autotune_cache.tuning.cases import SMALL_PROBLEMS, MismatchError
+from cutefce.autotune_cache.tuning import runner, timing, tuner
+from cutefce.autotune_cache.tuning.cases import SMALL_PROBLEMS, MismatchError, small_case
 from cutefce.autotune_cache.tuning.runner import Runner
-from cutefce.cute_kernels import process_cache
-from cutefce.cute_kernels.arch import ARCHS
-from cutefce.cute_kernels.arch.base import Arch
-from cutefce.cute_kernels.jit import cache as jit_cache
-from cutefce.cute_kernels.parts import (
+from cutefce.autotune_cache.tuning.tuner import Job
+from cutefce.autotune_cache.verdicts import (
     DIVERGENCES,
     FORWARD,
     OPTIONS,
@@ -23,6 +20,10 @@ from cutefce.cute_kernels.parts import (
     STEP,
     parts_of,
 )
+from cutefce.cute_kernels import process_cache
+from cutefce.cute_kernels.arch import ARCHS
+from cutefce.cute_kernels.arch.base import Arch
+from cutefce.cute_kernels.jit import cache as jit_cache
 from cutefce.cute_kernels.spec.kernel import KernelSpec
 from cutefce.cute_kernels.spec.rowwise import SelectRowsSpec
 from tests.support.fake_tuner import RUNNER, job
@@ -51,17 +52,17 @@ def test_trials_take_about_as_long_as_they_may(
     ms: float, rounds: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Few rounds of a long call, and several calls in a row in each."""
-    now, taken = [0.0], list[int]()
+    now, candidates = [0.0], (config(Kind.FAST), config(Kind.SLOW))
 
-    def sample(call: object, repeats: int) -> Callable[[], float]:
-        now[0] += repeats * ms / 1e3
-        taken.append(repeats)
-        return lambda: ms
+    def call() -> None:
+        now[0] += ms
 
-    monkeypatch.setattr(timing, "_timed_on_cpu", sample)
-    candidates = config(Kind.FAST), config(Kind.SLOW)
-    assert job().trial() == dict.fromkeys(candidates, (ms,) * rounds)
-    assert taken[4:] == [jobs.CALLS] * 2 * rounds
+    monkeypatch.setattr(timing, "_now", lambda device: now[0] / 1e3)
+    monkeypatch.setattr(Job, "calls", lambda _: dict.fromkeys(candidates, call))
+    taken = job().trial()
+    assert {name: len(times) for name, times in taken.items()} == dict.fromkeys(candidates, rounds)
+    assert all(times == pytest.approx((ms,) * rounds) for times in taken.values())
+    assert now[0] == pytest.approx(2 * ms * (2 + tuner.CALLS * rounds))
 
 
 @pytest.fixture
@@ -147,15 +148,15 @@ def test_trials_launch_nothing_that_was_not_compiled_ahead(
 ) -> None:
     """Compiling takes longer than a trial may."""
     runner = Runner(dataclasses.replace(GPU, arch=arch), "cpu")
-    compiled = set(verify._kernels(runner, dtype, parts_of(STEP)))
-    for one in jobs.jobs_of(runner, [(130, 64, 1500)], dtype):
+    compiled = set(runner.all_kernels(dtype, parts_of(STEP)))
+    for one in tuner.jobs_of(runner, [(130, 64, 1500)], dtype):
         for call in one.calls().values():
             call()
         assert launched and launched <= compiled
         launched.clear()
 
 
-COUNTS = {FORWARD: 5, STEP: 29, OPTIONS: 38, SOFT_TARGETS: 4, SAMPLES: 16, DIVERGENCES: 21}
+COUNTS = {FORWARD: 5, STEP: 29, OPTIONS: 51, SOFT_TARGETS: 4, SAMPLES: 16, DIVERGENCES: 21}
 """Kernels of each part of calls of many tokens on Hopper."""
 
 
@@ -167,5 +168,6 @@ def test_a_part_compiles_what_it_launches(part: str, launched: set[KernelSpec]) 
     for configs in (base, dataclasses.replace(base, grad_hidden_short=base.grad_hidden)):
         known |= set(runner.kernels("bfloat16", configs, parts))
         for name in SMALL_PROBLEMS:
-            runner.outputs(runner.small_case(name, "bfloat16"), configs, parts)
+            case = small_case(name, runner.problem(SMALL_PROBLEMS[name], "bfloat16"))
+            runner.outputs(case, configs, parts)
     assert launched == known and len(known) == COUNTS[part]

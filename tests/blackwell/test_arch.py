@@ -9,12 +9,12 @@ from click.testing import CliRunner
 from cutefce.__main__ import main
 from cutefce.autotune_cache import verdicts
 from cutefce.autotune_cache.tuning import verify
+from cutefce.autotune_cache.verdicts import STEP
 from cutefce.cute_kernels import process_cache
 from cutefce.cute_kernels.arch import ARCHS, arch_for
-from cutefce.cute_kernels.arch.base import BARRIER_BYTES, Arch
+from cutefce.cute_kernels.arch.base import BARRIER_BYTES, TILE_K, Arch
 from cutefce.cute_kernels.arch.sm100 import Sm100
 from cutefce.cute_kernels.config import GemmConfig
-from cutefce.cute_kernels.parts import STEP
 from cutefce.ops.primitives import dispatch
 from tests.support.tiers import rest_slow
 
@@ -25,7 +25,8 @@ BLACKWELL = [arch for arch in ARCHS if isinstance(arch, Sm100)]
 def test_memory_limits(arch: Sm100) -> None:
     for config in arch.listed["project_exp"]:
         epilogue = arch.EPI_STAGES * config.tile_m * arch.EPI_TILE_COLUMNS * 2
-        used = BARRIER_BYTES + config.stages * arch.stage_bytes(config) + epilogue
+        stage = (config.tile_m + config.tile_n // config.cluster) * TILE_K * 2
+        used = BARRIER_BYTES + config.stages * stage + epilogue
         assert used <= arch.smem_bytes == 227 << 10
         assert arch.used_tmem_columns(config) == 512
     assert arch.used_tmem_columns(GemmConfig(128, 192, 1, 4, False)) == 512

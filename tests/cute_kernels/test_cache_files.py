@@ -99,7 +99,7 @@ def test_writing_touches_no_other_file(tmp_path: Path) -> None:
     for path in neighbors:
         path.write_text("precious")
     out = tmp_path / "out.json"
-    with cache_files.lock(out, 1):
+    with cache_files.lock(out):
         cache_files.write(out, b"content")
     assert all(path.read_text() == "precious" for path in neighbors)
     assert sorted(tmp_path.iterdir()) == sorted([*neighbors, out])
@@ -146,7 +146,7 @@ def test_a_lock_is_held_by_one_at_a_time(tmp_path: Path) -> None:
 
     def work() -> None:
         for _ in range(20):
-            with cache_files.lock(path, 60):
+            with cache_files.lock(path):
                 inside[0] += 1
                 most[0] = max(most[0], inside[0])
                 time.sleep(0.001)
@@ -172,16 +172,20 @@ def test_a_lock_of_a_removed_file_is_none(tmp_path: Path, monkeypatch: pytest.Mo
         return own(descriptor)
 
     monkeypatch.setattr(cache_files, "_flock", flock)
-    with cache_files.lock(path, 1), pytest.raises(TimeoutError), cache_files.lock(path, 0.1):
+    monkeypatch.setattr(cache_files, "LOCK_SECONDS", 0.2)
+    with cache_files.lock(path), pytest.raises(TimeoutError), cache_files.lock(path):
         pass
     assert removed
 
 
-def test_a_lock_that_another_holds_is_waited_for_in_vain(tmp_path: Path) -> None:
+def test_a_lock_that_another_holds_is_waited_for_in_vain(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache_files, "LOCK_SECONDS", 0.2)
     path = tmp_path / "table.json"
     with (
-        cache_files.lock(path, 1),
+        cache_files.lock(path),
         pytest.raises(TimeoutError, match="another process holds the lock"),
-        cache_files.lock(path, 0.2),
+        cache_files.lock(path),
     ):
         pass

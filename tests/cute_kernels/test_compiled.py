@@ -7,12 +7,11 @@ from pathlib import Path
 import pytest
 
 from cutefce.autotune_cache.tuning import runner
-from cutefce.cute_kernels.arch.base import Arch
+from cutefce.autotune_cache.verdicts import PARTS
+from cutefce.cute_kernels.arch.base import Arch, Gpu
 from cutefce.cute_kernels.arch.sm90 import Sm90
 from cutefce.cute_kernels.arch.sm100 import Sm100
-from cutefce.cute_kernels.gpu import Gpu
-from cutefce.cute_kernels.jit.build import compile_clean
-from cutefce.cute_kernels.parts import PARTS
+from cutefce.cute_kernels.jit.build import store_clean
 from cutefce.cute_kernels.spec.divergence import DivergenceRowsSpec
 from cutefce.cute_kernels.spec.gemm import GradGemmSpec
 from cutefce.cute_kernels.spec.kernel import KernelSpec
@@ -49,5 +48,5 @@ def test_kernels_compile_clean(arch: Arch, share: int, folder: Path) -> None:
     kernels = default_kernels(arch)[share::SHARES]
     assert kernels
     for kernel in kernels:
-        compile_clean(kernel)
+        store_clean(kernel)
     assert len(list(folder.rglob("*.so"))) == len(kernels)

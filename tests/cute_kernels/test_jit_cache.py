@@ -83,7 +83,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("compiled")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(cache_files.CACHE_VARIABLE, str(path))
-        return jit_cache.store(KERNEL, lambda: compile_kernel(KERNEL))
+        return jit_cache.store(KERNEL, compile_kernel)
 
 
 @pytest.fixture
@@ -172,7 +172,7 @@ def test_a_call_that_misses_a_kernel_compiles_all_of_it_at_once(
 
     def make(kernel: KernelSpec) -> None:
         made.append(kernel)
-        jit_cache.store(kernel, lambda: None)
+        jit_cache.store(kernel, lambda kernel: None)
 
     with jit_cache.made_by(make):
         assert jit_cache.compiled(KERNEL) == jit_cache.library_path(KERNEL)

@@ -15,11 +15,21 @@ pytest.importorskip("cutlass")
 from cutefce.cute_kernels.arch import ARCHS
 from cutefce.cute_kernels.arch.sm90 import Sm90
 from cutefce.cute_kernels.kernel_set import kernel_set
+from cutefce.cute_kernels.problem import LOW_BITS
 from cutefce.cute_kernels.sampling_set import sort_entries
 from cutefce.cute_kernels.spec.divergence import divergence_rows, logits_kernel
 from cutefce.cute_kernels.spec.gemm import ProjectExpSpec
 from cutefce.cute_kernels.spec.kernel import KernelSpec
-from cutefce.cute_kernels.spec.rowwise import PutSoftSpec, SelectRowsSpec, SoftLogitsSpec
+from cutefce.cute_kernels.spec.rowwise import (
+    KeptSumsSpec,
+    MoveRowsSpec,
+    PutSoftSpec,
+    RowCoefficientsSpec,
+    ScaleAddRowsSpec,
+    SelectRowsSpec,
+    SoftLogitsSpec,
+    SortTargetsSpec,
+)
 from cutefce.cute_kernels.spec.sampling import ListSamplesSpec, PrepareSamplesSpec, SparseRowsSpec
 from cutefce.cute_kernels.variant import KernelVariant, LogitTransform
 from tests.emulation.compiled import compiled
@@ -43,24 +53,33 @@ KINDS: dict[str, KernelSpec | None] = {
     "small repair_exps": SMALL.repair_exps,
     "small grad_hidden": kernels_of(COOPERATIVE).grad_hidden,
     "select_rows": SelectRowsSpec("sm_90a"),
-    "move_rows": KERNELS.move_rows,
-    "sort_targets": KERNELS.sort_targets,
+    "move_rows": MoveRowsSpec("sm_90a"),
+    "sort_targets": SortTargetsSpec("sm_90a"),
     "target_logit": KERNELS.target_logit,
     "reduce_partials": SMALL.reduce_partials,
-    "finish_dx": KERNELS.finish_dx,
+    "finish_dx": ScaleAddRowsSpec("sm_90a", "bfloat16", "float32", "bfloat16"),
 }
 """Those of every plain step, which the emulator compiles too; `MORE` are slow to compile."""
 MORE: dict[str, KernelSpec | None] = {
     f"{name} {kind}": kernel
     for name, kernels in SETS.items()
     for kind, kernel in vars(kernels).items()
-    if kernel and (kernels is KERNELS or not isinstance(kernel, ProjectExpSpec))
+    if isinstance(kernel, KernelSpec)
+    and (kernels is KERNELS or not isinstance(kernel, ProjectExpSpec))
 }
 """Blackwell's project_exp does not use PDL."""
-for name, kernels in SETS.items():
+for name in SETS:
+    kept = KeptSumsSpec(name, "bfloat16", LOW_BITS[0], "keep")
     MORE |= {
-        f"{name} finish_kept": replace(kernels.kept, step="finish"),
-        f"{name} scale_kept_rows": replace(kernels.kept, step="scale"),
+        f"{name} move_rows": MoveRowsSpec(name),
+        f"{name} gather_scaled_rows": MoveRowsSpec(name, "bfloat16"),
+        f"{name} scale_rows": MoveRowsSpec(name, "bfloat16", orders=False),
+        f"{name} row_coefficients": RowCoefficientsSpec(name),
+        f"{name} probability_coefficients": RowCoefficientsSpec(name, in_reference=True),
+        f"{name} finish_dx": ScaleAddRowsSpec(name, "bfloat16", "float32", "bfloat16"),
+        f"{name} kept": kept,
+        f"{name} finish_kept": replace(kept, step="finish"),
+        f"{name} scale_kept_rows": replace(kept, step="scale"),
         f"{name} select_rows": SelectRowsSpec(name),
     }
 MORE |= {

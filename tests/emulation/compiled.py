@@ -24,8 +24,6 @@ DRIVER = HERE.with_name("driver.c")
 BUILD = HERE.parents[2] / "build" / "kernels-of-tests"
 KEPT_SECONDS = 24 * 3600
 """Folders of other sources that were not used for longer are removed."""
-LOCK_SECONDS = 600
-"""Timeout for another process that compiles the same kernel."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +48,7 @@ def compiled(kernel: KernelSpec) -> Compiled:
     """Return the files of `kernel`; one process compiles while others wait."""
     key = hashlib.sha256(repr(kernel).encode()).hexdigest()[:16]
     folder = _folder() / f"{type(kernel).__name__}-{key}"
-    with cache_files.lock(folder.with_suffix(".files"), LOCK_SECONDS):
+    with cache_files.lock(folder.with_suffix(".files")):
         if not folder.exists():
             with tempfile.TemporaryDirectory(dir=folder.parent) as name:
                 made = Path(name, "made")

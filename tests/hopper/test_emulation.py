@@ -22,10 +22,14 @@ from cutefce.cute_kernels.problem import LOW_BITS, LOWEST_LOGIT
 from cutefce.cute_kernels.spec.gemm import GradGemmSpec
 from cutefce.cute_kernels.spec.rowwise import (
     OUT_AND_SUMS,
+    KeptSumsSpec,
+    MoveRowsSpec,
     PutSoftSpec,
+    RowCoefficientsSpec,
     ScaleAddRowsSpec,
     SelectRowsSpec,
     SoftLogitsSpec,
+    SortTargetsSpec,
 )
 from cutefce.cute_kernels.variant import LogitTransform
 from cutefce.cute_kernels.workspace import (
@@ -316,7 +320,7 @@ def test_kept_sums(size: tuple[int, int], rank_one: bool, scatters: int) -> None
     want, want_low = torch.empty_like(kept), torch.empty(7, columns, dtype=torch.uint8)
     order = torch.tensor([5, 3, 6, 0, 2, 1, 4])
     places = order if scatters else torch.arange(7)
-    keep = dataclasses.replace(kernels.kept, low_bits=low_bits)
+    keep = KeptSumsSpec(kernels.arch, kernels.dtype, low_bits, "keep")
     run(keep, kept, low, sums, table, target, others, -100, order, scatters)
     PortableGradients().keep_sums(Sums(want, want_low), sums, table, targets, stats)
     is_nan = joined_sums(want, want_low).isnan()
@@ -342,13 +346,14 @@ def test_kept_sums(size: tuple[int, int], rank_one: bool, scatters: int) -> None
 
 @pytest.mark.parametrize("low_bits", rest_slow(LOW_BITS))
 def test_rows_of_kept_sums_are_scaled(low_bits: int) -> None:
-    kernels, sums, scale = kernels_of(PINGPONG), torch.randn(5, 72), torch.randn(5)
+    sums, scale = torch.randn(5, 72), torch.randn(5)
+    kernel = KeptSumsSpec(HOPPER.name, "bfloat16", low_bits, "scale")
     scale[2] = torch.nan
     kept, columns = torch.empty(5, 72).bfloat16(), 72 * low_bits // 8
     low = torch.empty(5, round_up(columns, 16), dtype=torch.uint8)[:, :columns]
     split_sums(kept, low, sums)
     want, want_low = kept.clone(), low.contiguous()
-    run(dataclasses.replace(kernels.kept, step="scale", low_bits=low_bits), kept, low, scale)
+    run(kernel, kept, low, scale)
     PortableGradients().scale_kept_rows(Sums(want, want_low), scale)
     got, expected = joined_sums(kept, low), joined_sums(want, want_low)
     torch.testing.assert_close(got, expected, rtol=0.0, atol=0.0, equal_nan=True)
@@ -378,9 +383,7 @@ def test_sorted_targets(sizes: tuple[int, int, int], skewed: bool, selects: bool
     order, in_order = torch.full((tokens,), -7), torch.full((tokens,), torch.nan)
     offsets = torch.full((vocab + 1,), -7, dtype=torch.int32)
     arguments = target, coefficient, rows, order, offsets, in_order, ignored, int(selects)
-    kernel = kernels_of(PINGPONG).sort_targets
-    assert kernel is not None
-    run(kernel, *arguments)
+    run(SortTargetsSpec(HOPPER.name), *arguments)
     inside = (target != ignored) & (target >= 0) & (target < vocab)
     key, listed = torch.where(inside, target, vocab).sort(stable=True)
     listed = listed[: int(inside.sum())]
@@ -405,7 +408,8 @@ def test_row_coefficients(dtype: str, uniform: bool, mean: bool) -> None:
     upstream = torch.randn(1 if uniform else tokens)
     count = active.sum().view(1).int()
     options, tensors = LossOptions("mean" if mean else "sum", ignored), TensorOptions()
-    for kernel in (kernels.row_coefficients, *([kernels.probability_coefficients] * uniform)):
+    for in_reference in (False, True)[: 1 + uniform]:
+        kernel = RowCoefficientsSpec(kernels.arch, in_reference, narrow=dtype == "float16")
         got, grad_scale = torch.full((kernel.planes, tokens), torch.nan), torch.zeros(())
         zeros = torch.full((5000,), 7, dtype=torch.int32)
         operands = stats, target, upstream, got, grad_scale, zeros
@@ -493,11 +497,12 @@ def test_selected_rows(size: tuple[int, int], ignored: float) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("count", rest_slow([70, 0, 1, 64]))
 def test_moved_rows(count: int) -> None:
-    kernels, tokens, hidden = kernels_of(PINGPONG), 90, 264
+    move, tokens, hidden = MoveRowsSpec(HOPPER.name), 90, 264
+    scaled = MoveRowsSpec(HOPPER.name, "bfloat16")
     x, scale = torch.randn(tokens, hidden).bfloat16(), torch.randn(tokens)
     order, counter = torch.randperm(tokens), torch.tensor([count], dtype=torch.int32)
     x[order[count:]] = torch.nan
-    for kernel, factor in ((kernels.move_rows, None), (kernels.gather_scaled_rows, scale)):
+    for kernel, factor in ((move, None), (scaled, scale)):
         out = torch.full_like(x, 7)
         run(kernel, out, x, order, factor, counter, Move.GATHER)
         want = x[order[:count]].float()
@@ -508,14 +513,14 @@ def test_moved_rows(count: int) -> None:
         rows = x.to(dtype)
         out = torch.full_like(rows, torch.nan)
         own = order, None, counter, Move.SCATTER
-        run(kernels.move_rows, as_bits(out), as_bits(rows), *own)
+        run(move, as_bits(out), as_bits(rows), *own)
         assert torch.equal(out[order[:count]].nan_to_num(), rows[:count].nan_to_num())
         assert not out[order[count:]].any()
     out = torch.full_like(x, torch.nan)
-    run(kernels.scale_rows, out, x, None, scale, None, Move.GATHER)
+    run(dataclasses.replace(scaled, orders=False), out, x, None, scale, None, Move.GATHER)
     assert torch.equal(out.nan_to_num(), (x.float() * scale[:, None]).bfloat16().nan_to_num())
     before = x.clone()
-    run(kernels.move_rows, x, x, order, None, counter, Move.CLEAR)
+    run(move, x, x, order, None, counter, Move.CLEAR)
     assert not x[count:].any()
     assert torch.equal(x[:count].nan_to_num(), before[:count].nan_to_num())
 

@@ -11,9 +11,9 @@ from torch import Tensor
 
 pytest.importorskip("cutlass")
 
+from cutefce.cute_kernels.arch.base import Gpu
 from cutefce.cute_kernels.arch.sm90 import WIDE_CLUSTER2, Sm90
 from cutefce.cute_kernels.config import GemmConfig
-from cutefce.cute_kernels.gpu import Gpu
 from cutefce.cute_kernels.spec.divergence import logits_kernel
 from cutefce.cute_kernels.spec.gemm import ProjectExpSpec
 from cutefce.ops.divergence import kernels

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from cutefce.autotune_cache.table import Table
+from cutefce.autotune_cache.tables import Table
 from cutefce.autotune_cache.tuning import tuner
 from cutefce.cute_kernels.jit.subprocess_worker import SubprocessWorker, WorkerError
 from tests.support.faulty_candidates import FaultyJob, FaultyRunner, Kind, kind_of

@@ -12,11 +12,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from cutefce.autotune_cache.table import Candidate
+from cutefce.autotune_cache.tables import Candidate
 from cutefce.autotune_cache.tuning.cases import Case, Outputs
-from cutefce.autotune_cache.tuning.jobs import Job
 from cutefce.autotune_cache.tuning.outputs import outputs_of, steps
 from cutefce.autotune_cache.tuning.runner import Runner, portable
+from cutefce.autotune_cache.tuning.tuner import Job
 from cutefce.cute_kernels.arch.sm90 import Sm90
 from cutefce.cute_kernels.config import GemmConfig, KernelConfigs
 from cutefce.cute_kernels.problem import Problem

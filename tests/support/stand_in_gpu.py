@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_leaves
 
 from cutefce.autotune_cache import lookup
 from cutefce.cute_kernels import problem, process_cache
+from cutefce.cute_kernels.arch.base import Gpu
 from cutefce.cute_kernels.arch.sm90 import Sm90
-from cutefce.cute_kernels.gpu import Gpu
 from cutefce.ops.divergence import kernels
 from cutefce.ops.operators import operators
 from cutefce.ops.operators.plans import plan_for

@@ -21,7 +21,7 @@ from cutefce.autotune_cache.tuning.outputs.steps import (
     partial_outputs,
     way_outputs,
 )
-from cutefce.cute_kernels.parts import (
+from cutefce.autotune_cache.verdicts import (
     DIVERGENCES,
     FORWARD,
     OPTIONS,

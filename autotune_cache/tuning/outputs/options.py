@@ -3,13 +3,14 @@
 The numbers of tokens and classes that options take are exact in every dtype.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from cutefce.autotune_cache.tuning.cases import Case, CheckedOutput
+from cutefce.autotune_cache.tuning.outputs.samples import ALL, sampled
 from cutefce.autotune_cache.tuning.outputs.steps import Way, gradients, prepared, run
 from cutefce.cute_kernels.variant import KernelVariant
 from cutefce.ops.dtypes import sum_dtype
@@ -17,6 +18,7 @@ from cutefce.ops.interface.arguments import LossOptions, TensorOptions
 from cutefce.ops.outputs.reductions import stat_rows
 from cutefce.ops.parallel.class_row import set_class_row
 from cutefce.ops.parallel.shard import ALONE
+from cutefce.ops.primitives.cute_projection import CuteProjection
 from cutefce.ops.primitives.primitives import Primitives
 from cutefce.ops.rows.statistics import RowStats
 from cutefce.ops.rows.targets import OUTPUTS, Targets, make_targets, variant_of
@@ -38,13 +40,15 @@ class OptionCall:
     options: LossOptions
     tensors: tuple[str, ...] = ()
     """Names of those that are tensors."""
+    samples: bool = False
+    """Whether gradients are sampled, of so many samples that they are the exact ones."""
 
 
 def _outputs(*names: str, top_k: int = 0, logit_scale: float = 1.0) -> LossOptions:
     return LossOptions(OUTPUTS, logit_scale=logit_scale, outputs=",".join(names), top_k=top_k)
 
 
-COMMON = {
+CALLS = {
     "scale": OptionCall(LossOptions("none", logit_scale=0.75)),
     "bias": OptionCall(LossOptions("none"), ("linear_bias",)),
     "softcap": OptionCall(LossOptions("none", softcap=16.0)),
@@ -52,33 +56,34 @@ COMMON = {
     "scale, entropy": OptionCall(_outputs("entropy", logit_scale=0.75)),
     "rank": OptionCall(_outputs("is_top1", "argmax", "rank")),
     "top classes": OptionCall(_outputs(top_k=TOP)),
-}
-"""Calls by what they have, whose kernels are built ahead."""
-CALLS = COMMON | {
     "label smoothing and z-loss": OptionCall(
         LossOptions("none", label_smoothing=0.125, z_loss=2.0**-10)
     ),
     "temperature, floor": OptionCall(_outputs(), ("temperature", "logit_floor")),
+    "samples, scale, bias, softcap": OptionCall(
+        LossOptions("none", logit_scale=0.75, softcap=16.0), ("linear_bias",), samples=True
+    ),
     "all": OptionCall(
         LossOptions(OUTPUTS, softcap=16.0, outputs="sum_p_squared,rank"),
         ("linear_bias", "temperature", "logit_floor"),
     ),
 }
-"""With those that few calls have; the last one has all code of logits at once."""
+"""Calls by what they have; the last one has all code of logits at once."""
 
 
 def option_outputs(
-    case: Case,
-    primitives_of: Callable[[KernelVariant], Primitives],
-    calls: Mapping[str, OptionCall] = CALLS,
+    case: Case, primitives_of: Callable[[KernelVariant], Primitives]
 ) -> dict[str, CheckedOutput]:
-    """Return losses, gradients and outputs of tokens with the options of some calls."""
+    """Return losses, gradients and outputs of tokens with options."""
     results: dict[str, CheckedOutput] = {}
-    for name, call in calls.items():
+    for name, call in CALLS.items():
         tensors, vocab = _tensors(case, call.tensors), case.problem.vocab
         targets = make_targets(case.y, vocab, call.options, tensors, sum_dtype(case.h.dtype))
         primitives = primitives_of(variant_of(targets))
-        inputs, plan, _ = prepared(case, primitives, WAY, targets)
+        way = Way() if call.samples else WAY
+        inputs, plan, _ = prepared(case, primitives, way, targets)
+        if call.samples and isinstance(primitives, CuteProjection):
+            inputs, plan = sampled(inputs, plan, primitives, ALL)
         if plan.problem.every_class:
             inputs.class_row = set_class_row(ALONE, inputs.w, targets)
         upstream = case.upstream

@@ -61,9 +61,9 @@ def sampled_outputs(case: Case, primitives: Primitives) -> dict[str, CheckedOutp
     projection = primitives
     if isinstance(projection, CuteProjection):
         few = few_samples(case.problem.vocab)
-        entries = _entries(*_sampled(inputs, plan, projection, few))
+        entries = _entries(*sampled(inputs, plan, projection, few))
         estimates = _estimates(inputs, projection)
-        inputs, plan = _sampled(inputs, plan, projection, ALL)
+        inputs, plan = sampled(inputs, plan, projection, ALL)
     else:
         entries, estimates = _defined_entries(case), _defined_estimates(case)
     loss, _, dx, dw = run(inputs, plan, None, case.upstream)
@@ -120,7 +120,7 @@ def _defined_estimates(case: Case) -> Tensor:
     return torch.where(case.y < 0, torch.inf, lse)
 
 
-def _sampled(
+def sampled(
     inputs: LossInputs, plan: Plan, projection: CuteProjection, samples: int
 ) -> tuple[LossInputs, Plan]:
     """Return a call with sampled gradients, and its plan, of one with exact ones on kernels.
@@ -131,5 +131,5 @@ def _sampled(
     low = _LowEstimates(given.kernels, given.num_sms, given.tiles, given.clears)
     targets.tensors = replace(targets.tensors, seed=_seed(targets.index))
     inputs = replace(inputs, primitives=low, targets=targets)
-    sampled = replace(plan.problem, samples=samples, stores=False)
-    return inputs, Plan(sampled, plan.layout)
+    problem = replace(plan.problem, samples=samples, stores=False)
+    return inputs, Plan(problem, plan.layout)
