@@ -214,9 +214,9 @@ def _add_terms(
 ):
     """Add the terms of targets to some columns of the row of a class, where its first token is.
 
-    The row has sums in float32, without LOW_BITS, or in pieces; it keeps these (KEEPS), or is
-    multiplied by `last`, and rounded.  More than eight parameters: operands, pitches and constants
-    of a kernel.
+    The row has sums in float32, without LOW_BITS, or in pieces; it keeps these (KEEPS), or, of
+    pieces that were cut, is multiplied by `last`, and rounded.  More than eight parameters:
+    operands, pitches and constants of a kernel.
     """
     place, start = tl.program_id(0), tl.program_id(1) * COLUMNS
     row = (tl.load(target + place) - first).to(tl.int64)
@@ -235,6 +235,9 @@ def _add_terms(
         if LOW_BITS == 4:
             lower = (lower >> (4 * (c & 1)).to(tl.uint8)) & 15
         sums = join_pieces(sums, lower, LOW_BITS)
+        if not KEEPS:  # pieces were cut: on average, half of the last bit is missing
+            middle = (sums.to(tl.int32, bitcast=True) | 0x80).to(tl.float32, bitcast=True)
+            sums = tl.where(tl.abs(sums) == float("inf"), sums, middle)
     for at in range(place, tl.load(bounds + first + row + 1)):
         x = tl.load(h + tl.load(order + at) * h_pitch + c, mask=exists, other=0.0)
         sums += tl.load(coefficient + at) * x.to(tl.float32)
@@ -269,7 +272,8 @@ def weight_product(
 ) -> None:
     """Write (expsᵀ @ states + terms of targets + `rank_one`) last to `out` (K, D), rounded once.
 
-    Or add it to `out`, if `accumulate`.  More than eight parameters: the parts of a sum.
+    Or add it to `out`, if `accumulate`.  In 16-bit rows with terms of targets, the product has 16
+    significant bits when these are added.  More than eight parameters: the parts of a sum.
 
     Args:
         out: (K, D) of the dtype of `exps`; or sums, float32 or kept, with a `last` of 1.
