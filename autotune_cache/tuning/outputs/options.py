@@ -59,10 +59,7 @@ CALLS = {
     "label smoothing and z-loss": OptionCall(
         LossOptions("none", label_smoothing=0.125, z_loss=2.0**-10)
     ),
-    "temperature, floor": OptionCall(_outputs(), ("temperature", "logit_floor")),
-    "samples, scale, bias, softcap": OptionCall(
-        LossOptions("none", logit_scale=0.75, softcap=16.0), ("linear_bias",), samples=True
-    ),
+    "samples, softcap": OptionCall(LossOptions("none", softcap=16.0), samples=True),
     "all": OptionCall(
         LossOptions(OUTPUTS, softcap=16.0, outputs="sum_p_squared,rank"),
         ("linear_bias", "temperature", "logit_floor"),
