@@ -247,12 +247,12 @@ class RowReducer:
 
 
 @cute.jit
-def bounded_sum(row_sum: Float32, most: float = 1.0) -> Float32:
-    """Return a sum of up to 2³¹ exponentials, the most columns: each to `most`, one at least 1.
+def bounded_sum(row_sum: Float32) -> Float32:
+    """Return a sum of up to 2³¹ exponentials, the most columns: each is at most 1, one is 1.
 
     Beyond about 2²⁴, the rounding of z·log2 e alone may have made it 0 or inf.  NaN stays NaN.
     """
-    return clamp(row_sum, 0.5, most * 2.0**31)
+    return clamp(row_sum, 0.5, 2.0**31)
 
 
 @cute.jit

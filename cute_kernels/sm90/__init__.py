@@ -1,7 +1,6 @@
 """Hopper kernels.
 
 mainloop.py              TMA loads and wgmma: tiles of a GEMM, from memory to registers
-project_exp_launch.py    launch and roles of the next
 project_exp.py           where logits become exponentials, or are stored in float32
 gradient.py              where dW is written; dX's sums
 target_terms.py          what tokens add to dW in the rows of their targets

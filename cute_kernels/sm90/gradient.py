@@ -159,7 +159,7 @@ class GradGemmSm90(HostFunction, MainloopSm90):
         shape = self.config, self.tile[2], g_a, g_b
         must_write = overwrite
         if cutlass.const_expr(self.kept and self.tokens_inside):
-            # what the targets of other tokens add, too
+            # a chunk of which no row counts is written, too, if it adds the terms of all tokens
             must_write = None if terms[1] is not None else overwrite + terms[0].order.shape[0]
         scheduler = make_gemm_scheduler(*shape, *tokens, k_splits, must_write)
         if warp < 4:

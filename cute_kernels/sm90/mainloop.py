@@ -44,8 +44,6 @@ class NamedBarrier(IntEnum):
     MMA_TURN_WG0 = 1
     """Ping-pong: warpgroup 0 may issue MMAs."""
     MMA_TURN_WG1 = 2
-    WARP_GROUP0 = 3
-    """The warps of warpgroup 0 alone; those of warpgroup 1 have the next."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +102,7 @@ class MainloopSm90:
         self.config = config
         self.dtype = DTYPES[dtype]
         self.a, self.b = a, b
-        self.only_flagged, self.throttles = only_flagged, not only_flagged
+        self.only_flagged = only_flagged
         self.tile = (config.tile_m, config.tile_n, TILE_K)
         self.skip_missing_rows = skip_missing_rows
         self.load_rows = (LOAD_ROWS, LOAD_ROWS_TAIL) if skip_missing_rows else (config.tile_m,)
@@ -227,7 +225,7 @@ class MainloopSm90:
                 sync_end = Int32(0)
             for column in cutlass.range(split, n_end, scheduler.vocab_splits):
                 for k_tile in cutlass.range(work_tile.k_start, work_tile.k_end, unroll=1):
-                    if cutlass.const_expr(self.throttles):
+                    if cutlass.const_expr(not self.only_flagged):
                         if k_tile % SYNC_EVERY_STAGES == 0 and column < sync_end:
                             # wait for arrivals at the previous sync point: punctual clusters
                             # never wait
@@ -385,8 +383,8 @@ class MainloopSm90:
     def yield_mma_turn(self, warp_group_idx: Int32) -> None:
         """Let the other warpgroup issue MMAs.
 
-        It must not wait for its stages before: the phase bit of an mbarrier tells a stage's next
-        fill from the previous one, but not from the one before that.
+        That one must not wait for its stages before its turn: the phase bit of an mbarrier tells a
+        stage's next fill from the previous one, but not from the one before that.
         """
         cute.arch.barrier_arrive(
             barrier_id=NamedBarrier.MMA_TURN_WG1 - warp_group_idx,

@@ -1,14 +1,17 @@
 """`project_exp` for Hopper: exponentials of logits z = h wᵀ, which remain in registers.
 
-The mainloop leaves a tile of logits in a warpgroup's accumulators; this file is the epilogue.  A
-row's running maximum and sum stay in registers for a whole work tile.
+This file has its launch, the roles of its warps, and the epilogue.  The mainloop leaves a tile of
+logits in a warpgroup's accumulators.  A row's running maximum and sum stay in registers for a whole
+work tile.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, Int64
+from cutlass.cute.nvgpu import cpasync
+from cutlass.memory import SmemAllocator
 
 from cutefce.cute_kernels.common.dsl import LOG2_E, exp2
 from cutefce.cute_kernels.common.launch import Signature
@@ -21,13 +24,12 @@ from cutefce.cute_kernels.common.logit_transform import (
     softcap_derivative,
     transform_logit,
 )
-from cutefce.cute_kernels.common.online_softmax import Rows, accumulate
+from cutefce.cute_kernels.common.online_softmax import ProjectExp, Rows, accumulate
 from cutefce.cute_kernels.common.row_reductions import RowReducer, bounded_sum, finite
 from cutefce.cute_kernels.common.sampling import append_entries, place_entries
-from cutefce.cute_kernels.schedule.scheduler import TileScheduler
+from cutefce.cute_kernels.schedule.scheduler import RowCount, TileScheduler, make_tile_scheduler
 from cutefce.cute_kernels.sm90.epilogue_store import EpilogueStoreSm90
-from cutefce.cute_kernels.sm90.mainloop import Consumer
-from cutefce.cute_kernels.sm90.project_exp_launch import LogitTile, ProjectExpLaunchSm90
+from cutefce.cute_kernels.sm90.mainloop import Consumer, MainloopSm90, Operand
 from cutefce.cute_kernels.spec import gemm as spec
 
 
@@ -36,17 +38,91 @@ def compile_signature(kernel: spec.ProjectExpSpec) -> Signature:
     return ProjectExpSm90(kernel).signature_of(kernel)
 
 
-class ProjectExpSm90(ProjectExpLaunchSm90):
-    """The epilogue: reductions of rows, masks, and stores."""
+class LogitTile(NamedTuple):
+    """A tile of logits in a warpgroup's accumulators, and what its epilogue reads."""
+
+    consumer: Consumer
+    rows: Rows
+    m_start: Int32
+    """The first token, along wgmma's M."""
+    n_start: Int32
+    """The first column, along its N."""
+    scheduler: TileScheduler
+
+
+class ProjectExpSm90(ProjectExp, MainloopSm90):
+    """The kernel and its launch."""
 
     def __init__(self, kernel: spec.ProjectExpSpec) -> None:
-        super().__init__(kernel)
+        k_major = Operand(k_major=True)
+        operands = kernel.arch, kernel.dtype, kernel.config, k_major, k_major
+        super().__init__(*operands, only_flagged=kernel.only_flagged, skip_missing_rows=True)
+        self.logits, self.sums, self.store = kernel.logits, kernel.sums, kernel.store
         self.softcap, self.floor = kernel.transform.softcap, kernel.transform.floor
         self.reducer = RowReducer(kernel.reductions)
         # of accumulators (v, ·, j) of a row, relative to the thread's first one
         self.columns = tuple(8 * j + v for j in range(self.tile[1] // 8) for v in range(2))
         stored = Float32 if kernel.logits else self.dtype
         self.epilogue = EpilogueStoreSm90(stored, kernel.config.tile_n)
+
+    @cute.jit
+    def launch(self, operands: Any, stream: Any) -> None:
+        """See `ProjectExp`."""
+        x = operands
+        a_loads, b_load = self.tma_loads(x.h, x.w)
+        e_store = None, None, None
+        if cutlass.const_expr(self.store):
+            e_store = self.epilogue.tma_store(x.exps)
+        given = self.tiled_mma(self.m_halves), a_loads, b_load, e_store, self.rows_of(x)
+        self.kernel(*given, RowCount(x.count, x.selects), x.vocab_splits).launch(
+            **self.launch_shape(x.clusters), stream=stream
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        tiled_mma: cute.TiledMma,
+        a: Any,
+        b: Any,
+        e: Any,
+        rows: Rows,
+        row_count: RowCount,
+        vocab_splits: Int32,
+    ) -> None:
+        """Assign warps to roles; a, b and e are (TMA atoms, coordinates, shared memory layout)."""
+        config = self.config
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        (loads_a, g_a, a_layout), (load_b, g_b, b_layout), (store_e, g_e, e_layout) = a, b, e
+        if warp == 0:
+            for load in (*loads_a, load_b):
+                cpasync.prefetch_descriptor(load)
+
+        smem = SmemAllocator()
+        barriers = smem.allocate_array(Int64, 2 * config.stages)
+        s_a = smem.allocate_tensor(self.dtype, a_layout.outer, 1024, a_layout.inner)
+        s_b = smem.allocate_tensor(self.dtype, b_layout.outer, 1024, b_layout.inner)
+        s_e = None
+        if cutlass.const_expr(self.store):
+            s_e = smem.allocate_tensor(self.epilogue.dtype, e_layout.outer, 1024, e_layout.inner)
+        pipe = self.make_pipeline(barriers)
+        most = (g_b.shape[0] + config.tile_n - 1) // config.tile_n
+        if cutlass.const_expr(self.sums):
+            most = rows.sums.shape[1] // config.partials_per_row
+        splits = vocab_splits, most
+        scheduler = make_tile_scheduler(config, self.tile[2], g_a, g_b, row_count, *splits)
+        cute.arch.griddepcontrol_launch_dependents()
+        if warp < 4:
+            cute.arch.setmaxregister_decrease(self.producer_registers)
+            if warp == 0:
+                # one row block reads h and w alone: whoever launches sums has a launch that waits,
+                # such as target_logit, between them and what writes these
+                if self.logits or not self.sums or scheduler.row_blocks > 1:
+                    cute.arch.griddepcontrol_wait()
+                a_operand, b_operand = (loads_a, g_a, s_a), (load_b, g_b, s_b)
+                self.load(scheduler, pipe, a_operand, b_operand, rows.semaphores)
+        else:
+            cute.arch.setmaxregister_increase(self.consumer_registers)
+            self.consume(scheduler, pipe, tiled_mma, (s_a, s_b), (store_e, g_e, s_e), rows)
 
     @cute.jit
     def consume(
@@ -58,7 +134,10 @@ class ProjectExpSm90(ProjectExpLaunchSm90):
         e: Any,
         rows: Rows,
     ) -> None:
-        """Consumer: see `ProjectExpLaunchSm90`."""
+        """Consumer: run the MMAs of tile after tile and reduce or store their exponentials.
+
+        `e` is (TMA atom, coordinates, shared memory) of stores.
+        """
         config, tile, vocab_splits = self.config, self.tile, scheduler.vocab_splits
         consumer, state = self.make_consumer(scheduler, tiled_mma, *inputs)
         acc, parity = consumer.acc, consumer.parity
