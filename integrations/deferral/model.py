@@ -150,8 +150,9 @@ def _deferred(model: nn.Module) -> list[DeferringLinear]:
     found = [m for m in model.modules() if isinstance(m, DeferringLinear) and m.is_deferring]
     if not found:
         raise RuntimeError(
-            "model: got no deferred head, expected a call of cutefce.defer before, and again after "
-            "its head was replaced, as by resize_token_embeddings"
+            "model: got no deferred head, expected a call of cutefce.defer before, or an "
+            "integration's enable() before the model was made; and again after its head was "
+            "replaced, as by resize_token_embeddings"
         )
     return found
 
