@@ -18,6 +18,7 @@ from cutefce.integrations.options import checked_options
 from cutefce.integrations.report import note_call
 from cutefce.integrations.support import hooks
 from cutefce.ops.interface.api import linear_cross_entropy
+from cutefce.ops.interface.arguments import check_arguments
 
 TESTED = "nemo-automodel 0.7.0"
 PATH = "nemo_automodel.components.loss.chunked_ce:ChunkedCrossEntropy.forward"
@@ -49,6 +50,7 @@ class CutefceLoss(ChunkedCrossEntropy):
         **removed: Any,
     ) -> None:
         hooks.check(PATH, [*signature(CutefceLoss.forward).parameters], TESTED)
+        check_arguments({"reduction": reduction})
         super().__init__(compile=False, ignore_index=ignore_index, reduction=reduction)
         self.softcap: float | None = None
         self.loss_options = checked_options(gradient, samples, workspace, **removed)

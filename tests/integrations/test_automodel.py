@@ -159,6 +159,11 @@ def test_a_head_with_bias_is_refused() -> None:
         loss_of(automodel.CutefceLoss(), HiddenModel(model))
 
 
+def test_another_reduction_is_named() -> None:
+    with pytest.raises(ValueError, match=r"^reduction: got 'avg', expected one of \('mean'"):
+        automodel.CutefceLoss(reduction="avg")
+
+
 def test_a_count_beside_mean_is_refused() -> None:
     with pytest.raises(ValueError, match=r"^reduction: got 'mean', expected 'sum' beside"):
         loss_of(
