@@ -15,10 +15,13 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from cutefce.integrations.options import checked_options
+from cutefce.integrations.report import note_call
 from cutefce.integrations.support import hooks
 from cutefce.ops.interface.api import linear_cross_entropy
+from cutefce.ops.interface.arguments import check_arguments
 
 TESTED = "nemo-automodel 0.7.0"
+PATH = "nemo_automodel.components.loss.chunked_ce:ChunkedCrossEntropy.forward"
 
 _UNSEEN = (
     "dim_model_base",
@@ -46,8 +49,8 @@ class CutefceLoss(ChunkedCrossEntropy):
         workspace: int | str | None = None,
         **removed: Any,
     ) -> None:
-        path = "nemo_automodel.components.loss.chunked_ce:ChunkedCrossEntropy.forward"
-        hooks.check(path, [*signature(CutefceLoss.forward).parameters], TESTED)
+        hooks.check(PATH, [*signature(CutefceLoss.forward).parameters], TESTED)
+        check_arguments({"reduction": reduction})
         super().__init__(compile=False, ignore_index=ignore_index, reduction=reduction)
         self.softcap: float | None = None
         self.loss_options = checked_options(gradient, samples, workspace, **removed)
@@ -130,4 +133,5 @@ class CutefceLoss(ChunkedCrossEntropy):
             softcap=self.softcap,
             **self.loss_options,
         )
+        note_call(PATH, is_fused=True)
         return loss

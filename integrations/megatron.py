@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from cutefce.integrations.options import loss_options
+from cutefce.integrations.report import note_call
 from cutefce.integrations.support import hooks
 from cutefce.integrations.support.main_grad import with_main_grad
 from cutefce.integrations.support.nested import replaced
@@ -85,7 +86,9 @@ def replace_head(model: Any, kind: "type[DeferredLogits]") -> None:
         return kind(head, input_, used, lambda: own_forward(input_, used)[0]), None
 
     def loss_of(labels: Tensor, logits: Any) -> Tensor:
-        if isinstance(logits, DeferredLogits):
+        is_deferred = isinstance(logits, DeferredLogits)
+        note_call(path, is_fused=is_deferred)
+        if is_deferred:
             return losses(head, logits.hidden, logits.weight, labels, logits.scale)
         return own_loss(labels, logits)
 

@@ -36,7 +36,7 @@ def enable() -> None:
     """
     hooks.replace(LOG_PROBS, log_probs_from_logits, tested=TESTED, importers="openrlhf")
     hooks.replace(ENTROPY, compute_entropy, tested=TESTED, importers="openrlhf")
-    hooks.replace(ACTOR, make_actor, tested=TESTED, unused=None)
+    hooks.replace(ACTOR, make_actor, tested=TESTED, unused=None, is_counted=False)
 
 
 def make_actor(self: Any, *, own: Callable[[], None]) -> None:

@@ -4,8 +4,7 @@
 
     print(integration_report())  # {"liger_kernel...:forward": Calls(fused=20, own=0)}
 
-`cutefce.deferral_report` counts what deferred heads did.  The losses of Automodel, Megatron-Core
-and torchtitan replace no function: the framework has them in the place of its own.
+`cutefce.deferral_report` counts what deferred heads did.
 """
 
 from collections import defaultdict

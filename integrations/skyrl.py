@@ -7,6 +7,7 @@
 Call it in the workers, before the first step.
 """
 
+import sys
 from typing import Any
 
 import torch.distributed as dist
@@ -30,8 +31,13 @@ def enable() -> None:
 
     Raises:
         ImportError: if SkyRL or Megatron-Core is not installed.
-        RuntimeError: if a function of SkyRL has other parameters.
+        RuntimeError: if a function of SkyRL has other parameters, or before Python 3.12.
     """
+    version = sys.version_info[:2]
+    if version < (3, 12) and MODULE not in sys.modules:
+        raise RuntimeError(
+            f"Python: got {version[0]}.{version[1]}, expected 3.12 or later, for SkyRL"
+        )
     # the indices tell what the group does, and memory is planned
     unused = "backend", "vocab_start_index", "vocab_end_index", "chunk_size", "inference_only"
     hooks.replace(LOG_PROBS, log_probs, tested=TESTED, unused=unused)

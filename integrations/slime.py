@@ -36,7 +36,8 @@ def enable() -> None:
     """
     values, unused = log_probs_and_entropy, ["tp_group", "chunk_size"]
     hooks.replace(VALUES, values, tested=TESTED, importers="slime", unused=unused)
-    hooks.replace(PROVIDER, model_provider, tested=TESTED, importers="slime", unused=["args"])
+    options: dict[str, Any] = {"unused": ["args"], "is_counted": False}
+    hooks.replace(PROVIDER, model_provider, tested=TESTED, importers="slime", **options)
 
 
 def model_provider(

@@ -18,10 +18,12 @@ from torchtitan.distributed.spmd_types import current_spmd_mesh, spmd_mesh_size
 from torchtitan.distributed.utils import get_spmd_backend
 
 from cutefce.integrations.options import loss_options
+from cutefce.integrations.report import note_call
 from cutefce.integrations.support import hooks
 from cutefce.ops.interface.api import linear_cross_entropy
 
 TESTED = "torchtitan 0.3.0"
+PATH = "torchtitan.components.loss:ChunkedLossWrapper.__call__"
 
 
 class FusedLoss(ChunkedLossWrapper):
@@ -100,6 +102,7 @@ class FusedLoss(ChunkedLossWrapper):
                 head.forward = own
         if spmd.is_type_checking():
             spmd.assert_type(loss, {"dp": spmd.P, "cp": spmd.P, "tp": spmd.I})
+        note_call(PATH, is_fused=True)
         return loss, {}
 
 
@@ -130,7 +133,6 @@ def fused_loss(config: ChunkedLossWrapper.Config) -> FusedLoss.Config:
         raise NotImplementedError(
             f"loss: got {type(config).__qualname__}, expected ChunkedLossWrapper.Config"
         )
-    path = "torchtitan.components.loss:ChunkedLossWrapper.__call__"
-    hooks.check(path, [*signature(FusedLoss.__call__).parameters], TESTED)
+    hooks.check(PATH, [*signature(FusedLoss.__call__).parameters], TESTED)
     derived: FusedLoss.Config = derive(config, FusedLoss.Config)
     return derived

@@ -38,7 +38,7 @@ def enable() -> None:
         RuntimeError: if a function of verl has other parameters.
     """
     path = "verl.models.transformers.monkey_patch:patch_forward_with_backends"
-    hooks.replace(path, patch_forward_with_backends, tested=TESTED)
+    hooks.replace(path, patch_forward_with_backends, tested=TESTED, is_counted=False)
     hooks.replace(FUNCTION, linear_cross_entropy, tested=TESTED, importers="verl")
 
 
@@ -60,6 +60,8 @@ def patch_forward_with_backends(
 
     @functools.wraps(fused)
     def forward(self: Any, *arguments: Any, **keywords: Any) -> Any:
+        if not hasattr(self, "cutefce_logit_options"):  # of a model that verl did not patch
+            self.cutefce_logit_options = logit_options(self, before)
         options = dict(self.cutefce_logit_options)
         bias = self.lm_head.bias
         if bias is not None:

@@ -131,8 +131,7 @@ def readme() -> Iterator[Table | Words]:
         sampled += [f"{x:.2f}" for x in _range(row["ratio_to_gemms"] for row in some)]
         sampled += [f"{x:.0f}" for x in _range(row["peak_mib"] for row in some)]
     yield Words(
-        "estimates its gradients: {} to {} in {} to {} MiB with 8192 tokens, "
-        "{} to {} in {} to {} MiB with 32768",
+        "It takes {} to {} in {} to {} MiB with 8192 tokens, {} to {} in {} to {} MiB with 32768",
         sampled,
     )
     types = "{} of the {} types of causal language models of transformers {} that"

@@ -12,7 +12,7 @@ from torch import nn
 from cutefce.integrations.deferral.head import DeferringLinear
 from cutefce.integrations.deferral.logits import DeferredLogits, make_outputs
 from cutefce.integrations.deferral.report import Counts, DeferralReport
-from cutefce.integrations.options import checked_options
+from cutefce.integrations.options import DEFAULTS, checked_options
 from cutefce.ops import torch_compat
 from cutefce.ops.interface.arguments import check_types, refuse
 from cutefce.ops.interface.checks import DTYPES
@@ -68,7 +68,8 @@ def defer(
     check_types(evaluation=evaluation)
     of_model = {name: x for name, x in removed.items() if name in READ}
     refuse(of_model, where=": defer reads it from the model")
-    loss_options = checked_options(gradient, samples, workspace, **removed)
+    refuse(removed, (*DEFAULTS, "evaluation"))
+    loss_options = checked_options(gradient, samples, workspace)
     owner = _owner(model)
     heads = [*_heads(owner)]
     for head in heads:
@@ -150,8 +151,9 @@ def _deferred(model: nn.Module) -> list[DeferringLinear]:
     found = [m for m in model.modules() if isinstance(m, DeferringLinear) and m.is_deferring]
     if not found:
         raise RuntimeError(
-            "model: got no deferred head, expected a call of cutefce.defer before, and again after "
-            "its head was replaced, as by resize_token_embeddings"
+            "model: got no deferred head, expected a call of cutefce.defer before, or an "
+            "integration's enable() before the model was made; and again after its head was "
+            "replaced, as by resize_token_embeddings"
         )
     return found
 

@@ -27,6 +27,7 @@ def replace(
     tested: str,
     importers: str = "",
     unused: Sequence[str] | None = (),
+    is_counted: bool = True,
 ) -> None:
     """Replace a function of a framework by one with the same parameters, but for `unused`.
 
@@ -44,12 +45,13 @@ def replace(
             function by name; it is replaced there too.
         unused: parameters that change no result, which the replacement does not get; None stands
             for all that it does not have.
+        is_counted: whether `integration_report` counts its calls: not where it only makes models.
 
     Raises:
         ImportError: if the distribution is not installed, or the module cannot be imported.
         RuntimeError: if it does not have these parameters.
     """
-    owner, last, current = _find(path)
+    owner, last, current = _find(path, tested)
     if hasattr(current, _MARK):
         return
     wanted = [*inspect.signature(replacement).parameters]
@@ -75,7 +77,8 @@ def replace(
         except NotServedError:
             pass  # its errors are not caused by this one
         else:
-            note_call(path, is_fused=is_fused)
+            if is_counted:
+                note_call(path, is_fused=is_fused)
             return result
         result = own()
         note_call(path, is_fused=False)
@@ -90,11 +93,21 @@ def replace(
                 setattr(found, name, call)
 
 
-def _find(path: str) -> tuple[Any, str, Any]:
-    """Return the owner of what is at `path`, its name there, and itself."""
+def _find(path: str, tested: str) -> tuple[Any, str, Any]:
+    """Return the owner of what is at `path`, its name there, and itself.
+
+    Raises:
+        ImportError: if its module cannot be imported; one that is not installed names `tested`.
+    """
     module, _, name = path.partition(":")
     *owners, last = name.split(".")
-    owner = import_module(module)
+    try:
+        owner = import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name != module.partition(".")[0]:
+            raise
+        message = f"{error.name}: not installed, expected {tested}"
+        raise ModuleNotFoundError(message, name=error.name) from error
     owner = attrgetter(".".join(owners))(owner) if owners else owner
     return owner, last, getattr(owner, last, None)
 
@@ -115,7 +128,7 @@ def check(
         RuntimeError: unless they are `parameters`, in order, and `unused` anywhere between.
     """
     check_version(tested, version)
-    owner, last, current = _find(path)
+    owner, last, current = _find(path, tested)
     if current is None:
         raise RuntimeError(f"{path}: not found, expected that of {tested}")
     function = owner if last == "apply" else getattr(current, "__self__", None)
@@ -138,12 +151,12 @@ def check_version(tested: str, found: str | None = None) -> None:
     Args:
         tested: the distribution, and the versions.
         found: the version in use; None is that of the installed distribution.
-
-    Raises:
-        ImportError: if none is installed.
     """
     distribution, *versions = tested.split()
-    found = (found or metadata.version(distribution)).partition("+")[0]  # not its commit
+    try:
+        found = (found or metadata.version(distribution)).partition("+")[0]  # not its commit
+    except metadata.PackageNotFoundError:
+        found = "unknown"  # of sources that are imported without an installation
     if found not in versions:
         with_ = ", ".join(versions)
         text = f"{distribution}: got version {found}; the integration was tested with {with_}"

@@ -44,6 +44,8 @@ SAMPLES = INTEGER.of(
 )
 OUTPUTS = ("lse", "entropy", "sum_p_squared", "mean_logit", "is_top1", "argmax", "rank")
 """What `linear_log_probs` can return beside the log-probabilities."""
+NO_OUTPUTS = {"log_probs": "; a target has them always", "top_log_probs": "; pass top_k="}
+"""How to get other results."""
 OF_ALL = {"entropy", "sum_p_squared"}
 """Those of sums over all classes."""
 OF_OTHERS = {"is_top1", "argmax", "rank"}
@@ -438,7 +440,8 @@ def check_outputs(names: Sequence[str]) -> None:
     """Raise ValueError for an unknown output."""
     for name in names:
         if name not in OUTPUTS:
-            raise ValueError(f"outputs: got {name!r}, expected some of {OUTPUTS}")
+            hint = NO_OUTPUTS.get(name, "")
+            raise ValueError(f"outputs: got {name!r}, expected some of {OUTPUTS}{hint}")
 
 
 def refuse(arguments: Mapping[str, Any], known: Iterable[str] = (), where: str = "") -> None:

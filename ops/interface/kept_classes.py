@@ -64,8 +64,9 @@ def listed_classes(target: Tensor, kept: Tensor, ignore_index: int, vocab: int) 
     is_ignored = target == ignore_index
     y = target.masked_fill(is_ignored, NONE)
     if y.is_cpu:
-        _check_classes("target", y, ~is_ignored, vocab, "0 <= target")
-        _check_classes("kept_classes", kept, (kept != NONE) & ~is_ignored[..., None], vocab)
+        _check_classes("target", y, ~is_ignored, vocab, "0 <= target", 1)
+        counts, expected = (kept != NONE) & ~is_ignored[..., None], "-1 or 0 <= class"
+        _check_classes("kept_classes", kept, counts, vocab, expected, kept.shape[-1])
     kept = kept.sort(dim=-1).values
     again = torch.zeros_like(kept, dtype=torch.bool)
     again[..., 1:] = kept[..., 1:] == kept[..., :-1]
@@ -79,12 +80,13 @@ def _fake(target: Tensor, kept: Tensor, ignore_index: int, vocab: int) -> Tensor
 
 
 def _check_classes(
-    name: str, x: Tensor, counts: Tensor, vocab: int, expected: str = "-1 or 0 <= class"
+    name: str, x: Tensor, counts: Tensor, vocab: int, expected: str, per_token: int
 ) -> None:
     """Raise IndexError for the first class of x, where it counts, that is outside [0, vocab)."""
-    wrong = x[counts & ((x < 0) | (x >= vocab))]
+    wrong = (counts & ((x < 0) | (x >= vocab))).reshape(-1).nonzero()
     if len(wrong):
-        raise IndexError(f"{name}: got {int(wrong[0])}, expected {expected} < {vocab}")
+        got, token = int(x.reshape(-1)[wrong[0]]), int(wrong[0]) // per_token
+        raise IndexError(f"{name}: got {got} at token {token}, expected {expected} < {vocab}")
 
 
 _OPERANDS = "Tensor target, Tensor kept, int ignore_index, SymInt vocab"

@@ -51,6 +51,9 @@ def runs(
             if meets_ranks and (group is not None or torch_compat.is_dtensor(weight)):
                 report = report_errors(group, weight)
             try:
+                if len(operands) > len(names):
+                    got = f"{len(operands)} arguments without names"
+                    raise TypeError(f"{names[-1]}: got {got}, expected names of those after it")
                 for name, x in (*zip(names, operands, strict=False), *given.items()):
                     if name in names and x is not defaults[name]:
                         check_type(name, x, ARGUMENTS[name].type)

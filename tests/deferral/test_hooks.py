@@ -76,6 +76,17 @@ def test_what_is_not_served_is_left_to_the_framework(monkeypatch: pytest.MonkeyP
     assert report.integration_report() == {PATH: (1, 1)}
 
 
+def test_a_function_that_only_prepares_is_not_counted() -> None:
+    import click.utils
+
+    def prepare(*, own: Any) -> Any:
+        return own()
+
+    hooks.replace(PATH, prepare, tested=installed(), unused=None, is_counted=False)
+    click.utils.echo("x", nl=False)
+    assert report.integration_report() == {}
+
+
 def test_calls_of_a_graph_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     import click.utils
 
@@ -183,7 +194,13 @@ def test_a_commit_is_no_other_version(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_missing_package_is_named() -> None:
-    with pytest.raises(ImportError, match="no-such-package"):
+    message = r"^no_such_package: not installed, expected no-such-package 1\.0$"
+    with pytest.raises(ImportError, match=message):
+        hooks.replace("no_such_package.module:call", ours, tested="no-such-package 1.0")
+
+
+def test_sources_without_an_installation_are_of_an_unknown_version() -> None:
+    with pytest.warns(UserWarning, match=r"no-such-package: got version unknown; .* with 1\.0"):
         hooks.check_version("no-such-package 1.0")
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed import GroupMember
 
+from cutefce.ops.interface.arguments import OUTPUTS
 from tests.errors.calls import Call, calls_on
 
 OPERATORS = "operator", "operator of log_probs"
@@ -636,6 +637,13 @@ WRONG: dict[str, list[Row]] = {
             but=OPERATORS,
         ),
         *(
+            Row([name], ValueError, f"got '{name}', expected some of {OUTPUTS}; {hint}", on=FLOORED)
+            for name, hint in (
+                ("log_probs", "a target has them always"),
+                ("top_log_probs", "pass top_k="),
+            )
+        ),
+        *(
             Row(
                 [name],
                 NotImplementedError,
@@ -795,10 +803,16 @@ PROBABILITY = "expected numbers from 0 to "
 WRONG_VALUES: dict[str, list[Row]] = {
     "target": [
         outside(Y + 8, "10 at token 2, expected 0 <= target < 10", *INDEXED),
-        outside(Y + 8, "10, expected 0 <= target < 10", *FLOORED, kept_classes=INDICES),
+        outside(Y + 8, "10 at token 2, expected 0 <= target < 10", *FLOORED, kept_classes=INDICES),
         outside(Y - 1, "-1 at token 0, expected 0 <= target < 10 or ignore_index=-100", *INDEXED),
     ],
-    "kept_classes": [outside(INDICES + 10, "10, expected -1 or 0 <= class < 10", *FLOORED)],
+    "kept_classes": [
+        outside(
+            INDICES + torch.tensor([0, 0, 10, 0])[:, None],
+            "10 at token 2, expected -1 or 0 <= class < 10",
+            *FLOORED,
+        )
+    ],
     "target_indices": [
         *(
             outside(

@@ -112,6 +112,17 @@ def test_an_argument_that_belongs_elsewhere(function: Any, name: str, where: str
         function(**{name: 2.0})
 
 
+def test_too_many_arguments_without_names(device: str) -> None:
+    call = calls_on(device)["loss"]
+    with pytest.raises(TypeError, match=r"^target: got 4 arguments without names, expected names"):
+        call.function(*call.valid.values(), torch.ones(10))
+
+
+def test_a_part_of_a_name_of_defer_is_completed() -> None:
+    with pytest.raises(TypeError, match=r"^eval: got True .*; did you mean `evaluation`\?$"):
+        cutefce.defer(nn.Linear(8, 10), eval=True)
+
+
 TAKEN: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "workspace": ("max", (2**63 - 1,)),
     "denominator": (torch.tensor(2.0), (2, 2.0, np.float32(2), np.int64(2), np.float64(2))),

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import fully_shard
 
 from bench.harness.tiny_models import VOCAB, build, tiny_config
 from cutefce.integrations import automodel
+from cutefce.integrations.report import Calls, integration_report
 from tests.support import deferral
 from tests.support.deferral import gradients
 from tests.support.fused_calls import fused_calls
@@ -90,8 +91,10 @@ def test_reductions(calls: list[Any], reduction: str) -> None:
     ours = build_loss_module(automodel.CutefceLoss, reduction=reduction)
     assert isinstance(ours, automodel.CutefceLoss)
     expected = loss_of(chunked, HiddenModel(tiny("llama")))
+    before = integration_report().get(automodel.PATH, Calls())
     assert_same(loss_of(ours, HiddenModel(tiny("llama"))), expected)
     assert len(calls) == 1
+    assert integration_report()[automodel.PATH] == (before.fused + 1, 0)
 
 
 @pytest.mark.parametrize("tokens", [19, 50, 0, None])
@@ -154,6 +157,11 @@ def test_a_head_with_bias_is_refused() -> None:
     model.lm_head = torch.nn.Linear(32, VOCAB)
     with pytest.raises(NotImplementedError, match=r"^lm_head: got Linear.*without bias"):
         loss_of(automodel.CutefceLoss(), HiddenModel(model))
+
+
+def test_another_reduction_is_named() -> None:
+    with pytest.raises(ValueError, match=r"^reduction: got 'avg', expected one of \('mean'"):
+        automodel.CutefceLoss(reduction="avg")
 
 
 def test_a_count_beside_mean_is_refused() -> None:

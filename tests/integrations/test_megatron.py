@@ -29,6 +29,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from cutefce.integrations import megatron
+from cutefce.integrations.report import Calls, integration_report
 from tests.support import deferral
 from tests.support.deferral import gradients
 from tests.support.fused_calls import fused_calls, sampled_calls
@@ -329,6 +330,18 @@ def test_a_wrapped_model() -> None:
     theirs, ours = model_of(False), model_of(False)
     megatron.enable(SimpleNamespace(module=SimpleNamespace(module=ours)))
     assert_same(single(ours), single(theirs))
+
+
+@pytest.mark.usefixtures("alone")
+def test_losses_are_counted() -> None:
+    path = f"{LanguageModule.__module__}:LanguageModule.compute_language_model_loss"
+    before = integration_report().get(path, Calls())
+    model = model_of(False)
+    megatron.enable(model)
+    single(model)
+    model.compute_language_model_loss(batch()[-1], torch.randn(SEQUENCE, BATCH, VOCAB))
+    after = integration_report()[path]
+    assert after.fused > before.fused and after.own == before.own + 1
 
 
 @pytest.mark.usefixtures("alone")

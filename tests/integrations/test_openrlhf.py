@@ -13,6 +13,7 @@ import cutefce
 from bench.harness.tiny_models import VOCAB, build, tiny_config
 from cutefce.integrations import openrlhf as integration
 from cutefce.integrations import options as setting
+from cutefce.integrations.report import integration_report
 from tests.integrations.test_surroundings import (
     deepspeed_config,
     gathered_parameters,
@@ -85,6 +86,8 @@ def test_values_and_gradients_are_those_of_openrlhf(name: str, temperature: floa
     ours = step(actor, with_entropy)
     report = cutefce.deferral_report(actor)
     assert report == cutefce.DeferralReport(1 + with_entropy, {})
+    calls = integration_report()
+    assert calls[integration.LOG_PROBS].fused and integration.ACTOR not in calls
     assert_same(ours, step(actor_of(name, False, T=temperature), with_entropy))
 
 

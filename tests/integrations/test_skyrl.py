@@ -132,5 +132,12 @@ def test_gradients_are_sampled_if_the_setting_says_so(two: Ranks) -> None:
     two.run(1, sampled_on_a_rank)
 
 
+def test_an_older_python_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, integration.MODULE)
+    monkeypatch.setattr(sys, "version_info", (3, 11, 7))
+    with pytest.raises(RuntimeError, match=r"^Python: got 3\.11, expected 3\.12 or later"):
+        integration.enable()
+
+
 def test_modules_that_imported_a_function_get_ours() -> None:
     assert vars(importer.entropy)["__wrapped__"] is integration.entropies

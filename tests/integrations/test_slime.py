@@ -19,6 +19,7 @@ from megatron.core.tensor_parallel import layers as parallel_layers
 from megatron.core.transformer.module import Float16Module
 
 from cutefce.integrations import slime as integration
+from cutefce.integrations.report import integration_report
 from tests.integrations.test_megatron import (
     LAYOUTS,
     SEQUENCE,
@@ -150,6 +151,7 @@ def step(
         if accumulate:
             after_backward(model)
             gradients = {name: vars(x)["main_grad"] for name, x in model.named_parameters()}
+    assert integration.PROVIDER not in integration_report()
     return [log_probs.detach(), entropy.detach()], gradients, len(calls)
 
 

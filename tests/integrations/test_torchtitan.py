@@ -23,6 +23,7 @@ from torchtitan.models.common.linear import Linear
 from torchtitan.models.llama3.config_registry import llama3_debugmodel
 
 from cutefce.integrations import torchtitan
+from cutefce.integrations.report import Calls, integration_report
 from tests.support import deferral
 from tests.support.fused_calls import fused_calls, sampled_calls
 from tests.support.ranks import Ranks
@@ -114,7 +115,9 @@ def single_step(fused: bool, head: Any = None, tokens_valid: int | None = 55) ->
 
 @pytest.mark.parametrize("tokens_valid", [55, None])
 def test_the_debug_model(tokens_valid: int | None) -> None:
+    before = integration_report().get(torchtitan.PATH, Calls())
     ours = single_step(True, tokens_valid=tokens_valid)
+    assert integration_report()[torchtitan.PATH] == (before.fused + 1, 0)
     assert_same(ours, single_step(False, tokens_valid=tokens_valid))
 
 

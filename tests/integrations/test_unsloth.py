@@ -4,6 +4,7 @@ The stand-in was written against the signatures of unsloth-zoo 2026.10.9.
 """
 
 import sys
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
@@ -272,6 +273,13 @@ def test_what_is_not_served_is_left_to_unsloth(unsloth: Any) -> None:
     with torch.no_grad():
         assert log_probs(hidden, weight, targets, **entropy) is not OWN
     assert log_probs(hidden, weight, targets, entropy_requires_grad=False, **entropy) is not OWN
+
+
+@pytest.mark.skipif(find_spec("unsloth_zoo") is not None, reason="Unsloth is installed")
+def test_a_missing_unsloth_is_named() -> None:
+    message = r"^unsloth_zoo: not installed, expected unsloth-zoo 2026\.10\.9$"
+    with pytest.raises(ImportError, match=message):
+        integration.enable()
 
 
 def test_errors_are_not_hidden(unsloth: Any) -> None:

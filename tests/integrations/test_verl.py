@@ -16,6 +16,7 @@ from verl.utils.kernel import linear_cross_entropy as kernel
 
 from bench.harness.tiny_models import VOCAB, build, tiny_config
 from cutefce.integrations import verl as integration
+from cutefce.integrations.report import integration_report
 from cutefce.integrations.support.logit_options import logit_options
 from tests.support.fused_calls import fused_calls, sampled_calls
 from tests.support.ranks import Ranks, group
@@ -85,6 +86,7 @@ def test_a_model_has_the_values_of_its_own_logits(name: str, calls: list[dict[st
     assert options["logit_scale"] == SCALES.get(name, 1.0)
     assert options["softcap"] == (2.0 if name == "gemma2" else None)
     assert ("linear_bias" in options) == (name == "phi")
+    assert not any("patch_forward_with_backends" in path for path in integration_report())
 
 
 def test_two_models_of_one_class_keep_their_options(calls: list[dict[str, Any]]) -> None:
@@ -95,6 +97,16 @@ def test_two_models_of_one_class_keep_their_options(calls: list[dict[str, Any]])
     for model in (first, second):
         model(tokens, return_dict=True)
     assert [options["logit_scale"] for options in calls] == [0.3, 0.5]
+
+
+def test_a_model_that_verl_did_not_patch_has_its_own_options(calls: list[dict[str, Any]]) -> None:
+    first, tokens = small_model("cohere"), torch.randint(VOCAB, (2, 9))
+    second = type(first)(tiny_config("cohere", logit_scale=0.5))
+    expected = second(tokens).logits.log_softmax(-1)
+    monkey_patch.patch_forward_with_backends(first, True, "triton")
+    found = second(tokens, return_dict=True).log_probs
+    torch.testing.assert_close(found, expected.gather(-1, tokens.roll(-1, -1)[..., None])[..., 0])
+    assert calls[0]["logit_scale"] == 0.5
 
 
 def test_without_fused_kernels_a_model_keeps_its_forward(calls: list[dict[str, Any]]) -> None:

@@ -408,7 +408,7 @@ def test_kept_classes_are_checked_wherever_they_have_values(
     h = x.h.requires_grad_()
     assert are_same(watched(of(4), h), of(4)(h))
     for wrong in (5, -2):
-        message = f"kept_classes: got {wrong}, expected -1 or 0 <= class < 5"
+        message = f"kept_classes: got {wrong} at token 3, expected -1 or 0 <= class < 5"
         with pytest.raises(IndexError, match=message):
             watched(of(wrong), h)
 

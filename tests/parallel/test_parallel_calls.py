@@ -165,7 +165,7 @@ WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "a kept class that is none": (
         {"outputs": (), "kept_classes": Y[:, None].clamp(min=0) + 99},
         {"outputs": (), "kept_classes": Y[:, None].clamp(min=0) + 99},
-        "kept_classes: got 99, expected -1 or 0 <= class < 10",
+        r"kept_classes: got 99 at token \d, expected -1 or 0 <= class < 10",
     ),
     "class indices beside soft targets": ({}, SOFT, "target.*: got .*expected the same on every"),
     "a weight that is cast on one rank": (
