@@ -156,7 +156,7 @@ def test_trials_launch_nothing_that_was_not_compiled_ahead(
         launched.clear()
 
 
-COUNTS = {FORWARD: 5, STEP: 29, OPTIONS: 51, SOFT_TARGETS: 4, SAMPLES: 16, DIVERGENCES: 21}
+COUNTS = {FORWARD: 5, STEP: 29, OPTIONS: 45, SOFT_TARGETS: 4, SAMPLES: 16, DIVERGENCES: 21}
 """Kernels of each part of calls of many tokens on Hopper."""
 
 
