@@ -65,7 +65,7 @@ faults: .venv/ready
 	$(BIN)/python -m tests.faults $(ARGS)
 
 # compute-sanitizer over a step of every kind; TOOL=synccheck finds barriers that not all threads meet.
-# TOOL=racecheck takes buffers of kept_store for raced, as it follows the arrival of one lane of a warp
+# TOOL=racecheck takes buffers of packed_store for raced, as it follows the arrival of one lane of a warp
 # to that lane alone: with an arrival of each lane it finds nothing
 TOOL := memcheck
 sanitize: .venv/ready

@@ -71,7 +71,7 @@ class KernelConfigs:
     """None for cuBLAS and elementwise passes."""
     grad_hidden_short: GemmConfig | None = None
     """`grad_hidden` for windows of fewer columns than `SHORT`."""
-    kept_sums: GemmConfig | None = None
+    packed_sums: GemmConfig | None = None
     """The gradients' GEMMs that load and store sums; None if `grad_weight` is None."""
     exps: GemmConfig | None = None
     """The `project_exp` that stores exponentials without sums, and the one that keeps few entries

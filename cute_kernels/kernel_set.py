@@ -35,12 +35,12 @@ class KernelSet:
     """The same for few columns."""
     grad_hidden_again: GradGemmSpec | None
     """The same without cuBLAS: of windows, or where the device says whether there are any rows."""
-    grad_hidden_keep: GradGemmSpec | None
-    """Adds to kept sums of dX, of low bits that are replaced; None if cuBLAS and elementwise passes
-    do."""
+    grad_hidden_packed: GradGemmSpec | None
+    """Adds to packed sums of dX, of low bits that are replaced; None if cuBLAS and elementwise
+    passes do."""
     grad_weight: GradGemmSpec | None
     """dW in one pass; None if cuBLAS and elementwise passes compute it."""
-    grad_weight_keep: GradGemmSpec | None
+    grad_weight_packed: GradGemmSpec | None
     """Adds to sums of dW, of low bits that are replaced."""
 
     @property
@@ -66,17 +66,17 @@ def kernel_set(
         None if config is None else GradGemmSpec(arch.name, dtype, config, "hidden", final=False)
         for config in (configs.grad_hidden, configs.grad_hidden_short)
     )
-    weight = keep_weight = keep_hidden = None
+    weight = packed_weight = packed_hidden = None
     again = hidden
     if configs.grad_weight is not None:
-        assert configs.kept_sums is not None
+        assert configs.packed_sums is not None
         first = arch.listed["grad_hidden"][0]
         again = hidden or GradGemmSpec(arch.name, dtype, first, "hidden", final=False)
         weight = GradGemmSpec(arch.name, dtype, configs.grad_weight, "weight", final=True)
-        keep_weight = dataclasses.replace(
-            weight, config=configs.kept_sums, final=False, low_bits=FLOAT32_LOW_BITS
+        packed_weight = dataclasses.replace(
+            weight, config=configs.packed_sums, final=False, low_bits=FLOAT32_LOW_BITS
         )
-        keep_hidden = dataclasses.replace(keep_weight, wrt="hidden", low_bits=LOW_BITS[0])
+        packed_hidden = dataclasses.replace(packed_weight, wrt="hidden", low_bits=LOW_BITS[0])
     return KernelSet(
         arch=arch.name,
         dtype=dtype,
@@ -90,7 +90,7 @@ def kernel_set(
         grad_hidden=hidden,
         grad_hidden_short=short,
         grad_hidden_again=again,
-        grad_hidden_keep=keep_hidden,
+        grad_hidden_packed=packed_hidden,
         grad_weight=weight,
-        grad_weight_keep=keep_weight,
+        grad_weight_packed=packed_weight,
     )

@@ -24,7 +24,7 @@ FLOAT16_TOTAL = 2.0**15
 
 
 LOW_BITS = 4, 8
-"""Bits beside the upper 16 that a kept sum of dX may have, or one of dW."""
+"""Bits beside the upper 16 that a packed sum of dX may have, or one of dW."""
 FLOAT32_LOW_BITS = 16
 """Those of a sum in float32, as a caller's buffer has them."""
 

@@ -70,7 +70,7 @@ def forward_semaphore_count(tokens: int, block_rows: int) -> int:
 
 
 LOW_ALIGNMENT = 16
-"""Rows of the low bits of kept sums are multiples of these bytes, which kernels read at a time."""
+"""Rows of the low bits of packed sums are multiples of these bytes, which kernels read at once."""
 
 
 def low_bytes(hidden: int, low_bits: int) -> int:

@@ -23,7 +23,7 @@ from cutefce.commands import info, tune, warmup
 from cutefce.commands import verify as verify_command
 from cutefce.cute_kernels import cache_files
 from cutefce.cute_kernels.arch import arch_named
-from cutefce.cute_kernels.arch.sm90 import LOW
+from cutefce.cute_kernels.arch.sm90 import FEW_ROWS
 from cutefce.cute_kernels.jit import build, compiler
 from cutefce.cute_kernels.jit import cache as jit_cache
 from cutefce.cute_kernels.jit.subprocess_worker import WorkerError
@@ -379,7 +379,9 @@ def test_compile_fails_for_kernels_that_spill(
 ) -> None:
     """A variant may spill the scalars that it reloads once a tile."""
     pytest.importorskip("cutlass")
-    kernel = ProjectExpSpec("sm_90a", "bfloat16", LOW, sums=True, store=True, transform=transform)
+    kernel = ProjectExpSpec(
+        "sm_90a", "bfloat16", FEW_ROWS, sums=True, store=True, transform=transform
+    )
 
     def compile_kernel(_: ProjectExpSpec, options: str) -> None:
         text = f"{warning} 0 bytes spill stores,\n {spilled} bytes spill loads"

@@ -32,7 +32,7 @@ from cutefce.cute_kernels.jit.subprocess_worker import SubprocessWorker
 from cutefce.cute_kernels.problem import Problem
 from cutefce.ops.primitives.portable_projection import Logits
 from cutefce.ops.primitives.primitives import Primitives
-from cutefce.ops.rows.kept_sums import Sums
+from cutefce.ops.rows.packed_sums import Sums
 from cutefce.version import __version__
 
 TRIAL_SECONDS = 60

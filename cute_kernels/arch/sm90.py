@@ -17,17 +17,17 @@ from cutefce.cute_kernels.schedule.order import (
 WIDE_CLUSTER2 = GemmConfig(128, 192, cluster=2, stages=5, pingpong=True)
 WIDE = GemmConfig(128, 192, cluster=1, stages=5, pingpong=True)
 TALL = GemmConfig(192, 128, cluster=1, stages=5, pingpong=True)
-LOW = GemmConfig(64, 160, cluster=1, stages=7, pingpong=True)
+FEW_ROWS = GemmConfig(64, 160, cluster=1, stages=7, pingpong=True)
 """Configurations of `project_exp`."""
 PROJECT_EXP = WIDE_CLUSTER2, WIDE, TALL
-"""Those of more tokens than `LOW` has rows; the first wins a tie."""
+"""Those of more tokens than `FEW_ROWS` has rows; the first wins a tie."""
 
 GRAD_128 = GemmConfig(128, 128, cluster=2, stages=6, pingpong=True)
 GRAD_192 = GemmConfig(128, 192, cluster=2, stages=5, pingpong=True)
 GRAD_256 = GemmConfig(128, 256, cluster=2, stages=4, pingpong=False)
 """Configurations of the gradient GEMMs, by columns of a tile."""
-KEPT_128 = GemmConfig(128, 128, cluster=2, stages=5, pingpong=True)
-KEPT_192 = GemmConfig(128, 192, cluster=2, stages=4, pingpong=True)
+PACKED_128 = GemmConfig(128, 128, cluster=2, stages=5, pingpong=True)
+PACKED_192 = GemmConfig(128, 192, cluster=2, stages=4, pingpong=True)
 """Those of sums that are loaded and stored, which are in shared memory beside the stages."""
 
 
@@ -48,7 +48,7 @@ class GemmTimes:
     grad_weight_long: dict[GemmConfig, float]
     """Of at least `long_tokens` tokens."""
     long_tokens: int
-    kept_sums: dict[GemmConfig, float]
+    packed_sums: dict[GemmConfig, float]
     """Of at least 1024 products each."""
 
     SHORT_TOKENS: ClassVar[int] = 512
@@ -67,7 +67,7 @@ H200_TIMES = GemmTimes(
     grad_weight_short={GRAD_128: 1.0, GRAD_192: 0.9},
     grad_weight_long={GRAD_128: 1.0, GRAD_192: 0.96},
     long_tokens=16384,
-    kept_sums={KEPT_128: 1.0, KEPT_192: 0.96},
+    packed_sums={PACKED_128: 1.0, PACKED_192: 0.96},
 )
 H100_TIMES = GemmTimes(
     grad_hidden={GRAD_256: 1.0, GRAD_192: 0.99, GRAD_128: 1.15},
@@ -76,7 +76,7 @@ H100_TIMES = GemmTimes(
     grad_weight_short={GRAD_128: 1.0, GRAD_192: 0.9},
     grad_weight_long={GRAD_128: 1.0, GRAD_192: 0.865},
     long_tokens=4096,
-    kept_sums={KEPT_128: 1.0, KEPT_192: 0.9},
+    packed_sums={PACKED_128: 1.0, PACKED_192: 0.9},
 )
 """Of 768 to 8192 tokens and 1024 to 4096 hidden features, on one of 80 GB; dW in whole steps."""
 H100_MODELS = "H100", "H800"
@@ -102,11 +102,11 @@ class Sm90(Arch):
 
     listed = MappingProxyType(
         {
-            "project_exp": (*PROJECT_EXP, LOW),
+            "project_exp": (*PROJECT_EXP, FEW_ROWS),
             "grad_hidden": (GRAD_128, GRAD_192, GRAD_256),
             "grad_hidden_short": (GRAD_128, GRAD_192, GRAD_256),
             "grad_weight": (GRAD_128, GRAD_192),
-            "kept_sums": (KEPT_128, KEPT_192),
+            "packed_sums": (PACKED_128, PACKED_192),
             "exps": (WIDE_CLUSTER2, WIDE),
         }
     )
@@ -115,8 +115,8 @@ class Sm90(Arch):
 
     def default(self, tokens: int) -> GemmConfig:
         """Return the default configuration of `project_exp` for `tokens` rows."""
-        if tokens <= LOW.rows:
-            return LOW
+        if tokens <= FEW_ROWS.rows:
+            return FEW_ROWS
         return min(PROJECT_EXP, key=lambda config: _time(config, tokens))
 
     def default_configs(
@@ -126,9 +126,9 @@ class Sm90(Arch):
         times = H100_TIMES if any(name in model for name in H100_MODELS) else H200_TIMES
         wide, short = fastest(times.grad_hidden, hidden), fastest(times.grad_hidden_short, hidden)
         grad_weight = fastest(times.of_grad_weight(tokens), hidden)
-        kept = fastest(times.kept_sums, hidden)
+        packed = fastest(times.packed_sums, hidden)
         exps = min(self.listed["exps"], key=lambda config: _time(config, tokens))
-        more = {"kept_sums": kept, "exps": exps}
+        more = {"packed_sums": packed, "exps": exps}
         if _utilization(wide, tokens, hidden, num_sms) < MIN_GRAD_HIDDEN_UTILIZATION:
             return KernelConfigs(project_exp, None, grad_weight, **more)
         return KernelConfigs(project_exp, wide, grad_weight, short, **more)

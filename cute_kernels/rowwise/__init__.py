@@ -9,7 +9,7 @@
     scale_add_rows    out_i = row_scale_i x_i + gather_scale_i table_{index_i}, a block a row:
                       the last step of dX, which may add factor_i row and place row i where the
                       call has it
-    kept_sums         dX's sums of a chunk in 20 or 24 bits, dX of these or rows of them times
+    packed_sums         dX's sums of a chunk in 20 or 24 bits, dX of these or rows of them times
                       factors, and dW, a factor times such sums; a block a row
     sort_targets      the tokens of every class, in order, a thread block 1024 classes
 

@@ -13,8 +13,8 @@ from cutlass import Float32, Int32, Int64
 from cutlass.memory import SmemAllocator
 
 from cutefce.cute_kernels.common.dsl import USE_PDL, matrix, pdl_wait, vector
-from cutefce.cute_kernels.common.kept_bits import QUIET_NAN
 from cutefce.cute_kernels.common.launch import HostFunction, Signature
+from cutefce.cute_kernels.common.packed_bits import QUIET_NAN
 from cutefce.cute_kernels.common.sampling import column_of, number_of, pack
 from cutefce.cute_kernels.common.scan import inclusive_sum, sums_of_warps
 from cutefce.cute_kernels.spec import sampling as spec

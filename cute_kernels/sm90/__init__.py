@@ -5,5 +5,5 @@ project_exp.py           where logits become exponentials, or are stored in floa
 gradient.py              where dW is written; dX's sums
 target_terms.py          what tokens add to dW in the rows of their targets
 epilogue_store.py        registers to memory, by TMA
-kept_store.py            registers added to sums of 16 to 32 bits in memory
+packed_store.py            registers added to sums of 16 to 32 bits in memory
 """

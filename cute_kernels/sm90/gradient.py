@@ -1,9 +1,9 @@
 """The gradient GEMMs for Hopper, of exponentials e (N, V) in memory.
 
     hidden          sums (N, D) = or += e w         float32
-    hidden, kept    the same                        24 or 20 bits, see `sm90.kept_store`
+    hidden, packed  the same                        24 or 20 bits, see `sm90.packed_store`
     weight, final   out (V, D) = (eᵀ s + Σ_{i: y_i = v} c_i h_i) · grad_scale, rounded once
-    weight, kept    sums (V, D) = or += that        float32, 24 or 20 bits
+    weight, packed  sums (V, D) = or += that        float32, 24 or 20 bits
 
 with s_i = scale_i h_i.  dW's terms of targets are added to the float32 accumulators, in a fixed
 order: see `sm90.target_terms`; before them, if the spec has it, a matrix of rank one.
@@ -38,7 +38,6 @@ from cutefce.cute_kernels.schedule.scheduler import (
     make_gemm_scheduler,
 )
 from cutefce.cute_kernels.sm90.epilogue_store import EpilogueStoreSm90
-from cutefce.cute_kernels.sm90.kept_store import KeptStoreSm90, kept_signature
 from cutefce.cute_kernels.sm90.mainloop import (
     MMA_WARP_GROUPS,
     WARP_GROUP_THREADS,
@@ -46,6 +45,7 @@ from cutefce.cute_kernels.sm90.mainloop import (
     MainloopSm90,
     Operand,
 )
+from cutefce.cute_kernels.sm90.packed_store import PackedStoreSm90, packed_signature
 from cutefce.cute_kernels.sm90.target_terms import TargetCsr, add_targets, target_ranges
 from cutefce.cute_kernels.spec import gemm as spec
 from cutefce.cute_kernels.workspace import SPLIT_K_COUNTERS
@@ -59,7 +59,7 @@ def compile_signature(kernel: spec.GradGemmSpec) -> Signature:
     targets: TargetCsr | None = None
     out = matrix(dtype if kernel.final else Float32, rows, hidden)
     if kernel.low_bits is not None:
-        out = kept_signature(rows, hidden, kernel.low_bits)
+        out = packed_signature(rows, hidden, kernel.low_bits)
     if kernel.has_targets:
         entries = cute.sym_int()
         csr = vector(Int64, entries), vector(Int32, cute.sym_int()), vector(Float32, entries)
@@ -75,7 +75,7 @@ def compile_signature(kernel: spec.GradGemmSpec) -> Signature:
         count=vector(Int32, cute.sym_int()),
         selects=Int32(0),
         clusters=Int32(1),
-        k_splits=None if kernel.final or kernel.kept else Int32(1),
+        k_splits=None if kernel.final or kernel.packed else Int32(1),
         overwrite=None if kernel.final else Int32(1),
     )
 
@@ -87,18 +87,18 @@ class GradGemmSm90(HostFunction, MainloopSm90):
         a, b = Operand(k_major=kernel.wrt == "hidden"), Operand(k_major=False)
         operands = kernel.arch, kernel.dtype, kernel.config, a, b
         super().__init__(*operands, only_flagged=False, skip_missing_rows=False)
-        assert kernel.final or kernel.kept or not kernel.has_targets
+        assert kernel.final or kernel.packed or not kernel.has_targets
         assert kernel.has_targets or not kernel.rank_one
         assert kernel.WARPS * 32 == MMA_WARP_GROUPS * WARP_GROUP_THREADS
         self.final, self.tokens_inside = kernel.final, kernel.wrt == "weight"
         out_dtype = self.dtype if self.final else Float32
         self.epilogue = EpilogueStoreSm90(out_dtype, kernel.config.tile_n)
-        self.kept = kernel.kept
+        self.packed = kernel.packed
         if kernel.low_bits is not None:
             is_float32 = kernel.low_bits == FLOAT32_LOW_BITS
             assert not kernel.final and (is_float32 or kernel.dtype == "bfloat16")
             assert self.tokens_inside or kernel.low_bits in LOW_BITS
-            self.kept_store = KeptStoreSm90(kernel.config, kernel.low_bits)
+            self.packed_store = PackedStoreSm90(kernel.config, kernel.low_bits)
 
     @cute.jit
     def launch(self, operands: Any, stream: Any) -> None:
@@ -110,8 +110,8 @@ class GradGemmSm90(HostFunction, MainloopSm90):
         """
         x, add = operands, None
         a_loads, b_load = self.tma_loads(x.a, x.b)
-        if cutlass.const_expr(self.kept):
-            out_store = self.kept_store.tma(x.out)
+        if cutlass.const_expr(self.packed):
+            out_store = self.packed_store.tma(x.out)
         else:
             out_store, add = self.epilogue.tma_store(x.out), self.epilogue.tma_add(x.out)
         sums = add, x.k_splits, x.overwrite, RowCount(x.count, x.selects)
@@ -134,7 +134,7 @@ class GradGemmSm90(HostFunction, MainloopSm90):
     ) -> None:
         """Assign warps to roles; a, b and out are (TMA atoms, coordinates, smem layout).
 
-        Of kept sums, out is what `KeptStoreSm90.tma` returns.
+        Of packed sums, out is what `PackedStoreSm90.tma` returns.
         """
         add, k_splits, overwrite, row_count = sums
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -147,8 +147,8 @@ class GradGemmSm90(HostFunction, MainloopSm90):
         s_a = smem.allocate_tensor(self.dtype, a_layout.outer, 1024, a_layout.inner)
         s_b = smem.allocate_tensor(self.dtype, b_layout.outer, 1024, b_layout.inner)
         outputs = None
-        if cutlass.const_expr(self.kept):
-            outputs = self.kept_store.staging(smem, out, overwrite == 0), None, overwrite
+        if cutlass.const_expr(self.packed):
+            outputs = self.packed_store.staging(smem, out, overwrite == 0), None, overwrite
         else:
             store, g_out, layout = out
             s_out = smem.allocate_tensor(self.epilogue.dtype, layout.outer, 1024, layout.inner)
@@ -158,7 +158,7 @@ class GradGemmSm90(HostFunction, MainloopSm90):
         tokens = row_count, self.tokens_inside
         shape = self.config, self.tile[2], g_a, g_b
         must_write = overwrite
-        if cutlass.const_expr(self.kept and self.tokens_inside):
+        if cutlass.const_expr(self.packed and self.tokens_inside):
             # a chunk of which no row counts is written, too, if it adds the terms of all tokens
             must_write = None if terms[1] is not None else overwrite + terms[0].order.shape[0]
         scheduler = make_gemm_scheduler(*shape, *tokens, k_splits, must_write)
@@ -167,9 +167,9 @@ class GradGemmSm90(HostFunction, MainloopSm90):
             if warp == 0:
                 a_operand, b_operand = (loads_a, g_a, s_a), (load_b, g_b, s_b)
                 self.load(scheduler, pipe, a_operand, b_operand, semaphores)
-            if cutlass.const_expr(self.kept):
+            if cutlass.const_expr(self.packed):
                 if warp == 1:
-                    self.kept_store.load(scheduler, outputs[0])
+                    self.packed_store.load(scheduler, outputs[0])
         else:
             cute.arch.setmaxregister_increase(self.consumer_registers)
             self.consume(scheduler, pipe, tiled_mma, (s_a, s_b), outputs, terms, semaphores)
@@ -217,9 +217,9 @@ class GradGemmSm90(HostFunction, MainloopSm90):
             starts, columns = (m_start, n_start), scheduler.columns
             if cutlass.const_expr(self.final):
                 self.epilogue.store_tile(consumer, self.m_halves, starts, columns, out)
-            elif cutlass.const_expr(self.kept):
+            elif cutlass.const_expr(self.packed):
                 tile_number = index // (scheduler.clusters * config.partials_per_row)
-                self.kept_store.add(consumer, out, *starts, tile_number)
+                self.packed_store.add(consumer, out, *starts, tile_number)
             else:
                 counter = semaphores.iterator + self.counter_index(work_tile, scheduler, consumer)
                 if work_tile.splits_before > 0:

@@ -30,7 +30,7 @@ class TargetCsr(NamedTuple):
     h: cute.Tensor
     """(N, D)"""
     grad_scale: cute.Tensor | None
-    """(1,) float32: factor of the whole result; None of kept sums."""
+    """(1,) float32: factor of the whole result; None of packed sums."""
 
 
 @cute.jit

@@ -54,8 +54,8 @@ class GradGemmSpec(KernelSpec):
     """Warps of a thread block that run MMAs."""
 
     @property
-    def kept(self) -> bool:
-        """Whether it adds to kept sums."""
+    def packed(self) -> bool:
+        """Whether it adds to packed sums, or to float32 ones of dW in the same way."""
         return self.low_bits is not None
 
     @property
@@ -65,4 +65,4 @@ class GradGemmSpec(KernelSpec):
 
     def semaphore_count(self, clusters: int) -> int:
         """Return the size of its int32 semaphores on `clusters` clusters."""
-        return 1 if self.final or self.kept else 1 + clusters * self.config.cluster * self.WARPS
+        return 1 if self.final or self.packed else 1 + clusters * self.config.cluster * self.WARPS

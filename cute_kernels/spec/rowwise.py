@@ -9,10 +9,10 @@ from cutefce.cute_kernels.variant import IDENTITY, LogitTransform
 from cutefce.cute_kernels.workspace import Coefficient
 
 OUT_AND_SUMS = 2
-"""Says that kept sums are in the places of the rows of dX that are made of them."""
+"""Says that packed sums are in the places of the rows of dX that are made of them."""
 
 
-KeptStep = Literal["keep", "finish", "scale", "round"]
+PackedStep = Literal["pack", "finish", "scale", "round"]
 
 
 @dataclass(frozen=True)
@@ -97,20 +97,20 @@ class ScaleAddRowsSpec(KernelSpec):
 
 
 @dataclass(frozen=True)
-class KeptSumsSpec(KernelSpec):
-    """Sums that are kept in 24 or 20 bits, or what is made of such sums.
+class PackedSumsSpec(KernelSpec):
+    """Sums that are packed in 24 or 20 bits, or what is made of such sums.
 
-    keep          a chunk's sums of dX
+    pack          a chunk's sums of dX
     finish        dX
-    scale         sums of dX times factors of rows, which remain kept
+    scale         sums of dX times factors of rows, which remain packed
     round         dW, sums times a factor, in their memory
     """
 
-    MODULE = "rowwise.kept_sums"
+    MODULE = "rowwise.packed_sums"
     dtype: str
     low_bits: int
     """Bits of a sum beside the upper 16."""
-    step: KeptStep
+    step: PackedStep
     rank_one: bool = False
     """Whether to add a matrix of rank one to dX."""
 

@@ -7,7 +7,7 @@ UPCAST_BLOCK = 2048
 MIN_ADDED_ROWS = 1024
 """Rows of dW below which each product of them converts its operands for too little work."""
 FINISHED_ROWS, FINISHED_BYTES = 1024, 16 << 20
-"""Rows of dX whose sums exist at a time beside kept ones; on a GPU, as many as take these bytes."""
+"""Rows of dX whose sums exist at a time beside packed ones; on a GPU, as many as these bytes."""
 WEIGHT_FEATURES = 256
 """Features of a tile of dW in Triton; rows with terms of targets have low bits of whole tiles."""
 UNUSED_COLUMNS = 8
@@ -26,7 +26,7 @@ def added_rows(hidden: int, sum_bytes: int, device: str) -> int:
 
 
 def finished_rows(hidden: int, sum_bytes: int, device: str) -> int:
-    """Return how many rows of dX's sums exist at a time beside kept ones."""
+    """Return how many rows of dX's sums exist at a time beside packed ones."""
     if device == "cpu":
         return FINISHED_ROWS
     return max(FINISHED_ROWS, FINISHED_BYTES // max(hidden * sum_bytes, 1))

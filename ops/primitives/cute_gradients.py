@@ -22,7 +22,7 @@ from cutefce.ops.primitives.cute_rowwise import CublasPrimitives, low_bits, with
 from cutefce.ops.primitives.products import matmul_into
 from cutefce.ops.primitives.select_rows import row_count, row_order, row_range
 from cutefce.ops.rows.coefficients import RankOne
-from cutefce.ops.rows.kept_sums import Sums
+from cutefce.ops.rows.packed_sums import Sums
 from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.targets import Targets
 
@@ -68,10 +68,10 @@ class CutePrimitives(CublasPrimitives):
         selection: RowSelection | None = None,
     ) -> None:
         if sums.low is not None:
-            assert self.kernels.grad_hidden_keep is not None
-            keep = replace(self.kernels.grad_hidden_keep, low_bits=low_bits(sums))
+            assert self.kernels.grad_hidden_packed is not None
+            packed = replace(self.kernels.grad_hidden_packed, low_bits=low_bits(sums))
             given = exps, w.t(), (*sums,), None, None
-            self._launch(keep, given, selection, overwrite=int(not accumulate))
+            self._launch(packed, given, selection, overwrite=int(not accumulate))
             return
         (tokens, hidden), columns = sums.upper.shape, exps.shape[1]
         is_short = columns < KernelConfigs.SHORT
@@ -125,8 +125,8 @@ class CutePrimitives(CublasPrimitives):
         """More than eight parameters: operands, and what is added."""
         upper, to = out.upper, (*out,) if grad_scale is None else out.upper
         if grad_scale is None:
-            assert self.kernels.grad_weight_keep is not None
-            spec = replace(self.kernels.grad_weight_keep, low_bits=low_bits(out))
+            assert self.kernels.grad_weight_packed is not None
+            spec = replace(self.kernels.grad_weight_packed, low_bits=low_bits(out))
         else:
             assert self.kernels.grad_weight is not None
             spec = self.kernels.grad_weight
@@ -136,8 +136,8 @@ class CutePrimitives(CublasPrimitives):
         targets = *target_grad.pack(first, len(upper)), last
         self._launch(spec, (exps.t(), scaled.t(), to, targets, term), selection, None, overwrite)
 
-    def finish_kept_dw(self, sums: Sums, factor: Tensor) -> None:
-        compiled(self.kept_kernel("round", sums))(*sums, factor.view(1))
+    def finish_packed_dw(self, sums: Sums, factor: Tensor) -> None:
+        compiled(self.packed_kernel("round", sums))(*sums, factor.view(1))
 
     def _launch(
         self,

@@ -13,9 +13,9 @@ from cutefce.cute_kernels.problem import FLOAT32_LOW_BITS, can_keep
 from cutefce.cute_kernels.spec.gemm import GradGemmSpec
 from cutefce.cute_kernels.spec.rowwise import (
     OUT_AND_SUMS,
-    KeptStep,
-    KeptSumsSpec,
     MoveRowsSpec,
+    PackedStep,
+    PackedSumsSpec,
     RowCoefficientsSpec,
     ScaleAddRowsSpec,
 )
@@ -25,12 +25,12 @@ from cutefce.ops.primitives.portable_gradients import TargetGrad
 from cutefce.ops.primitives.primitives import Primitives
 from cutefce.ops.primitives.select_rows import gather_rows, row_count, row_order
 from cutefce.ops.rows.coefficients import RankOne, RowCoefficients
-from cutefce.ops.rows.kept_sums import Sums
+from cutefce.ops.rows.packed_sums import Sums
 from cutefce.ops.rows.scaling import Scaling, scaling_of
 from cutefce.ops.rows.statistics import RowStats
 from cutefce.ops.rows.targets import Targets
 
-SpecT = TypeVar("SpecT", GradGemmSpec, ScaleAddRowsSpec, KeptSumsSpec)
+SpecT = TypeVar("SpecT", GradGemmSpec, ScaleAddRowsSpec, PackedSumsSpec)
 
 RankOneArgument = tuple[Tensor, Tensor] | None
 """A kernel's argument: factor (M,) and row (D,)."""
@@ -121,12 +121,12 @@ class CublasPrimitives(CuteProjection, Primitives):
             return
         if scatters and out.upper is sums.upper:
             scatters = OUT_AND_SUMS
-        kept, term = with_rank_one(self.kept_kernel("finish", sums), rank_one)
-        compiled(kept)(out.upper, *sums, w, index, scale, target, term, order, scatters)
+        packed, term = with_rank_one(self.packed_kernel("finish", sums), rank_one)
+        compiled(packed)(out.upper, *sums, w, index, scale, target, term, order, scatters)
 
-    def keep_sums(
+    def pack_sums(
         self,
-        kept: Sums,
+        packed: Sums,
         sums: Tensor,
         w: Tensor,
         targets: Targets,
@@ -134,16 +134,16 @@ class CublasPrimitives(CuteProjection, Primitives):
         order: Tensor | None = None,
     ) -> None:
         rows = targets.index, stats.sum_exp_others, targets.options.ignore_index
-        compiled(self.kept_kernel("keep", kept))(
-            *kept, sums, w, *rows, *row_order(order, targets.index)
+        compiled(self.packed_kernel("pack", packed))(
+            *packed, sums, w, *rows, *row_order(order, targets.index)
         )
 
-    def scale_kept_rows(self, sums: Sums, scale: Tensor) -> None:
-        compiled(self.kept_kernel("scale", sums))(*sums, scale.contiguous())
+    def scale_packed_rows(self, sums: Sums, scale: Tensor) -> None:
+        compiled(self.packed_kernel("scale", sums))(*sums, scale.contiguous())
 
-    def kept_kernel(self, step: KeptStep, sums: Sums) -> KeptSumsSpec:
-        """Return the kernel of a step of kept sums."""
-        return KeptSumsSpec(self.kernels.arch, self.kernels.dtype, low_bits(sums), step)
+    def packed_kernel(self, step: PackedStep, sums: Sums) -> PackedSumsSpec:
+        """Return the kernel of a step of packed sums."""
+        return PackedSumsSpec(self.kernels.arch, self.kernels.dtype, low_bits(sums), step)
 
 
 def low_bits(sums: Sums) -> int:

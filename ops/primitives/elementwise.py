@@ -14,7 +14,7 @@ from torch import Tensor
 from cutefce.cute_kernels.problem import SLACK
 from cutefce.cute_kernels.process_cache import process_cache, warn_once
 from cutefce.ops import torch_compat
-from cutefce.ops.rows.kept_sums import join, write
+from cutefce.ops.rows.packed_sums import join, write
 
 
 def gathered_dot_(out: Tensor, h: Tensor, index: Tensor, w: Tensor) -> None:
@@ -44,8 +44,8 @@ def combine_(
     out: Tensor,
     low: Tensor | None,
     x: Tensor | None,
-    kept: Tensor | None,
-    kept_low: Tensor | None,
+    packed: Tensor | None,
+    packed_low: Tensor | None,
     scale: Tensor | None,
     index: Tensor | None,
     coefficient: Tensor | None,
@@ -54,17 +54,17 @@ def combine_(
     row: Tensor | None,
     last: Tensor | None,
 ) -> None:
-    """Write ((x_r + kept_r) scale_r + b_r table_index_r + factor_r row) last to `out` (R, D).
+    """Write ((x_r + packed_r) scale_r + b_r table_index_r + factor_r row) last to `out` (R, D).
 
-    See `PortableGradients.combine`.  What is kept, and `out` beside it, are words, see
-    `kept_sums.Sums`; `row` is (1, D).  More than eight parameters: fused kernels take tensors.
+    See `PortableGradients.combine`.  What is packed, and `out` beside it, are words, see
+    `packed_sums.Sums`; `row` is (1, D).  More than eight parameters: fused kernels take tensors.
     """
-    words = out if low is not None else kept
+    words = out if low is not None else packed
     count, parts = 1 if words is None else words.element_size() // 2, []
     for i in range(count):
         sums = None if x is None else x[:, i::count]
-        if kept is not None and kept_low is not None:
-            before = join(kept, kept_low, i)
+        if packed is not None and packed_low is not None:
+            before = join(packed, packed_low, i)
             sums = before if sums is None else before.add_(sums)
         assert sums is not None
         if table is None:

@@ -24,7 +24,7 @@ from cutefce.ops.primitives.products import matmul_into
 from cutefce.ops.primitives.select_rows import row_range
 from cutefce.ops.rows.blocks import blocks, row_block_size
 from cutefce.ops.rows.coefficients import RankOne, RowCoefficients
-from cutefce.ops.rows.kept_sums import Sums
+from cutefce.ops.rows.packed_sums import Sums
 from cutefce.ops.rows.scaling import Scaling, scaling_of
 from cutefce.ops.rows.selection import CountedRows, RowSelection
 from cutefce.ops.rows.statistics import RowStats
@@ -77,9 +77,9 @@ class PortableGradients:
         calls have few.
 
         Args:
-            out: of any dtype, or kept sums.
+            out: of any dtype, or packed sums.
             x: (R, D) of any dtype, may be `out`.
-            joined: kept sums, which may be, or begin in, `out` of 16 bits.
+            joined: packed sums, which may be, or begin in, `out` of 16 bits.
             scale: (R,) in the dtype of sums.
             table: (L, D) of any dtype.
             index: (R,) int64 in [0, L).
@@ -89,16 +89,16 @@ class PortableGradients:
             last: () in the dtype of sums, beside a table.
         """
         to, low = out
-        kept = kept_low = factor = row = None
+        packed = packed_low = factor = row = None
         if joined is not None:
-            kept_low, is_same = joined.low, joined.upper is to
-            to = Sums(to, kept_low if low is None else low).words
-            kept = to if is_same else joined.words
+            packed_low, is_same = joined.low, joined.upper is to
+            to = Sums(to, packed_low if low is None else low).words
+            packed = to if is_same else joined.words
         elif low is not None:
             to = out.words
         if rank_one is not None:
             factor, row = rank_one.factor, rank_one.row[None]
-        rows = low, x, kept, kept_low, scale, index, coefficient, factor
+        rows = low, x, packed, packed_low, scale, index, coefficient, factor
         apply_rowwise(combine_, to, *rows, whole=(table, row, last))
 
     def add_hidden(
@@ -149,8 +149,8 @@ class PortableGradients:
         """Write scale_i x_i to `out` (M, D), rounded once; `out` may be `x`."""
         self.combine(Sums(out), x, scale=scale)
 
-    def scale_kept_rows(self, sums: Sums, scale: Tensor) -> None:
-        """Multiply the kept sums (N, D) by `scale` (N,)."""
+    def scale_packed_rows(self, sums: Sums, scale: Tensor) -> None:
+        """Multiply the packed sums (N, D) by `scale` (N,)."""
         self.combine(sums, joined=sums, scale=scale)
 
     def finish_dx(
@@ -165,7 +165,7 @@ class PortableGradients:
     ) -> None:
         """Write scale_i sums_i + target_i W_y to `out` (N, D), rounded once; sums may be there.
 
-        With `order` (N,), that is row order_i of `out`.  If kept sums are there, too, they are in
+        With `order` (N,), that is row order_i of `out`.  If packed sums are there, too, they are in
         the places that it says; others must not be.  `rank_one` (N, D) is added.  A row whose
         coefficients and factor are all 0 is 0, whatever `sums` and w hold.
         """
@@ -181,21 +181,21 @@ class PortableGradients:
             rank_one=rank_one,
         )
 
-    def keep_sums(
+    def pack_sums(
         self,
-        kept: Sums,
+        packed: Sums,
         sums: Tensor,
         w: Tensor,
         targets: Targets,
         stats: RowStats,
         order: Tensor | None = None,
     ) -> None:
-        """Keep sums_i - S_i W_y (N, D); may overwrite `sums`.
+        """Pack sums_i - S_i W_y (N, D); may overwrite `sums`.
 
         It is 0 for ignored tokens.  With `order`, that of row i is row order_i.
         """
         coefficients = RowCoefficients.of_sums(stats, targets)
-        self.finish_dx(kept, Sums(sums), w, targets, coefficients, order=order)
+        self.finish_dx(packed, Sums(sums), w, targets, coefficients, order=order)
 
     def target_grad(self, h: Tensor, coefficient: Tensor | None, targets: Targets) -> TargetGrad:
         """Return Σ_{i: y_i = v} c_i h_i for all v; `coefficient` is c (N,).
@@ -241,8 +241,8 @@ class PortableGradients:
             self.combine(own, sums, table=totals, index=slots[rows], **more)
             del more  # freed before the next product
 
-    def finish_kept_dw(self, sums: Sums, factor: Tensor) -> None:
-        """Write `factor` () times the kept sums of dW (V, D), rounded once, to their `upper`."""
+    def finish_packed_dw(self, sums: Sums, factor: Tensor) -> None:
+        """Write `factor` () times the packed sums of dW (V, D), rounded once, to their `upper`."""
         self.combine(Sums(sums.upper), joined=sums, scale=factor.expand(len(sums.upper)))
 
 

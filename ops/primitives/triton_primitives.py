@@ -18,7 +18,7 @@ from cutefce.ops.primitives.primitives import Primitives
 from cutefce.ops.primitives.select_rows import with_aligned_rows
 from cutefce.ops.primitives.triton_weight import Listed, weight_product
 from cutefce.ops.rows.coefficients import RankOne
-from cutefce.ops.rows.kept_sums import Sums
+from cutefce.ops.rows.packed_sums import Sums
 from cutefce.ops.rows.partial_sums import PartialSums
 from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.targets import Targets, launch_transform

@@ -13,7 +13,7 @@ from torch import Tensor
 from cutefce.cute_kernels.integers import ceil_div
 from cutefce.ops.primitives.triton_kernels import pitch_of
 from cutefce.ops.rows.coefficients import RankOne
-from cutefce.ops.rows.kept_sums import Sums
+from cutefce.ops.rows.packed_sums import Sums
 
 COLUMNS = 1024
 """Columns of a row that a thread block computes."""
@@ -40,8 +40,8 @@ def split_pieces(sums, LOW_BITS: tl.constexpr):
 def _combine(
     out,
     out_pitch,
-    kept,
-    kept_pitch,
+    packed,
+    packed_pitch,
     low,
     low_pitch,
     x,
@@ -72,7 +72,7 @@ def _combine(
     if x is not None:
         sums += tl.load(x + r * x_pitch + c, mask=exists, other=0.0).to(tl.float32)
     if JOINS:
-        upper = tl.load(kept + r * kept_pitch + c, mask=exists, other=0)
+        upper = tl.load(packed + r * packed_pitch + c, mask=exists, other=0)
         byte = c if LOW_BITS == 8 else c // 2
         lower = tl.load(low + r * low_pitch + byte, mask=exists, other=0)
         if LOW_BITS == 4:
@@ -98,7 +98,7 @@ def _combine(
         sums = tl.where(is_zero, 0.0, sums)
     if SPLITS:
         upper, lower = split_pieces(sums, LOW_BITS)
-        tl.store(kept + r * kept_pitch + c, upper, mask=exists)
+        tl.store(packed + r * packed_pitch + c, upper, mask=exists)
         if LOW_BITS == 8:
             tl.store(low + r * low_pitch + c, lower.to(tl.uint8), mask=exists)
         else:
@@ -128,8 +128,8 @@ def combine(
     """
     to = out.upper
     rows, columns = to.shape
-    kept, low = out if joined is None or out.low is not None else joined
-    words = None if low is None else kept.view(torch.int16)
+    packed, low = out if joined is None or out.low is not None else joined
+    words = None if low is None else packed.view(torch.int16)
     if not rows:
         return
     arguments: Any = (

@@ -1,4 +1,4 @@
-"""A kernel in Triton for rows of dW: their GEMM, the terms of targets, and what is kept.
+"""A kernel in Triton for rows of dW: their GEMM, the terms of targets, and packed sums.
 
 This module imports Triton, which comes with torch on Linux.  In the shapes N is tokens, D hidden,
 K the rows of dW, which are the columns of a window of exponentials.
@@ -28,7 +28,7 @@ from cutefce.ops.primitives.triton_kernels import (
 )
 from cutefce.ops.primitives.triton_rows import join_pieces, split_pieces
 from cutefce.ops.rows.coefficients import RankOne
-from cutefce.ops.rows.kept_sums import Sums
+from cutefce.ops.rows.packed_sums import Sums
 from cutefce.ops.rows.selection import CountedRows
 
 ROWS, BLOCK = 128, WEIGHT_FEATURES
@@ -209,12 +209,12 @@ def _add_terms(
     COLUMNS: tl.constexpr,
     DTYPE: tl.constexpr,
     LOW_BITS: tl.constexpr,
-    KEEPS: tl.constexpr,
+    PACKS: tl.constexpr,
     BY_TOKEN: tl.constexpr,
 ):
     """Add the terms of targets to some columns of the row of a class, where its first token is.
 
-    The row has sums in float32, without LOW_BITS, or in pieces; it keeps these (KEEPS), or, of
+    The row has sums in float32, without LOW_BITS, or in pieces; it packs these (PACKS), or, of
     pieces that were cut, is multiplied by `last`, and rounded.  More than eight parameters:
     operands, pitches and constants of a kernel.
     """
@@ -235,7 +235,7 @@ def _add_terms(
         if LOW_BITS == 4:
             lower = (lower >> (4 * (c & 1)).to(tl.uint8)) & 15
         sums = join_pieces(sums, lower, LOW_BITS)
-        if not KEEPS:  # pieces were cut: on average, half of the last bit is missing
+        if not PACKS:  # pieces were cut: on average, half of the last bit is missing
             middle = (sums.to(tl.int32, bitcast=True) | 0x80).to(tl.float32, bitcast=True)
             sums = tl.where(tl.abs(sums) == float("inf"), sums, middle)
     for at in range(place, tl.load(bounds + first + row + 1)):
@@ -243,7 +243,7 @@ def _add_terms(
         sums += tl.load(coefficient + at) * x.to(tl.float32)
     if last is not None:
         sums *= tl.load(last)
-    if KEEPS:
+    if PACKS:
         upper, lower = split_pieces(sums, LOW_BITS)
         tl.store(to, upper, mask=exists)
         if LOW_BITS == 4:
@@ -276,7 +276,7 @@ def weight_product(
     significant bits when these are added.  More than eight parameters: the parts of a sum.
 
     Args:
-        out: (K, D) of the dtype of `exps`; or sums, float32 or kept, with a `last` of 1.
+        out: (K, D) of the dtype of `exps`; or sums, float32 or packed, with a `last` of 1.
         exps: (N, K) 16-bit, 0 at targets; rows begin at multiples of 16 bytes.
         states: (N, D) as `exps`.
         first: the class of the first row of `out`.
@@ -287,10 +287,10 @@ def weight_product(
         counted: which of the first rows of `exps` count; None for all.
     """
     to, low = out
-    keeps = low is not None
+    packs = low is not None
     (tokens, classes), hidden = exps.shape, states.shape[1]
     device, is_wide = device_of(exps.device), to.dtype == torch.float32
-    in_kernel, by_token = listed is not None and not (keeps or is_wide), False
+    in_kernel, by_token = listed is not None and not (packs or is_wide), False
     low_bits = 0 if low is None else 8 * low.shape[1] // hidden
     if listed is not None and in_kernel:
         by_token, low_bits = len(listed.order) < classes, 8
@@ -310,7 +310,7 @@ def weight_product(
         states.stride(0),
         TensorDescriptor.from_tensor(words, [ROWS, BLOCK // PARTS]) if tiles else None,
         *outs,
-        TensorDescriptor.from_tensor(low, low_tile) if tiles and keeps else None,
+        TensorDescriptor.from_tensor(low, low_tile) if tiles and packs else None,
         *lows,
         None if listed is None else listed.bounds,
         None if rank_one is None else rank_one.factor,
@@ -355,6 +355,6 @@ def weight_product(
         COLUMNS=COLUMNS,
         DTYPE=dtype[to.dtype],
         LOW_BITS=low_bits,
-        KEEPS=keeps,
+        PACKS=packs,
         BY_TOKEN=by_token,
     )

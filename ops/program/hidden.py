@@ -1,11 +1,11 @@
 """Steps of dX, and what is kept of its sums Σ_v e_iv w_v until the factors of tokens are known.
 
-Sums are float32, twice a 16-bit dX; or kept in 20 bits, over many windows in 24: 16 in the memory
+Sums are float32, twice a 16-bit dX; or packed in 20 bits, over many windows in 24: 16 in the memory
 of dX, or in as much memory, and the others beside it.  Each window adds its products in float32
 and rounds to nearest; dX is rounded once more, at the end.
 
 A token's sums over all classes are final after its chunk, but the upstream gradient multiplies
-them.  They are kept in 20 bits: the relative error is at most 2⁻¹³, 16 times smaller than that of
+them.  They are packed in 20 bits: the relative error is at most 2⁻¹³, 16 times smaller than that of
 the rounding of dX.  Where the upstream gradient is known before the backward, dX itself is kept.
 
 Where kernels select rows, sums are in the order of the selection.  What a chunk keeps of them in
@@ -24,7 +24,7 @@ from cutefce.ops.program.inputs import LossInputs
 from cutefce.ops.program.run import Call
 from cutefce.ops.program.steps import Step
 from cutefce.ops.rows.coefficients import RankOne, RowCoefficients
-from cutefce.ops.rows.kept_sums import Sums
+from cutefce.ops.rows.packed_sums import Sums
 
 
 def gemm_hidden(call: Call, s: Step) -> None:
@@ -44,7 +44,7 @@ def rescale(call: Call, s: Step) -> None:
     if sums.low is None:
         sums.upper.mul_(scale[:, None])
     else:
-        call.inputs.primitives.scale_kept_rows(sums, scale)
+        call.inputs.primitives.scale_packed_rows(sums, scale)
 
 
 def keep_hidden(call: Call, s: Step) -> None:
@@ -58,7 +58,7 @@ def keep_hidden(call: Call, s: Step) -> None:
         coefficients = call.values["scaling"].dx.times(factor)
         finish_dx(x, own.upper, Sums(products), coefficients, order)
     elif kept.low is not None:
-        x.primitives.keep_sums(own, products, x.w, x.targets, stats, order)
+        x.primitives.pack_sums(own, products, x.w, x.targets, stats, order)
     else:
         finish_dx(x, products, Sums(products), RowCoefficients.of_sums(stats, x.targets))
         kept.upper[rows] = products
@@ -113,7 +113,7 @@ def finish_dx(
 ) -> None:
     """Write dX (N, D) of its `sums` to `out`, where these may be.
 
-    With `order` (N,), row i of `sums` becomes row order_i of `out`.  Kept sums in `out` are in
+    With `order` (N,), row i of `sums` becomes row order_i of `out`.  Packed sums in `out` are in
     these places, too.
     """
     every = class_term(inputs, coefficients)

@@ -37,7 +37,7 @@ class Layout:
     aliased: int = 0
     """Columns before these whose exponentials lie in the memory of dW."""
     low_bits: int = 0
-    """Bits of kept sums beside the 16 in a gradient's memory; 0: sums have their own dtype."""
+    """Bits of packed sums beside the 16 in a gradient's memory; 0: sums have their own dtype."""
     in_chunks: bool = False
     """Whether the forward has chunks of tokens; it forms their gradients, if any are wanted."""
 

@@ -32,8 +32,8 @@ class Lowering(ProgramBuilder):
         self.p, self.x = p, x
         self.every = (0, p.tokens)
         self.in_chunks = x.in_chunks
-        is_kept = self.in_chunks and p.accumulates_wider and p.needs_gradients
-        assert x.low_bits or not is_kept, "sums are in pieces"
+        packs = self.in_chunks and p.accumulates_wider and p.needs_gradients
+        assert x.low_bits or not packs, "sums are packed"
         self.parts: list[str] = []
         """Partial sums, which tell until the loss which rows are far."""
         self.has_windows = self.in_chunks and x.window < p.vocab
@@ -44,11 +44,11 @@ class Lowering(ProgramBuilder):
         self.scales_exps = scales_exps(p, x)
         self.order = ("order",) if p.selects else ()
         self.class_row = ("class_row",) if p.every_class else ()
-        self.keeps_hidden = p.grad_hidden and p.rounds_hidden and x.low_bits > 0
-        """Whether dX's sums over windows are kept in pieces."""
+        self.packs_hidden = p.grad_hidden and p.rounds_hidden and x.low_bits > 0
+        """Whether dX's sums over windows are packed."""
         self.sums_in_dx = p.grad_hidden and not p.selects
-        self.sums_in_dx &= self.keeps_hidden or p.dx_item == p.accumulator_bytes
-        """Whether they, or the larger pieces, lie in the memory of dX."""
+        self.sums_in_dx &= self.packs_hidden or p.dx_item == p.accumulator_bytes
+        """Whether they, or their upper halves, lie in the memory of dX."""
 
     def lowered(self) -> Program:
         """Return the program of the call, with a place for every buffer."""
@@ -245,7 +245,7 @@ class Lowering(ProgramBuilder):
             self.add_weight(rows, n, scaled, factors[0], every)
 
     def kept_hidden(self) -> tuple[str, ...]:
-        """Name what is kept of dX: it or its larger pieces in its memory."""
+        """Name what is kept of dX: it, or sums with their upper halves in its memory."""
         rounded = self.p.adds_in_forward or self.p.dx_item == self.p.accumulator_bytes
         # a sum over all classes is rounded once
         few = self.p.few_low_bits
@@ -258,8 +258,8 @@ class Lowering(ProgramBuilder):
         p = self.p
         if self.in_chunks:
             return (self.buffer("sums", self.x.chunk, p.hidden, p.accumulator_bytes),)
-        low = self.low("low of sums", p.tokens) if self.keeps_hidden else ()
-        item = p.item_bytes if self.keeps_hidden else p.accumulator_bytes
+        low = self.low("low of sums", p.tokens) if self.packs_hidden else ()
+        item = p.item_bytes if self.packs_hidden else p.accumulator_bytes
         own = self.dx() if self.sums_in_dx else self.buffer("sums", p.tokens, p.hidden, item)
         return (own, *low)
 
@@ -361,8 +361,8 @@ class Lowering(ProgramBuilder):
         late = [n for n in self.windows if n not in early]
         is_relative = p.soft > 0 and p.accumulates_wider and not self.stored
         """Whether soft targets' factors are in the references of exponentials."""
-        names = "factors", *["numbers"] * bool(late)
-        factors, *numbers = self.factors(self.every, *names, final=is_relative)
+        names = "factors", *["probability factors"] * bool(late)
+        factors, *of_probabilities = self.factors(self.every, *names, final=is_relative)
         # nothing else is in the memory of dX until its sums are finished
         home = Home.DX if p.grad_hidden and not self.sums_in_dx else None
         if p.grad_weight:
@@ -388,10 +388,11 @@ class Lowering(ProgramBuilder):
         if late:
             plain = self.gather("states of late", self.every, home=home)
         for n in self.each(late):
-            self.project_again(self.every, n, plain, *numbers)
-            self.products(n, plain, *numbers)
+            self.project_again(self.every, n, plain, *of_probabilities)
+            self.products(n, plain, *of_probabilities)
         if p.grad_hidden:
-            self.finish_hidden(numbers[0] if numbers else factors, self.hidden_sums())
+            last = of_probabilities[0] if of_probabilities else factors
+            self.finish_hidden(last, self.hidden_sums())
         if p.grad_bias:
             self.finish_bias()
 

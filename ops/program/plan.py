@@ -31,8 +31,8 @@ LAYOUT_BITS = 6
 STEPS, LEAST_STEP = 64, 4 << 20
 """Into how many parts the columns are cut, of which plans keep some, and their least bytes."""
 SHORT_SUMS = 32
-"""Additions up to which sums are kept in 20 bits, not 24: their roundings err together by less than
-6 % of the last rounding."""
+"""Additions up to which sums are packed in 20 bits, not 24: their roundings err together by less
+than 6 % of the last rounding."""
 
 
 @dataclass(frozen=True)

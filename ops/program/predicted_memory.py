@@ -86,11 +86,11 @@ def scratch(p: LossProblem, x: Layout, step: Step) -> int:
         case Kind.BIAS:
             own = 4 * columns * sums
         case Kind.GEMM_HIDDEN if not p.is_fused:
-            kept = 0
+            packed = 0
             if len(step.writes) > 1:
-                kept = min(finished_rows(p.hidden, sums, p.device), rows)
-            product = upcast_bytes(p, kept or rows, columns, p.hidden)
-            own = kept * p.hidden * sums + max(product, rows_bytes(p, kept, x.low_bits))
+                packed = min(finished_rows(p.hidden, sums, p.device), rows)
+            product = upcast_bytes(p, packed or rows, columns, p.hidden)
+            own = packed * p.hidden * sums + max(product, rows_bytes(p, packed, x.low_bits))
         case Kind.GEMM_WEIGHT:
             own = _weight(p, step, rows, columns, x)
         case Kind.KEEP_HIDDEN | Kind.FINISH_HIDDEN if step.low and not p.is_fused:
@@ -106,21 +106,21 @@ def scratch(p: LossProblem, x: Layout, step: Step) -> int:
 
 def _weight(p: LossProblem, step: Step, rows: int, columns: int, x: Layout) -> int:
     """Bytes of a product that adds to dW, or writes rows of it."""
-    is_kept, row_bytes, beside = len(step.writes) > 1, p.hidden * p.accumulator_bytes, 0
+    is_packed, row_bytes, beside = len(step.writes) > 1, p.hidden * p.accumulator_bytes, 0
     if step.writes == ("into",) and not p.adds_in_place:
         beside = min(added_rows(p.hidden, p.accumulator_bytes, p.device), columns) * row_bytes
     if p.is_fused:
         return beside
     window = min(p.tiles.window, columns)
     is_wide = p.accumulates_wider and step.writes != ("into",)
-    is_wide &= is_kept or p.dw_item < p.accumulator_bytes
+    is_wide &= is_packed or p.dw_item < p.accumulator_bytes
     if p.triton and not beside:  # has low bits of rows to which terms of targets are added
-        is_wide &= not (is_kept or scales_exps(p, x))
+        is_wide &= not (is_packed or scales_exps(p, x))
         beside = min(rows, columns) * round_up(p.hidden, WEIGHT_FEATURES) * is_wide
     elif not beside:
         beside = window * row_bytes * is_wide
     block = window if beside else columns
     most = max(upcast_bytes(p, block, rows, p.hidden), target_rows_bytes(p, rows))
-    joined = rows_bytes(p, block, x.low_bits * is_kept)
+    joined = rows_bytes(p, block, x.low_bits * is_packed)
     # the targets of a chunk are summed for it
-    return beside + targets_bytes(p, rows) * is_kept + max(most, joined)
+    return beside + targets_bytes(p, rows) * is_packed + max(most, joined)

@@ -30,7 +30,7 @@ GPU = Device(flops=7e14, bytes=4e12, edge=4e-5, launch=3e-6)
 """An H200's: at its power limit, where 8192x4096x131072 keeps the tensor cores at 7e14 FLOP/s.
 Chunks of 1024 to 8192 tokens of this head take 0.6 to 0.8 ms each beside their products, which is
 the time of dW's sums, read and written once."""
-KEPT_SUMS = 0.09
+PACKED_SUMS = 0.09
 """Part by which a product takes longer that rounds sums of dX to fewer bits: its tiles are
 smaller."""
 ADDED_BLOCK = 4
@@ -56,8 +56,8 @@ def _seconds(program: Program, step: Step, device: Device) -> float:
         return device.launch
     match step.kind:
         case Kind.PROJECT | Kind.GEMM_HIDDEN | Kind.GEMM_WEIGHT:
-            is_kept = step.kind is Kind.GEMM_HIDDEN and len(step.writes) > 1
-            longer = KEPT_SUMS * (is_kept and p.is_fused)
+            is_packed = step.kind is Kind.GEMM_HIDDEN and len(step.writes) > 1
+            longer = PACKED_SUMS * (is_packed and p.is_fused)
             moved = _sums(program, step) + _product_bytes(p, step)
             product = product_seconds(device, rows, columns, p.hidden, p.item_bytes, 1 + longer)
             return product + moved / device.bytes + _blocks(p, step) * device.launch
@@ -73,7 +73,7 @@ def _product_bytes(p: LossProblem, step: Step) -> int:
     """Return the bytes of a product's sums that are written, and read again to be rounded.
 
     Kernels have none.  Triton's rows of dW are rounded at once, and take as long as the others if
-    they are kept.
+    they are packed.
     """
     is_hidden, is_one = step.kind is Kind.GEMM_HIDDEN, len(step.writes) == 1
     is_fused = p.is_fused or (p.triton and step.kind is Kind.GEMM_WEIGHT and is_one)

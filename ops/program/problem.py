@@ -81,7 +81,7 @@ class LossProblem(Problem):
 
     @property
     def rounds_hidden(self) -> bool:
-        """Whether dX has fewer bits than its sums, which may be kept in pieces."""
+        """Whether dX has fewer bits than its sums, which may be packed."""
         return self.accumulates_wider and self.dx_item == self.item_bytes
 
     @cached_property
@@ -107,7 +107,7 @@ class LossProblem(Problem):
 
     @property
     def few_low_bits(self) -> int:
-        """The least low bits of kept sums: two columns share a byte."""
+        """The least low bits of packed sums: two columns share a byte."""
         return LOW_BITS[self.hidden % 2]
 
     @property
@@ -142,7 +142,7 @@ class LossProblem(Problem):
     def is_fused(self) -> bool:
         """Whether kernels form gradients, with no scratch of their own.
 
-        They list the tokens of every class, and add to kept sums.  Else products are made beside.
+        They list the tokens of every class, and add to packed sums.  Else products are made beside.
         """
         return self.arch is not None and "grad_weight" in arch_named(self.arch).listed
 

@@ -15,7 +15,7 @@ from cutefce.cute_kernels.integers import round_up
 from cutefce.ops.dtypes import sum_dtype
 from cutefce.ops.program.inputs import LossInputs
 from cutefce.ops.program.steps import Home, Program, Range, Step
-from cutefce.ops.rows.kept_sums import Sums
+from cutefce.ops.rows.packed_sums import Sums
 from cutefce.ops.rows.scaling import Scaling
 from cutefce.ops.torch_compat import capture_id
 

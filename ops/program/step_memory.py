@@ -25,7 +25,7 @@ def partial_sums(p: LossProblem, rows: int, columns: int) -> int:
 def rows_bytes(p: Problem, rows: int, low_bits: int = 0) -> int:
     """Bytes of a row-wise step on a CPU, with an operand that may be converted; a GPU fuses it.
 
-    With `low_bits`, of one that adds to kept sums: a block has as many words as it has sums.
+    With `low_bits`, of one that adds to packed sums: a block has as many words as it has sums.
     """
     if p.device != "cpu":
         return 0

@@ -141,7 +141,7 @@ class Program:
     in_chunks: bool = False
     """Whether the forward has chunks of tokens; it forms their gradients, if any are wanted."""
     low_bits: int = 0
-    """Bits of kept sums beside 16."""
+    """Bits of packed sums beside 16."""
     buffers: dict[str, Buffer] = field(default_factory=dict)
     forward: list[Step] = field(default_factory=list)
     backward: list[Step] = field(default_factory=list)

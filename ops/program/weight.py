@@ -5,12 +5,12 @@ to a buffer of the caller's, in its own memory where that holds what a GEMM adds
 a block of rows.
 
 Chunks add to sums until their factor is known.  float32 sums would take twice the memory of a
-16-bit dW, and 8 bytes an element would move in every chunk.  So a sum is kept in 20 bits: 16 in the
-memory of its element of dW, and four beside it, two columns in a byte.  Sums over many chunks are
-kept in 24 bits.  Each chunk adds its products in float32 and rounds to nearest; terms of targets
-are added with those of the last chunk, or of each.  dW is rounded once more, at the end.  Sums that
-are added to a buffer of the caller's are kept in 24 bits; with an upstream gradient that is known
-before the backward, they are in the buffer itself.
+16-bit dW, and 8 bytes an element would move in every chunk.  So a sum is packed in 20 bits: 16 in
+the memory of its element of dW, and four beside it, two columns in a byte.  Sums over many chunks
+are packed in 24 bits.  Each chunk adds its products in float32 and rounds to nearest; terms of
+targets are added with those of the last chunk, or of each.  dW is rounded once more, at the end.
+Sums that are added to a buffer of the caller's are packed in 24 bits; with an upstream gradient
+that is known before the backward, they are in the buffer itself.
 """
 
 from dataclasses import replace
@@ -28,8 +28,8 @@ from cutefce.ops.program.run import Call
 from cutefce.ops.program.steps import Home, Step
 from cutefce.ops.rows.blocks import blocks, row_blocks
 from cutefce.ops.rows.coefficients import RankOne
-from cutefce.ops.rows.kept_sums import Sums, add_kept_to_
 from cutefce.ops.rows.loss_terms import class_weights
+from cutefce.ops.rows.packed_sums import Sums, add_packed_to_
 from cutefce.ops.rows.target_rows import add_rows_
 from cutefce.ops.rows.targets import Targets
 
@@ -101,11 +101,11 @@ def finish_weight(call: Call, s: Step) -> None:
         if sums.low is None:
             add_rows(into, sums.upper.mul_(factor))
         else:
-            apply_rowwise(add_kept_to_, into, sums.words, sums.low, whole=(factor,))
+            apply_rowwise(add_packed_to_, into, sums.words, sums.low, whole=(factor,))
     elif sums.low is None:
         sums.upper.mul_(factor)
     else:
-        call.inputs.primitives.finish_kept_dw(sums, factor)
+        call.inputs.primitives.finish_packed_dw(sums, factor)
 
 
 def bias(call: Call, s: Step) -> None:

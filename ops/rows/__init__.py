@@ -11,5 +11,5 @@ loss_terms.py      coefficients of the loss of a token, from targets as given
 target_rows.py     the targets' part of dW, in plain torch
 blocks.py          blocks of rows
 logit_map.py       from raw logits to the model's
-kept_sums.py       Sums: in their own dtype, or in 24 or 20 bits
+packed_sums.py       Sums: in their own dtype, or in 24 or 20 bits
 """

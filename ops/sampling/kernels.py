@@ -43,7 +43,7 @@ from cutefce.ops.program.steps import Home, Step
 from cutefce.ops.program.weight import every_row, finish_dbias
 from cutefce.ops.rows.blocks import blocks
 from cutefce.ops.rows.coefficients import RowCoefficients
-from cutefce.ops.rows.kept_sums import Sums
+from cutefce.ops.rows.packed_sums import Sums
 from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.targets import Targets
 from cutefce.ops.sampling.estimates import class_sums

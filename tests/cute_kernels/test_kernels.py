@@ -33,7 +33,7 @@ from cutefce.ops.primitives.cute_projection import CuteProjection
 from cutefce.ops.primitives.dispatch import kernel_primitives
 from cutefce.ops.primitives.portable_projection import Logits
 from cutefce.ops.primitives.primitives import Primitives
-from cutefce.ops.rows.kept_sums import Sums
+from cutefce.ops.rows.packed_sums import Sums
 from cutefce.ops.rows.targets import Targets
 from tests.support.non_finite import assert_same_kind, broken_case, names, torch_result
 from tests.support.reference import Case, assert_as_accurate, evaluate, ours, random_case

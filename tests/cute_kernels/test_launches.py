@@ -63,7 +63,7 @@ def test_primitives_leave_nothing_to_the_garbage_collector(
 
 LAUNCHING = {
     **{name: LAYOUTS[name] for name in ("some aliased, some kept", "in chunks")},
-    "kept sums of dX": Layout(kept=64, hidden_bits=4),
+    "packed sums of dX": Layout(kept=64, hidden_bits=4),
 }
 """Layouts of calls that launch every kind of kernel of a step."""
 

@@ -21,8 +21,8 @@ from cutefce.cute_kernels.spec.divergence import divergence_rows, logits_kernel
 from cutefce.cute_kernels.spec.gemm import ProjectExpSpec
 from cutefce.cute_kernels.spec.kernel import KernelSpec
 from cutefce.cute_kernels.spec.rowwise import (
-    KeptSumsSpec,
     MoveRowsSpec,
+    PackedSumsSpec,
     PutSoftSpec,
     RowCoefficientsSpec,
     ScaleAddRowsSpec,
@@ -69,7 +69,7 @@ MORE: dict[str, KernelSpec | None] = {
 }
 """Blackwell's project_exp does not use PDL."""
 for name in SETS:
-    kept = KeptSumsSpec(name, "bfloat16", LOW_BITS[0], "keep")
+    packed = PackedSumsSpec(name, "bfloat16", LOW_BITS[0], "pack")
     MORE |= {
         f"{name} move_rows": MoveRowsSpec(name),
         f"{name} gather_scaled_rows": MoveRowsSpec(name, "bfloat16"),
@@ -77,9 +77,9 @@ for name in SETS:
         f"{name} row_coefficients": RowCoefficientsSpec(name),
         f"{name} probability_coefficients": RowCoefficientsSpec(name, in_reference=True),
         f"{name} finish_dx": ScaleAddRowsSpec(name, "bfloat16", "float32", "bfloat16"),
-        f"{name} kept": kept,
-        f"{name} finish_kept": replace(kept, step="finish"),
-        f"{name} scale_kept_rows": replace(kept, step="scale"),
+        f"{name} packed": packed,
+        f"{name} finish_packed": replace(packed, step="finish"),
+        f"{name} scale_packed_rows": replace(packed, step="scale"),
         f"{name} select_rows": SelectRowsSpec(name),
     }
 MORE |= {

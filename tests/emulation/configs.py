@@ -3,7 +3,7 @@
 import functools
 
 from cutefce.cute_kernels.arch import arch_named
-from cutefce.cute_kernels.arch.sm90 import KEPT_128
+from cutefce.cute_kernels.arch.sm90 import PACKED_128
 from cutefce.cute_kernels.config import GemmConfig, KernelConfigs
 from cutefce.cute_kernels.kernel_set import KernelSet, kernel_set
 from cutefce.cute_kernels.variant import PLAIN, KernelVariant
@@ -28,5 +28,5 @@ def kernels_of(
     """Return the kernels of one of these configurations, on its architecture."""
     if config in BLACKWELL.listed["project_exp"]:
         return kernel_set(BLACKWELL, dtype, KernelConfigs(config, None, None), variant)
-    configs = KernelConfigs(config, config, config, kept_sums=KEPT_128)
+    configs = KernelConfigs(config, config, config, packed_sums=PACKED_128)
     return kernel_set(HOPPER, dtype, configs, variant)

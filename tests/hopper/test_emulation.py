@@ -15,15 +15,15 @@ pytest.importorskip("cutlass")
 
 import cutefce
 from cutefce.cute_kernels.arch.base import TILE_K
-from cutefce.cute_kernels.arch.sm90 import KEPT_192
+from cutefce.cute_kernels.arch.sm90 import PACKED_192
 from cutefce.cute_kernels.config import GemmConfig, KernelConfigs, PortableTiles
 from cutefce.cute_kernels.integers import ceil_div, round_up
 from cutefce.cute_kernels.problem import LOW_BITS, LOWEST_LOGIT
 from cutefce.cute_kernels.spec.gemm import GradGemmSpec
 from cutefce.cute_kernels.spec.rowwise import (
     OUT_AND_SUMS,
-    KeptSumsSpec,
     MoveRowsSpec,
+    PackedSumsSpec,
     PutSoftSpec,
     RowCoefficientsSpec,
     ScaleAddRowsSpec,
@@ -42,8 +42,8 @@ from cutefce.ops.interface.arguments import LossOptions, TensorOptions
 from cutefce.ops.primitives.portable_gradients import PortableGradients
 from cutefce.ops.primitives.select_rows import as_bits
 from cutefce.ops.rows.coefficients import RankOne, RowCoefficients
-from cutefce.ops.rows.kept_sums import Sums
 from cutefce.ops.rows.loss_parts import LossParts
+from cutefce.ops.rows.packed_sums import Sums
 from cutefce.ops.rows.scaling import scaling_of
 from cutefce.ops.rows.statistics import RowStats
 from cutefce.ops.rows.targets import Targets
@@ -59,8 +59,8 @@ from tests.emulation.configs import (
 )
 from tests.emulation.hopper import run
 from tests.support.backends import PTX
-from tests.support.kept_sums import joined_sums, split_sums
 from tests.support.layouts import Layout
+from tests.support.packed_sums import joined_sums, split_sums
 from tests.support.reference import assert_as_accurate, by_layout, random_case
 from tests.support.tiers import rest_slow
 
@@ -304,7 +304,7 @@ def test_scaled_rows(given: tuple[ScaleAddRowsSpec, int], hidden: int) -> None:
 @pytest.mark.parametrize("scatters", rest_slow({"scattered": 1, "in place": 0}))
 @pytest.mark.parametrize("rank_one", rest_slow({"plain": False, "with a matrix of rank one": True}))
 @pytest.mark.parametrize("size", rest_slow([(2064, 4), (8, 4), (2064, 8)]))
-def test_kept_sums(size: tuple[int, int], rank_one: bool, scatters: int) -> None:
+def test_packed_sums(size: tuple[int, int], rank_one: bool, scatters: int) -> None:
     """Ignored rows, targets beyond the vocabulary, and sums of all sizes."""
     hidden, low_bits = size
     kernels, generator = kernels_of(PINGPONG), torch.Generator().manual_seed(0)
@@ -315,46 +315,46 @@ def test_kept_sums(size: tuple[int, int], rank_one: bool, scatters: int) -> None
     target, others = torch.tensor([3, -100, 0, 7, -1, 2, 1]), 100 * torch.rand(7)
     stats = RowStats(torch.stack([torch.zeros(7), others, others + 1, torch.zeros(7)]))
     targets = Targets(target, 4, LossOptions())
-    kept, columns = torch.empty(7, hidden).bfloat16(), hidden * low_bits // 8
+    packed, columns = torch.empty(7, hidden).bfloat16(), hidden * low_bits // 8
     low = torch.empty(7, round_up(columns, 16), dtype=torch.uint8)[:, :columns]
-    want, want_low = torch.empty_like(kept), torch.empty(7, columns, dtype=torch.uint8)
+    want, want_low = torch.empty_like(packed), torch.empty(7, columns, dtype=torch.uint8)
     order = torch.tensor([5, 3, 6, 0, 2, 1, 4])
     places = order if scatters else torch.arange(7)
-    keep = KeptSumsSpec(kernels.arch, kernels.dtype, low_bits, "keep")
-    run(keep, kept, low, sums, table, target, others, -100, order, scatters)
-    PortableGradients().keep_sums(Sums(want, want_low), sums, table, targets, stats)
+    pack = PackedSumsSpec(kernels.arch, kernels.dtype, low_bits, "pack")
+    run(pack, packed, low, sums, table, target, others, -100, order, scatters)
+    PortableGradients().pack_sums(Sums(want, want_low), sums, table, targets, stats)
     is_nan = joined_sums(want, want_low).isnan()
-    assert torch.equal(joined_sums(kept, low)[places].isnan(), is_nan)
-    pair = joined_sums(kept, low)[places], joined_sums(want, want_low)
+    assert torch.equal(joined_sums(packed, low)[places].isnan(), is_nan)
+    pair = joined_sums(packed, low)[places], joined_sums(want, want_low)
     assert torch.equal(*(sums[~is_nan].view(torch.int32) for sums in pair))
     scale, target_scale, factor, row = *torch.randn(3, 7), torch.randn(hidden)
     scale[5] = target_scale[5] = factor[5] = 0.0
     term = RankOne(factor, row) if rank_one else None
-    kernel = dataclasses.replace(keep, step="finish", rank_one=rank_one)
+    kernel = dataclasses.replace(pack, step="finish", rank_one=rank_one)
     more = table, target, scale, target_scale, (factor, row) if term else None, order
     # of sums in the order of the targets
-    out = torch.full_like(kept, torch.nan)
+    out = torch.full_like(packed, torch.nan)
     run(kernel, out, want.clone(), want_low, *more, scatters)
-    run(kernel, kept, kept, low, *more, OUT_AND_SUMS if scatters else 0)
+    run(kernel, packed, packed, low, *more, OUT_AND_SUMS if scatters else 0)
     coefficients = RowCoefficients(scale, target_scale)
     PortableGradients().finish_dx(
         Sums(want), Sums(want, want_low), table, targets, coefficients, term
     )
-    for dx in (out, kept):
+    for dx in (out, packed):
         torch.testing.assert_close(dx[places], want, rtol=0.0, atol=0.0, equal_nan=True)
 
 
 @pytest.mark.parametrize("low_bits", rest_slow(LOW_BITS))
-def test_rows_of_kept_sums_are_scaled(low_bits: int) -> None:
+def test_rows_of_packed_sums_are_scaled(low_bits: int) -> None:
     sums, scale = torch.randn(5, 72), torch.randn(5)
-    kernel = KeptSumsSpec(HOPPER.name, "bfloat16", low_bits, "scale")
+    kernel = PackedSumsSpec(HOPPER.name, "bfloat16", low_bits, "scale")
     scale[2] = torch.nan
     kept, columns = torch.empty(5, 72).bfloat16(), 72 * low_bits // 8
     low = torch.empty(5, round_up(columns, 16), dtype=torch.uint8)[:, :columns]
     split_sums(kept, low, sums)
     want, want_low = kept.clone(), low.contiguous()
     run(kernel, kept, low, scale)
-    PortableGradients().scale_kept_rows(Sums(want, want_low), scale)
+    PortableGradients().scale_packed_rows(Sums(want, want_low), scale)
     got, expected = joined_sums(kept, low), joined_sums(want, want_low)
     torch.testing.assert_close(got, expected, rtol=0.0, atol=0.0, equal_nan=True)
 
@@ -621,7 +621,7 @@ def test_windows_of_every_kind(
 ) -> None:
     """With two kernels of dX, for few columns and for many, and with tokens of far references."""
     monkeypatch.setattr(KernelConfigs, "SHORT", 70)
-    configs = KernelConfigs(config, config, config, TALL, KEPT_192)
+    configs = KernelConfigs(config, config, config, TALL, PACKED_192)
     EMULATED.serve(monkeypatch, small_tiles, configs=configs)
     case = random_case(70, 48, 333, dtype=torch.bfloat16, ignored=0.5)
     case.h[::9] *= 60

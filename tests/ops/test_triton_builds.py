@@ -17,10 +17,10 @@ SHARED_BYTES = {86: 99 << 10, 80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 120: 9
 
 
 KERNELS = {
-    "of rows": ["kept", "dX", "largest"],
+    "of rows": ["packed", "dX", "largest"],
     "of tiles": ["sums", "stored", "sums, stored, all options"],
     "of blocks": ["blocks", "blocks, all options"],
-    "of dW": ["dW", "kept dW"],
+    "of dW": ["dW", "packed dW"],
 }
 
 

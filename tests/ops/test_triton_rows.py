@@ -11,8 +11,8 @@ from torch import Tensor
 
 from cutefce.ops.primitives.portable_gradients import PortableGradients
 from cutefce.ops.rows.coefficients import RankOne
-from cutefce.ops.rows.kept_sums import Sums
-from tests.support.kept_sums import joined_sums
+from cutefce.ops.rows.packed_sums import Sums
+from tests.support.packed_sums import joined_sums
 from tests.support.tiers import rest_slow
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -29,7 +29,7 @@ def random(*shape: int) -> Tensor:
     return torch.randn(shape, device=DEVICE)
 
 
-def kept(sums: Tensor, low_bits: int) -> Sums:
+def packed(sums: Tensor, low_bits: int) -> Sums:
     """Return the sums (R, D) as plain torch keeps them."""
     rows, columns = sums.shape
     words = torch.empty(rows, columns, dtype=torch.bfloat16, device=DEVICE)
@@ -66,11 +66,11 @@ def test_rows_with_factors_and_rows_of_a_table(shape: tuple[int, int], dtype: to
 
 @shapes
 @pytest.mark.parametrize("low_bits", [8, 4])
-def test_sums_are_kept_as_plain_torch_keeps_them(shape: tuple[int, int], low_bits: int) -> None:
+def test_sums_are_packed_as_plain_torch_packs_them(shape: tuple[int, int], low_bits: int) -> None:
     torch.manual_seed(0)
     sums, scale = random(*shape), random(shape[0])
     sums[0, :3] = torch.tensor([torch.nan, torch.inf, -torch.inf])
-    first, second = kept(torch.zeros(shape, device=DEVICE), low_bits), kept(sums, low_bits)
+    first, second = packed(torch.zeros(shape, device=DEVICE), low_bits), packed(sums, low_bits)
     kernels.combine(first, sums)
     assert torch.equal(first.upper.view(torch.int16), second.upper.view(torch.int16))
     assert torch.equal(low_of(first), low_of(second))

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from cutefce.ops.rows.coefficients import RankOne
-from cutefce.ops.rows.kept_sums import Sums
+from cutefce.ops.rows.packed_sums import Sums
 from cutefce.ops.rows.selection import CountedRows
-from tests.support.kept_sums import joined_sums
+from tests.support.packed_sums import joined_sums
 from tests.support.tiers import rest_slow
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -103,7 +103,7 @@ def test_sums_are_added_to_a_buffer(sizes: tuple[int, int, int]) -> None:
 
 @pytest.mark.parametrize("low_bits", [8, 4])
 @sizes
-def test_sums_are_kept_in_pieces(sizes: tuple[int, int, int], low_bits: int) -> None:
+def test_sums_are_packed(sizes: tuple[int, int, int], low_bits: int) -> None:
     x = Case(sizes)
     classes, hidden = x.product.shape
     words = torch.empty(classes, hidden, dtype=torch.bfloat16, device=DEVICE)

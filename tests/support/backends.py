@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from cutefce.cute_kernels.arch import arch_named
-from cutefce.cute_kernels.arch.sm90 import KEPT_192
+from cutefce.cute_kernels.arch.sm90 import PACKED_192
 from cutefce.cute_kernels.config import GemmConfig, KernelConfigs, PortableTiles
 from tests.support import kernel_models, tiers
 from tests.support.reference import Case
 from tests.support.tiers import Values, pairwise_of
 
 COOPERATIVE = GemmConfig(128, 64, cluster=1, stages=3, pingpong=False)
-EMULATED = KernelConfigs(COOPERATIVE, COOPERATIVE, COOPERATIVE, kept_sums=KEPT_192)
+EMULATED = KernelConfigs(COOPERATIVE, COOPERATIVE, COOPERATIVE, packed_sums=PACKED_192)
 """Small tiles of the kernels whose PTX is emulated."""
 
 

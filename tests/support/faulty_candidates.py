@@ -24,7 +24,7 @@ from cutefce.cute_kernels.spec.kernel import KernelSpec
 from cutefce.cute_kernels.variant import KernelVariant
 from cutefce.ops.primitives.portable_projection import Logits
 from cutefce.ops.primitives.primitives import Primitives
-from cutefce.ops.rows.kept_sums import Sums
+from cutefce.ops.rows.packed_sums import Sums
 
 
 class Kind(IntEnum):

@@ -34,8 +34,8 @@ from cutefce.cute_kernels.spec.gemm import GradGemmSpec, ProjectExpSpec
 from cutefce.cute_kernels.spec.kernel import KernelSpec
 from cutefce.cute_kernels.spec.rowwise import (
     OUT_AND_SUMS,
-    KeptSumsSpec,
     MoveRowsSpec,
+    PackedSumsSpec,
     PutSoftSpec,
     ReducePartialsSpec,
     RowCoefficientsSpec,
@@ -77,7 +77,7 @@ from cutefce.ops.rows.targets import Targets, variant_of
 from cutefce.ops.sampling import kernels as sampling
 from cutefce.ops.soft_targets import kernels as soft_kernels
 from tests.support import divergence_models, sampling_models
-from tests.support.kept_sums import joined_sums, split_sums
+from tests.support.packed_sums import joined_sums, split_sums
 from tests.support.row_reductions import reduced
 
 
@@ -92,7 +92,7 @@ def model_of(kernel: KernelSpec) -> Callable[..., None]:
         ProjectExpSpec: _project_exp,
         ReducePartialsSpec: _reduce_partials,
         ScaleAddRowsSpec: _scale_add_rows,
-        KeptSumsSpec: _kept_sums,
+        PackedSumsSpec: _packed_sums,
         GradGemmSpec: _grad_gemm,
         RowCoefficientsSpec: _row_coefficients,
         SortTargetsSpec: _sort_targets,
@@ -405,14 +405,14 @@ def _scale_add_rows(
         out[:] = total.to(out.dtype)
 
 
-def _kept_sums(kernel: KeptSumsSpec, *operands: Any) -> None:
-    steps: dict[str, Callable[..., None]] = {"keep": _keep_sums, "finish": _finish_kept}
-    steps.get(kernel.step, _scale_kept)(kernel, *operands)
+def _packed_sums(kernel: PackedSumsSpec, *operands: Any) -> None:
+    steps: dict[str, Callable[..., None]] = {"pack": _pack_sums, "finish": _finish_packed}
+    steps.get(kernel.step, _scale_packed)(kernel, *operands)
 
 
-def _keep_sums(
-    kernel: KeptSumsSpec,
-    kept: Tensor,
+def _pack_sums(
+    kernel: PackedSumsSpec,
+    packed: Tensor,
     low: Tensor,
     sums: Tensor,
     table: Tensor,
@@ -424,18 +424,18 @@ def _keep_sums(
 ) -> None:
     index = target.clamp(0, len(table) - 1)
     total = sums - others[:, None] * table[index].float()
-    assert low.shape[1] == kept.shape[1] * kernel.low_bits // 8
-    upper, byte = kept.new_empty(sums.shape), low.new_empty(len(sums), low.shape[1])
+    assert low.shape[1] == packed.shape[1] * kernel.low_bits // 8
+    upper, byte = packed.new_empty(sums.shape), low.new_empty(len(sums), low.shape[1])
     split_sums(upper, byte, total.masked_fill(target[:, None] == ignored, 0))
     places = order if scatters else torch.arange(len(sums))
-    assert scatters or len(kept) == len(sums)
-    kept[places], low[places] = upper, byte
+    assert scatters or len(packed) == len(sums)
+    packed[places], low[places] = upper, byte
 
 
-def _finish_kept(
-    kernel: KeptSumsSpec,
+def _finish_packed(
+    kernel: PackedSumsSpec,
     out: Tensor,
-    kept: Tensor,
+    packed: Tensor,
     low: Tensor,
     table: Tensor,
     target: Tensor,
@@ -447,19 +447,19 @@ def _finish_kept(
 ) -> None:
     assert (rank_one is not None) == kernel.rank_one
     names = kernel.arch, kernel.dtype, "float32", kernel.dtype, kernel.rank_one
-    sums, index = joined_sums(kept, low), target.clamp(0, len(table) - 1)
-    assert low.shape[1] == kept.shape[1] * kernel.low_bits // 8
+    sums, index = joined_sums(packed, low), target.clamp(0, len(table) - 1)
+    assert low.shape[1] == packed.shape[1] * kernel.low_bits // 8
     sums = sums[order] if scatters == OUT_AND_SUMS else sums
     rows = table, scale, target_scale, index, rank_one, order, scatters
     _scale_add_rows(ScaleAddRowsSpec(*names), out, sums, *rows)
 
 
-def _scale_kept(kernel: KeptSumsSpec, kept: Tensor, low: Tensor, factor: Tensor) -> None:
-    assert low.shape[1] == kept.shape[1] * kernel.low_bits // 8
+def _scale_packed(kernel: PackedSumsSpec, packed: Tensor, low: Tensor, factor: Tensor) -> None:
+    assert low.shape[1] == packed.shape[1] * kernel.low_bits // 8
     if kernel.step == "scale":
-        split_sums(kept, low, joined_sums(kept, low) * factor[:, None])
+        split_sums(packed, low, joined_sums(packed, low) * factor[:, None])
     else:
-        kept[:] = (joined_sums(kept, low) * factor).to(kept.dtype)
+        packed[:] = (joined_sums(packed, low) * factor).to(packed.dtype)
 
 
 def _grad_gemm(
@@ -485,7 +485,7 @@ def _grad_gemm(
     counters.fill_(1)
     if counted < 0:
         return
-    assert (k_splits is None) == (kernel.final or kernel.kept)
+    assert (k_splits is None) == (kernel.final or kernel.packed)
     assert (overwrite is None) == kernel.final
     assert (rank_one is not None) == kernel.rank_one
     if kernel.wrt == "weight" and selects:
@@ -500,7 +500,7 @@ def _grad_gemm(
     if kernel.has_targets:
         *csr, grad_scale = targets
         _add_targets(product, *csr)
-        assert (grad_scale is None) == kernel.kept
+        assert (grad_scale is None) == kernel.packed
         product *= 1 if grad_scale is None else grad_scale
     if kernel.final:
         out[:] = product.to(out.dtype)
@@ -508,9 +508,9 @@ def _grad_gemm(
         sums, low = out
         assert sums.dtype == torch.float32 and low is None
         sums[:] = product if overwrite else sums + product
-    elif kernel.kept:
-        kept, low = out
-        split_sums(kept, low, product if overwrite else joined_sums(kept, low) + product)
+    elif kernel.packed:
+        packed, low = out
+        split_sums(packed, low, product if overwrite else joined_sums(packed, low) + product)
     else:
         out[:] = product if overwrite else out + product
 

@@ -27,7 +27,7 @@ POINTERS = {
         ("row_scale", "bias", "floor", "scale", "coefficient", "factor", "row"), "*fp32"
     ),
     **dict.fromkeys(("exps", "out", "table"), "*bf16"),
-    **{"x": "*fp32", "kept": "*i16", "low": "*u8"},
+    **{"x": "*fp32", "packed": "*i16", "low": "*u8"},
     **{"target": "*i64", "index": "*i64", "bounds": "*i32", "count": "*i32", "slope": "fp32"},
 }
 """Types of operands; others are int32."""
@@ -36,12 +36,12 @@ ALL_OPTIONS = ("exps", "of_all", "largest", "of_others", "count", *OPTIONS)
 PROJECTIONS = {"sums": (), "stored": ("exps",), "sums, stored, all options": ALL_OPTIONS}
 BLOCKS = {"blocks": (), "blocks, all options": OPTIONS}
 ROWS = {
-    "kept": ("JOINS", "SPLITS"),
+    "packed": ("JOINS", "SPLITS"),
     "dX": ("scale", "table", "factor", "coefficient"),
 }
 WEIGHTS = {
     "dW": ("coefficient", "factor", "last", "count", "HAS_TARGETS"),
-    "kept dW": ("coefficient", "ACCUMULATES", "KEEPS"),
+    "packed dW": ("coefficient", "ACCUMULATES", "PACKS"),
 }
 """Operands and flags that the kernels which are compiled have, of those that are not always there.
 """
@@ -130,14 +130,14 @@ def main() -> None:
         sizes = {"K": 8, "COLUMNS": 1024}
         found["largest"] = build(capability, triton_blocks._largest_of_rows, types, sizes)
     for name, flags in ((name, WEIGHTS[name]) for name in names if name in WEIGHTS):
-        rows, block, keeps = triton_weight.ROWS, triton_weight.BLOCK, "KEEPS" in flags
-        low_bits = 4 if keeps else 8
+        rows, block, packs = triton_weight.ROWS, triton_weight.BLOCK, "PACKS" in flags
+        low_bits = 4 if packs else 8
         types = {
             **POINTERS,
             "exps": operand(features, rows),
             "states": operand(features, block),
             "out_tiles": f"tensordesc<i16[{rows},{block // 4}]>" if has_tma else "none",
-            "low_tiles": f"tensordesc<u8[{rows},{block // 8}]>" if has_tma and keeps else "none",
+            "low_tiles": f"tensordesc<u8[{rows},{block // 8}]>" if has_tma and packs else "none",
             **{"order": "*i64", "h": "*bf16", "last": "*fp32", "out": "*i16"},
         }
         constants = {

@@ -24,7 +24,7 @@ from cutefce.ops.program.plan import Plan
 from cutefce.ops.program.problem import LossProblem, Upstream
 from cutefce.ops.rows import targets as rows
 from cutefce.ops.rows.coefficients import RowCoefficients
-from cutefce.ops.rows.kept_sums import Sums
+from cutefce.ops.rows.packed_sums import Sums
 from cutefce.ops.rows.selection import RowSelection
 from cutefce.ops.rows.statistics import RowStats
 from cutefce.ops.rows.targets import Targets
@@ -47,7 +47,7 @@ class Way:
     """Chunks of tokens of which the forward computes the gradients; 0: the backward computes them.
     """
     low_bits: int = 0
-    """Bits of kept sums beside 16."""
+    """Bits of packed sums beside 16."""
     wide: bool = False
     """Whether dW is returned in the dtype of sums."""
     ignores: bool = False

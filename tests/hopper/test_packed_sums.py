@@ -1,4 +1,4 @@
-"""The kernels that add to kept sums of dX and of dW, emulated, against the format's definition."""
+"""The kernels that add to packed sums of dX and of dW, emulated, and the format's definition."""
 
 from typing import Any, Literal, NamedTuple
 
@@ -8,23 +8,31 @@ import torch
 pytest.importorskip("cutlass")
 
 from cutefce.cute_kernels.arch.base import TILE_K
-from cutefce.cute_kernels.arch.sm90 import KEPT_128, KEPT_192
+from cutefce.cute_kernels.arch.sm90 import PACKED_128, PACKED_192
 from cutefce.cute_kernels.config import GemmConfig
 from cutefce.cute_kernels.integers import ceil_div, round_up
 from cutefce.cute_kernels.problem import LOW_BITS
 from cutefce.cute_kernels.spec.gemm import GradGemmSpec
 from cutefce.ops.dtypes import dtype_name
 from tests.emulation.hopper import run
-from tests.support.kept_sums import joined_sums, split_sums
+from tests.support.packed_sums import joined_sums, split_sums
 from tests.support.tiers import rest_slow
 
-LOW = GemmConfig(64, 128, cluster=1, stages=2, pingpong=True)
+SMALL = GemmConfig(64, 128, cluster=1, stages=2, pingpong=True)
 TALL = GemmConfig(128, 128, cluster=2, stages=3, pingpong=True)
 WIDE = GemmConfig(64, 256, cluster=2, stages=3, pingpong=True)
 DEEP = GemmConfig(128, 128, cluster=2, stages=6, pingpong=True)
-OF_DX = ((LOW, 8), (LOW, 4), (KEPT_128, 4), (KEPT_192, 8), (KEPT_192, 4))
-ROUNDED = ((LOW, 4), (KEPT_128, 8), (DEEP, 8), (KEPT_192, 8), (LOW, 8), (WIDE, 4), (KEPT_192, 4))
-OF_DW = (*ROUNDED, (LOW, 16), (KEPT_192, 16))
+OF_DX = ((SMALL, 8), (SMALL, 4), (PACKED_128, 4), (PACKED_192, 8), (PACKED_192, 4))
+ROUNDED = (
+    (SMALL, 4),
+    (PACKED_128, 8),
+    (DEEP, 8),
+    (PACKED_192, 8),
+    (SMALL, 8),
+    (WIDE, 4),
+    (PACKED_192, 4),
+)
+OF_DW = (*ROUNDED, (SMALL, 16), (PACKED_192, 16))
 """Configurations, and low bits of the sums."""
 PRODUCTS = {
     "two K tiles": ((140, 136, 72), 0),
@@ -75,7 +83,7 @@ def terms_of(h: torch.Tensor, vocab: int, *, count: int = 0, rank_one: bool = Fa
 
 
 class Sums:
-    """Sums (R, D) of dX or dW; what is kept of float32 `values` with some low bits."""
+    """Sums (R, D) of dX or dW; what is packed of float32 `values` with some low bits."""
 
     def __init__(self, values: torch.Tensor, low_bits: int, wrt: Input = "weight") -> None:
         rows, hidden = values.shape
@@ -101,7 +109,7 @@ class Sums:
         terms: Terms | None = None,
         overwrite: int = 0,
         count: int | None = None,
-        config: GemmConfig = LOW,
+        config: GemmConfig = SMALL,
         **how: Any,
     ) -> None:
         """Add a b and `terms` by the emulated kernel; other parameters are those of `run`."""
@@ -110,18 +118,18 @@ class Sums:
         kernel = GradGemmSpec("sm_90a", dtype, config, self.wrt, False, rank_one, self.low_bits)
         semaphores = torch.zeros(kernel.semaphore_count(CLUSTERS), dtype=torch.int32)
         rows = torch.tensor([count or 0], dtype=torch.int32), int(count is not None)
-        kept = self.upper, self.low if self.has_bytes else None
+        packed = self.upper, self.low if self.has_bytes else None
         targets = terms.targets if self.wrt == "weight" else None
         more = semaphores, *rows, CLUSTERS, None, overwrite
-        run(kernel, a, b.t(), kept, targets, terms.rank_one, *more, **how)
+        run(kernel, a, b.t(), packed, targets, terms.rank_one, *more, **how)
         assert (self.wide[:, self.low.shape[1] :] == 0x5A).all()
 
 
 def same_bits(got: Sums, want: torch.Tensor) -> None:
-    """Compare with what is kept of `want`; all NaN are equal."""
-    kept, is_nan = Sums(want, got.low_bits), want.isnan()
+    """Compare with what is packed of `want`; all NaN are equal."""
+    packed, is_nan = Sums(want, got.low_bits), want.isnan()
     assert torch.equal(got.values.isnan(), is_nan)
-    pairs = got.values.view(torch.int32), kept.values.view(torch.int32)
+    pairs = got.values.view(torch.int32), packed.values.view(torch.int32)
     assert torch.equal(*(values[~is_nan] for values in pairs))
 
 
@@ -177,7 +185,7 @@ def test_any_sums_are_rounded(
 @pytest.mark.parametrize(
     "given", rest_slow([(64, 0), (0, 1), (0, 0), (1, 1), (130, 1), (400, 0)], default=2)
 )
-@pytest.mark.parametrize("kernel", rest_slow(named((LOW, 8), (LOW, 4), (TALL, 8))))
+@pytest.mark.parametrize("kernel", rest_slow(named((SMALL, 8), (SMALL, 4), (TALL, 8))))
 def test_counted_rows_of_dx(kernel: tuple[GemmConfig, int], given: tuple[int, int]) -> None:
     """Row blocks behind those that count are neither read nor written."""
     (config, low_bits), (count, overwrite) = kernel, given
@@ -206,7 +214,7 @@ def test_float16_products() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("rank_one", rest_slow([False, True]))
 @pytest.mark.parametrize("count", rest_slow([64, 0, 1, 130], default=2))
-@pytest.mark.parametrize("kernel", rest_slow(named((LOW, 4), (TALL, 8), (KEPT_192, 16))))
+@pytest.mark.parametrize("kernel", rest_slow(named((SMALL, 4), (TALL, 8), (PACKED_192, 16))))
 def test_counted_rows_of_dw(kernel: tuple[GemmConfig, int], count: int, rank_one: bool) -> None:
     """Rows behind those that count are 0 up to a multiple of `TILE_K`, then anything."""
     (config, low_bits), overwrite = kernel, int(not rank_one)

@@ -1,4 +1,4 @@
-"""Sums of gradients that are kept in 16 bits and low bits: how they are rounded."""
+"""Sums of gradients that are packed in 16 bits and low bits: how they are rounded."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from torch import Tensor
 from bench.harness.accuracy import relative_error
 from cutefce.cute_kernels.problem import LOW_BITS
 from cutefce.ops.program.plan import SHORT_SUMS
-from tests.support.kept_sums import joined_sums, split_sums
+from tests.support.packed_sums import joined_sums, split_sums
 
 
 def bits_of(*patterns: int) -> Tensor:
@@ -30,10 +30,10 @@ def test_sums_are_rounded_to_nearest_and_ties_to_even(hidden: int, low_bits: int
     bits = torch.randint(-(1 << 31), 1 << 31, (200, hidden), generator=generator)
     values = bits.to(torch.int32).view(torch.float32)
     values.view(-1)[: len(SPECIAL)] = SPECIAL
-    kept = torch.empty(200, hidden, dtype=torch.bfloat16)
+    packed = torch.empty(200, hidden, dtype=torch.bfloat16)
     low = torch.empty(200, hidden * low_bits // 8, dtype=torch.uint8)
-    split_sums(kept, low, values)
-    got = joined_sums(kept, low)
+    split_sums(packed, low, values)
+    got = joined_sums(packed, low)
     exponent = values.double().frexp().exponent.clamp(min=-125)
     unit = torch.ldexp(torch.ones_like(exponent).double(), exponent - 8 - low_bits)
     want = ((values.double() / unit).round() * unit).float()
@@ -55,10 +55,10 @@ def test_no_number_of_chunks_adds_a_twentieth_to_the_rounding_error(chunks: int)
     low_bits = LOW_BITS[chunks > SHORT_SUMS]
     for parts in growing(chunks, 1 << 16).values():
         exact, sums = parts.double().sum(0), torch.zeros(1, parts.shape[1])
-        kept = torch.empty_like(sums, dtype=torch.bfloat16)
+        packed = torch.empty_like(sums, dtype=torch.bfloat16)
         low = torch.empty(1, sums.shape[1] * low_bits // 8, dtype=torch.uint8)
         for part in parts:
-            split_sums(kept, low, sums + part)
-            sums = joined_sums(kept, low)
+            split_sums(packed, low, sums + part)
+            sums = joined_sums(packed, low)
         error, least = (relative_error(x, exact) for x in (sums[0].bfloat16(), exact.bfloat16()))
         assert error <= 1.05 * least

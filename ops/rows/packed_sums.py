@@ -1,4 +1,4 @@
-"""Sums over products, which may be kept in 24 or 20 bits.
+"""Sums over products, which may be packed in 24 or 20 bits.
 
 R rows, D hidden.  The functions are of plain torch, so that a compiler can fuse them: of words of
 upper halves, and of bytes of the low bits beside, see `Sums`.
@@ -70,8 +70,8 @@ def join(words: Tensor, low: Tensor, place: int) -> Tensor:
     return upper.bitwise_or_(lower).view(torch.float32)
 
 
-def add_kept_to_(out: Tensor, words: Tensor, low: Tensor, factor: Tensor) -> None:
-    """Add `factor` () times the kept sums (R, D) to `out` (R, D), rounded once; see `Sums`."""
+def add_packed_to_(out: Tensor, words: Tensor, low: Tensor, factor: Tensor) -> None:
+    """Add `factor` () times the packed sums (R, D) to `out` (R, D), rounded once; see `Sums`."""
     count = words.element_size() // 2
     for i in range(count):
         out[:, i::count].add_(join(words, low, i).mul_(factor))

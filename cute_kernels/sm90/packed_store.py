@@ -4,7 +4,7 @@ A tile is added in blocks of 64 rows and columns, each in a buffer: a panel of u
 of float32 sums, whose rows are 128 bytes, and a panel of the low bits beside upper halves, whose
 rows are 64 or 32 bytes.  The warpgroups take the buffers in the order of their tiles.  While MMAs
 run, another warp loads the next sums; a warpgroup adds to them in place, and each of its warps
-stores its rows; see `common.kept_bits`.  A thread's accesses to swizzled rows of halves have no
+stores its rows; see `common.packed_bits`.  A thread's accesses to swizzled rows of halves have no
 bank conflicts.  No two thread blocks touch the same sums.
 """
 
@@ -21,7 +21,7 @@ from cutlass.utils import hopper_helpers as sm90
 from cutefce.cute_kernels.arch.base import BARRIER_BYTES
 from cutefce.cute_kernels.arch.sm90 import Sm90
 from cutefce.cute_kernels.common.dsl import matrix, partition
-from cutefce.cute_kernels.common.kept_bits import join_eight, low_signature, split_eight
+from cutefce.cute_kernels.common.packed_bits import join_eight, low_signature, split_eight
 from cutefce.cute_kernels.config import GemmConfig
 from cutefce.cute_kernels.problem import FLOAT32_LOW_BITS
 from cutefce.cute_kernels.schedule.scheduler import TileScheduler
@@ -37,21 +37,21 @@ FULL, EMPTY = 0, MMA_WARP_GROUPS
 which wait until it is empty."""
 
 
-class KeptSums(NamedTuple):
+class PackedSums(NamedTuple):
     """Sums (M, N) of 32, 24 or 20 bits."""
 
     upper: cute.Tensor
     """(M, N) float32, or bfloat16: the upper halves."""
     low: cute.Tensor | None
-    """(M, N) or (M, N / 2) uint8: the low bits, see `common.kept_bits`; None without."""
+    """(M, N) or (M, N / 2) uint8: the low bits, see `common.packed_bits`; None without."""
 
 
-def kept_signature(rows: Any, columns: Any, low_bits: int) -> KeptSums:
+def packed_signature(rows: Any, columns: Any, low_bits: int) -> PackedSums:
     """Return fake tensors to compile for."""
     if low_bits == FLOAT32_LOW_BITS:
-        return KeptSums(matrix(Float32, rows, columns), None)
+        return PackedSums(matrix(Float32, rows, columns), None)
     low = low_signature(rows, columns, low_bits, 16)
-    return KeptSums(matrix(BFloat16, rows, columns), low)
+    return PackedSums(matrix(BFloat16, rows, columns), low)
 
 
 class Staging(NamedTuple):
@@ -66,8 +66,8 @@ class Staging(NamedTuple):
     """Whether sums are added to, and so loaded."""
 
 
-class KeptStoreSm90:
-    """Additions of tiles of accumulators to kept sums."""
+class PackedStoreSm90:
+    """Additions of tiles of accumulators to packed sums."""
 
     def __init__(self, config: GemmConfig, low_bits: int) -> None:
         whole_blocks = config.tile_n % COLUMNS == 0
@@ -88,7 +88,7 @@ class KeptStoreSm90:
         self.buffers = max(count for count in counts if count * self.block_bytes <= free)
 
     @cute.jit
-    def tma(self, sums: KeptSums) -> Any:
+    def tma(self, sums: PackedSums) -> Any:
         """Return (TMA load, coordinates, TMA store, coordinates, smem layout) of each matrix."""
         found = []
         matrices: Any = sums[: len(self.dtypes)]

@@ -1,4 +1,4 @@
-"""The bits that are kept of a float32: 16 in the memory of a 16-bit element, and more beside.
+"""Packed float32: 16 bits in the memory of a 16-bit element, and 4 or 8 beside.
 
 A number is rounded to nearest, ties to even, to 24 or 20 bits.  The first 16 of them are the upper
 half.  The others, its low bits, are a byte; or two columns of four bits share one, the even column
