@@ -159,7 +159,7 @@ class Call(Interpreter[LossInputs]):
         return scale if scale is None or factor is None else scale * factor
 
     def sums(self, names: Sequence[str], low_bits: int | None = None) -> Sums:
-        """Return sums of a buffer, or in the two pieces of which the second has their low bits.
+        """Return sums of a buffer, or packed ones of two, of which the second has their low bits.
 
         These are as many as those of sums over windows or of dW, or `low_bits`.
         """

@@ -30,7 +30,7 @@ def random(*shape: int) -> Tensor:
 
 
 def packed(sums: Tensor, low_bits: int) -> Sums:
-    """Return the sums (R, D) as plain torch keeps them."""
+    """Return the sums (R, D) as plain torch packs them."""
     rows, columns = sums.shape
     words = torch.empty(rows, columns, dtype=torch.bfloat16, device=DEVICE)
     low = torch.empty(rows, columns * low_bits // 8, dtype=torch.uint8, device=DEVICE)

@@ -109,7 +109,7 @@ def test_sums_are_packed(sizes: tuple[int, int, int], low_bits: int) -> None:
     words = torch.empty(classes, hidden, dtype=torch.bfloat16, device=DEVICE)
     low = torch.empty(classes, hidden * low_bits // 8, dtype=torch.uint8, device=DEVICE)
     x.run(Sums(words, low), listed=False)
-    # a sum is rounded to 8 + low_bits digits, each time that it is kept
+    # a sum is rounded to 8 + low_bits digits, each time that it is packed
     near = 2.0 ** -(8 + low_bits) * float(x.product.abs().max())
     torch.testing.assert_close(joined_sums(words, low).double(), x.product, rtol=0, atol=near)
     x.run(Sums(words, low), accumulate=True)
